@@ -1,0 +1,1 @@
+"""Fused backward kernels, usable with torch alone. The first ops land with FusedBackwardPrecision."""

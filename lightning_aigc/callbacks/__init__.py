@@ -1,0 +1,8 @@
+"""Lightning callbacks; each works on any LightningModule."""
+
+from lightning_aigc.callbacks.run_progress import RunProgress
+from lightning_aigc.callbacks.run_report import RunReport
+from lightning_aigc.callbacks.sample_grid import SampleGrid
+from lightning_aigc.callbacks.save_lora import SaveLoRA
+
+__all__ = ["RunProgress", "RunReport", "SampleGrid", "SaveLoRA"]

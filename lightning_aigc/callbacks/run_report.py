@@ -1,0 +1,247 @@
+"""RunReport: what a fit did, as a table in the terminal, `summary.json`, and one `report.html`.
+
+Before the first step and after the last it generates the same pictures from the same seeds and scores them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
+from lightning_aigc.callbacks.save_lora import SaveLoRA
+from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
+from lightning_aigc.errors import SamplingTooSlow, UserError
+
+SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
+
+
+class RunReport(Callback):
+    """Leaves `summary.json` and `report.html` in the run's `default_root_dir`.
+
+    Works with any LightningModule; pictures and scores need `sample(prompts, seeds)`, without which they are left out.
+
+    Args:
+        clip_model: The judge: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`; unset means
+            no score.
+        clip_pretrained: Weights of that judge: a tag of open_clip or a file.
+        prompts: Prompts to score; unset means the module's `validation_prompts`.
+        prior_prompts: Prompts that have nothing to do with the training pictures: their score shows what was forgotten.
+        num_images: Pictures generated for each set of prompts, shared out among the prompts.
+        seed: Seed of the first picture.
+        images_shown: Pictures a prompt in the report.
+    """
+
+    def __init__(
+        self,
+        clip_model: str | None = None,
+        clip_pretrained: str | None = None,
+        prompts: Sequence[str] | None = None,
+        prior_prompts: Sequence[str] = (),
+        num_images: int = 8,
+        seed: int = 1000,
+        images_shown: int = 4,
+    ) -> None:
+        if num_images < 1:
+            raise UserError(f"RunReport.num_images must be at least 1, got {num_images}")
+        self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
+        self.prompts, self.prior_prompts = prompts, list(prior_prompts)
+        self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
+        self.summary: dict[str, Any] = {}
+        self._judge: Any = None
+        self._notes: list[str] = []
+        self._losses: list[tuple[int, Tensor]] = []
+        self._scores: list[tuple[int, float, float]] = []
+        self._before: dict[str, Tensor] = {}
+        self._measured: dict[str, float | None] = {}
+        self._training_seconds = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if self.prompts is None:
+            self.prompts = list(getattr(pl_module, "validation_prompts", ()))
+        if self.clip_model is not None and hasattr(pl_module, "sample") and self.prompts:
+            self._judge = self._load_judge()
+
+    def _load_judge(self) -> Any:
+        from lightning_aigc.metrics import CLIPSimilarity
+
+        assert self.clip_model is not None
+        judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
+        try:
+            judge.check()
+        except UserError as error:
+            # A missing judge must not cost a training run; the summary then says why it has no score.
+            self._note(f"no CLIP score: {error}")
+            return None
+        return judge
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+            rank_zero_warn(text)
+
+    # Measuring -------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._judge is not None:
+            self._judge.to(pl_module.device)
+            describe = getattr(getattr(trainer, "datamodule", None), "reference_images", None)
+            if describe is not None:
+                self._judge.set_reference_images(describe(64))
+        self._measure(trainer, pl_module, "before")
+        reset_peak_memory(pl_module.device)
+        self._start_step, self._started_at = trainer.global_step, time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = trainer.callback_metrics.get("loss")
+        if loss is not None and (not self._losses or self._losses[-1][0] != trainer.global_step):
+            self._losses.append((trainer.global_step, loss.detach()))  # read at the end: no wait for the device here
+
+    def on_sample_images(
+        self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
+    ) -> None:
+        """SampleGrid calls this with the pictures it made; their score goes to the logger and the progress bar."""
+        if self._judge is None:
+            return
+        scores = self._score(images_N3HW, prompts)
+        self._scores.append((step, scores["clip_t"], scores["clip_i"]))
+        for name in ("clip_t", "clip_i"):
+            if math.isfinite(scores[name]):
+                pl_module.log(name, scores[name], prog_bar=name == "clip_t", rank_zero_only=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = time.perf_counter() - self._started_at
+        peak = peak_memory_mib(pl_module.device)
+        after = self._measure(trainer, pl_module, "after")
+        if not trainer.is_global_zero:
+            return
+        root = Path(trainer.default_root_dir)
+        savers = [c for c in trainer.callbacks if isinstance(c, SaveLoRA)]  # type: ignore[attr-defined]
+        lora_file = savers[0].path if savers else None
+        self.summary = {
+            "steps": trainer.global_step,
+            "seconds": round(seconds, 2),
+            "peak_memory_mib": round(peak, 1),
+            **{
+                f"{name}_{when}": self._measured.get(f"{name}_{when}")
+                for name in ("clip_t", "clip_i", "prior_clip_t")
+                for when in ("before", "after")
+                if name != "prior_clip_t" or self.prior_prompts
+            },
+            "final_loss": _mean_of_last(self._losses),
+            "lora_file": str(lora_file) if lora_file else None,
+            "report": str(root / REPORT_FILE),
+            "notes": self._notes,
+        }
+        root.mkdir(parents=True, exist_ok=True)
+        page = self._page(trainer, after)
+        for name, text in ((REPORT_FILE, page), (SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")):
+            temporary = root / f".{name}.{os.getpid()}"
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(root / name)
+        self._print_table()
+
+    def _measure(self, trainer: Trainer, pl_module: LightningModule, when: str) -> dict[str, Tensor]:
+        """Generate and score each set of prompts; on every rank the same, so that no rank waits for another."""
+        images: dict[str, Tensor] = {}
+        if not hasattr(pl_module, "sample"):
+            return images
+        for name, prompts in (("", self.prompts or []), ("prior_", self.prior_prompts)):
+            if not prompts:
+                continue
+            shared, seeds = self._share_out(prompts)
+            try:
+                images[name] = pl_module.sample(shared, seeds)
+            except SamplingTooSlow as slow:
+                self._note(str(slow))
+                return images
+            if self._judge is not None:
+                scores = self._score(images[name], shared)
+                self._measured |= {f"{name}{key}_{when}": _finite_or_none(value) for key, value in scores.items()}
+        if when == "before":
+            self._before = images
+        return images
+
+    def _share_out(self, prompts: Sequence[str]) -> tuple[list[str], list[int]]:
+        each = max(1, math.ceil(self.num_images / len(prompts)))
+        shared = [prompt for prompt in prompts for _ in range(each)]
+        return shared, [self.seed + i for i in range(len(shared))]
+
+    def _score(self, images_N3HW: Tensor, prompts: Sequence[str]) -> dict[str, float]:
+        self._judge.reset()
+        self._judge.update(images_N3HW.to(self._judge.device), list(prompts))
+        return {name: float(value) for name, value in self._judge.compute().items()}
+
+    # Telling ---------------------------------------------------------------------------------------------------------
+
+    def _page(self, trainer: Trainer, after: dict[str, Tensor]) -> str:
+        grids = []
+        for name, title in (("", "prompts"), ("prior_", "other prompts")):
+            prompts = self.prompts if not name else self.prior_prompts
+            for when, images in (("before", self._before), ("after", after)):
+                if name in images and prompts:
+                    shared, _ = self._share_out(prompts)
+                    each = len(shared) // len(prompts)
+                    chosen = [i for i in range(len(shared)) if i % each < self.images_shown]
+                    grids.append(
+                        picture_grid(
+                            [images[name][i] for i in chosen],
+                            [shared[i] for i in chosen],
+                            min(each, self.images_shown),
+                            f"{title}, {when}",
+                        )
+                    )
+        losses = [(step, float(loss)) for step, loss in self._losses]
+        curves = [curve(smooth(losses), "loss, mean of 20 steps")]
+        curves.append(curve([(s, t) for s, t, _ in self._scores], "CLIP-T of the sample grids"))
+        curves.append(curve([(s, i) for s, _, i in self._scores], "CLIP-I of the sample grids"))
+        config_file = Path(trainer.default_root_dir) / "config.yaml"
+        config = config_file.read_text(encoding="utf-8") if config_file.is_file() else ""
+        rows = {k: v for k, v in self.summary.items() if k != "notes" and v is not None}
+        return render_page(Path(trainer.default_root_dir).name, rows, self._notes, grids, curves, config)
+
+    def _print_table(self) -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        said = self.summary
+
+        def pair(name: str) -> str:
+            before, after = said.get(f"{name}_before"), said.get(f"{name}_after")
+            return "-" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
+
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_row("steps", str(said["steps"]))
+        table.add_row("seconds", f"{said['seconds']:.1f}")
+        table.add_row("peak memory", f"{said['peak_memory_mib']:.0f} MiB")
+        table.add_row("CLIP-T before -> after", pair("clip_t"))
+        table.add_row("CLIP-I before -> after", pair("clip_i"))
+        if self.prior_prompts:
+            table.add_row("CLIP-T of other prompts", pair("prior_clip_t"))
+        table.add_row("LoRA", str(said["lora_file"] or "-"))
+        table.add_row("report", said["report"])
+        console = Console(soft_wrap=True)
+        console.print()
+        console.print(table)
+
+
+def _finite_or_none(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _mean_of_last(losses: list[tuple[int, Tensor]], count: int = 50) -> float | None:
+    return _finite_or_none(float(torch.stack([loss for _, loss in losses[-count:]]).float().mean())) if losses else None

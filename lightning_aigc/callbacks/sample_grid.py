@@ -1,0 +1,206 @@
+"""SampleGrid: the same prompts and seeds drawn again and again, so that a run can be watched learning."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Callback, LightningModule, Trainer
+from PIL import Image, PngImagePlugin
+from torch import Tensor
+
+from lightning_aigc.callbacks.image_checks import check_images
+from lightning_aigc.callbacks.picture_sheet import draw_sheet
+from lightning_aigc.callbacks.undisturbed import undisturbed
+from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
+
+_HOW_TO_SAMPLE = (
+    "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
+    "picture for each pair, [N, 3, H, W] in 0..1"
+)
+
+
+class SampleGrid(Callback):
+    """Draw a grid before the first step, every `every_n_steps` optimizer steps, and after the last.
+
+    One row a prompt, one column a seed, both printed under each picture. The grid goes to
+    `<default_root_dir>/samples/step_000100.png` and to every logger that takes images. Works with any
+    LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training does not notice.
+    Other callbacks may look at the same pictures: on rank zero their method
+    `on_sample_images(trainer, pl_module, images, prompts, step)` is called, in which no collective may start.
+
+    Args:
+        prompts: what to draw; the module's `validation_prompts` where None.
+        every_n_steps: optimizer steps between two grids.
+        seeds: one column each; `seed`, `seed + 1`, ... for `num_images` columns where None.
+        num_images: pictures a prompt, where `seeds` is None.
+        seed: the first seed, where `seeds` is None.
+        columns: pictures in a row; as many as there are seeds where None.
+        directory: where the PNGs go; `<default_root_dir>/samples` where None.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str] | None = None,
+        every_n_steps: int = 100,
+        seeds: list[int] | None = None,
+        num_images: int = 4,
+        seed: int = 0,
+        columns: int | None = None,
+        directory: str | None = None,
+    ) -> None:
+        if isinstance(prompts, str) or (prompts is not None and not prompts):
+            raise ConfigError(f"got SampleGrid prompts={prompts!r}; wanted a list of at least one prompt, or None")
+        for name, value in (("every_n_steps", every_n_steps), ("num_images", num_images), ("columns", columns)):
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"got SampleGrid {name}={value}; wanted at least 1 (leave the callback out to draw none)"
+                )
+        if seeds is not None and not seeds:
+            raise ConfigError("got SampleGrid seeds=[]; wanted at least one seed, or None")
+        self.prompts = prompts
+        self.every_n_steps = every_n_steps
+        self.seeds = list(seeds) if seeds is not None else list(range(seed, seed + num_images))
+        self.columns = columns or len(self.seeds)
+        self.directory = directory
+        self.history: list[tuple[int, str]] = []
+        """(step, path) of every grid on disk, in order."""
+        self._prompts: list[str] = []
+        self._folder: Path | None = None
+        self._cannot_write = False
+        self._too_slow = False
+        self._last_step = -1
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(prompts=self.prompts, seeds=self.seeds, directory=self.directory)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [[step, path] for step, path in self.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = [(int(step), str(path)) for step, path in state_dict["history"]]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raises: ModelError without a `sample` method, ConfigError without prompts or a folder to write to."""
+        if stage != "fit":
+            return
+        if not callable(getattr(pl_module, "sample", None)):
+            raise ModelError(f"SampleGrid cannot draw: {type(pl_module).__name__} has no `sample`; {_HOW_TO_SAMPLE}")
+        self._prompts = list(self.prompts or getattr(pl_module, "validation_prompts", None) or ())
+        if not self._prompts:
+            raise ConfigError(
+                "SampleGrid got no prompts; set its `prompts`, or model.init_args.validation_prompts, or leave it out"
+            )
+        self._folder = Path(self.directory or Path(trainer.default_root_dir) / "samples").expanduser()
+        if trainer.is_global_zero and not _is_trial(trainer):
+            probe = self._folder / f".{os.getpid()}.part"
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+                probe.unlink()
+            except OSError as error:
+                raise ConfigError(
+                    f"SampleGrid cannot write to {self._folder}: {error.strerror or error}; "
+                    "set its `directory` or trainer.default_root_dir to another folder"
+                ) from error
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = trainer.global_step
+        if trainer.global_step == 0:
+            self._draw(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # global_step moves only with the optimizer, and by more than one where there are several.
+        step, last = trainer.global_step, self._last_step
+        if step // self.every_n_steps > last // self.every_n_steps:
+            self._draw(trainer, pl_module)
+        self._last_step = step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step % self.every_n_steps:
+            self._draw(trainer, pl_module)
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rank zero draws without any collective; all ranks meet again afterwards, whatever happened."""
+        if _is_trial(trainer):
+            return
+        try:
+            if trainer.is_global_zero and not self._too_slow:
+                with undisturbed(pl_module, pl_module.device):
+                    self._draw_on_rank_zero(trainer, pl_module)
+        except SamplingTooSlow as error:
+            self._too_slow = True  # on rank zero alone, hence the barrier below is everyone's
+            warnings.warn(f"SampleGrid draws no more: {error}", stacklevel=2)
+        finally:
+            trainer.strategy.barrier("SampleGrid")
+
+    def _draw_on_rank_zero(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step = trainer.global_step
+        pairs = [(prompt, seed) for prompt in self._prompts for seed in self.seeds]
+        sample: Any = pl_module.sample
+        images_N3HW = sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
+        shape = list(images_N3HW.shape) if isinstance(images_N3HW, Tensor) else type(images_N3HW).__name__
+        if not isinstance(images_N3HW, Tensor) or images_N3HW.ndim != 4 or shape[:2] != [len(pairs), 3]:
+            raise ModelError(
+                f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
+                f"wanted [{len(pairs)}, 3, H, W] in 0..1"
+            )
+        images_N3HW = images_N3HW.detach().float().cpu()
+        check_images(images_N3HW, [f"step {step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
+        sheet = draw_sheet(images_N3HW, [f"seed {seed}\n{prompt}" for prompt, seed in pairs], self.columns)
+        self._write(sheet, step)
+        log_picture(trainer, "samples", sheet, step)
+        for callback in getattr(trainer, "callbacks", ()):
+            look = getattr(callback, "on_sample_images", None)
+            if callable(look):
+                look(trainer, pl_module, images_N3HW, [prompt for prompt, _ in pairs], step)
+
+    def _write(self, sheet: Image.Image, step: int) -> None:
+        assert self._folder is not None
+        path = self._folder / f"step_{step:06d}.png"
+        try:
+            write_png(path, sheet, {"step": step, "prompts": self._prompts, "seeds": self.seeds})
+        except OSError as error:
+            if not self._cannot_write:
+                reason = error.strerror or error
+                warnings.warn(f"SampleGrid cannot write {path}: {reason}; training goes on without it", stacklevel=2)
+            self._cannot_write = True
+            return
+        self._cannot_write = False
+        self.history = [entry for entry in self.history if entry[0] != step] + [(step, str(path))]
+
+
+def write_png(path: Path, picture: Image.Image, facts: dict[str, Any]) -> None:
+    """Write a PNG, whole or not at all, with `facts` as JSON in text chunks of their names. Raises: OSError."""
+    text = PngImagePlugin.PngInfo()
+    for name, value in facts.items():
+        text.add_itxt(name, json.dumps(value, ensure_ascii=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        picture.save(temporary, "PNG", pnginfo=text)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def log_picture(trainer: Trainer, name: str, picture: Image.Image, step: int) -> None:
+    """Hand a picture to every logger that takes pictures: TensorBoard, Weights & Biases, and those like them."""
+    loggers: Sequence[Any] = trainer.loggers
+    for logger in loggers:
+        if callable(getattr(logger, "log_image", None)):  # WandbLogger
+            logger.log_image(key=name, images=[picture], step=step)
+        elif callable(getattr(getattr(logger, "experiment", None), "add_image", None)):  # TensorBoardLogger
+            logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
+
+
+def _is_trial(trainer: Trainer) -> bool:
+    return bool(getattr(trainer, "fast_dev_run", False))

@@ -1,0 +1,68 @@
+"""Write the LoRA as a `.safetensors` every so many steps and at the end, so that any of them can be tried."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_aigc.errors import ModelError
+
+
+class SaveLoRA(Callback):
+    """Saves `<default_root_dir>/<output_name>.safetensors` at the end, and one a step count on the way.
+
+    Works with any LightningModule that has `save_lora(path, **metadata)`.
+
+    Args:
+        every_n_steps: Optimizer steps between the files on the way; 0 writes the last one only.
+        output_name: Name without ending; unset means the module's `output_name`, or lora.
+    """
+
+    def __init__(self, every_n_steps: int = 500, output_name: str | None = None) -> None:
+        self.every_n_steps, self.output_name = every_n_steps, output_name
+        self.path: Path | None = None
+        """The final file, once it is written."""
+        self._last_step = 0
+        self._started_at = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and not hasattr(pl_module, "save_lora"):
+            raise ModelError(
+                f"SaveLoRA needs a module with save_lora(path, **metadata), {type(pl_module).__name__} has none"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step, self._started_at = trainer.global_step, time.time()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if self.every_n_steps and step > self._last_step and step % self.every_n_steps == 0:
+            self._last_step = step
+            self._write(trainer, pl_module, f"_step_{step:06d}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.path = self._write(trainer, pl_module, "")
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> Path:
+        name = self.output_name or getattr(pl_module, "output_name", "lora")
+        path = Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
+        if trainer.is_global_zero:
+            facts = getattr(trainer, "datamodule", None)
+            describe = getattr(facts, "lora_metadata", dict)
+            pl_module.save_lora(  # type: ignore[operator]
+                path,
+                output_name=path.stem,
+                steps=trainer.global_step,
+                num_epochs=trainer.current_epoch + 1,
+                started_at=self._started_at,
+                finished_at=time.time(),
+                gradient_accumulation_steps=trainer.accumulate_grad_batches,
+                mixed_precision=str(trainer.precision),
+                **describe(),
+            )
+        return path

@@ -1,0 +1,49 @@
+"""The `lightning` command: fit, validate, test and predict from YAML, and our own verbs beside them."""
+
+from __future__ import annotations
+
+import sys
+
+TRAINER_VERBS = ("fit", "validate", "test", "predict")
+OWN_VERBS = {"export": "convert a LoRA file between layouts, or merge it into a pipeline folder"}
+USAGE = """usage: lightning VERB [options]
+
+  fit        train:      lightning fit -c configs/sd_lora.yaml [--model.init_args.rank 32 ...]
+  validate, test, predict: as Lightning's Trainer does, from the same YAML
+  export     {export}
+
+lightning VERB --help shows a verb's options; fit takes -c several times, --print_config and --dry_run.
+""".format(**OWN_VERBS)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one verb and exit: 0 when it worked, 1 for an error in the user's hands, 2 for a wrong command line."""
+    arguments = sys.argv[1:] if argv is None else argv
+    verb = next((a for a in arguments if not a.startswith("-")), None)
+    if verb is None:
+        print(USAGE)
+        raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
+    if verb in TRAINER_VERBS:
+        from lightning_aigc.cli.trainer_verbs import run_trainer_verb
+
+        raise SystemExit(run_trainer_verb(arguments))
+    if verb == "export":
+        from lightning_aigc.cli.export import main as export
+
+        raise SystemExit(export(arguments[arguments.index(verb) + 1 :]))
+    raise SystemExit(_hand_to_lightning_sdk(verb))
+
+
+def _hand_to_lightning_sdk(verb: str) -> int:
+    """lightning-sdk installs a `lightning` script of its own; what is not ours goes there."""
+    try:
+        from lightning_sdk.cli.entrypoint import main_cli  # type: ignore[import-not-found]
+    except ImportError:
+        from difflib import get_close_matches
+
+        near = get_close_matches(verb, (*TRAINER_VERBS, *OWN_VERBS), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"error: there is no verb {verb!r}{hint}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    main_cli()
+    return 0

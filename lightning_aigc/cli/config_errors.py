@@ -1,0 +1,185 @@
+"""Turn jsonargparse's report, which tries every possible type of a value, into the one thing that is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+# Names that users of other trainers type, and what the same thing is called here.
+OTHER_DIALECTS = {
+    "network_dim": "rank", "linear": "rank", "lora_rank": "rank", "network_alpha": "lora_alpha", "linear_alpha": "lora_alpha",
+    "unet_lr": "learning_rate", "lr": "learning_rate", "min_snr_gamma": "snr_gamma", "optimizer_type": "optimizer",
+    "base_model_name": "pretrained_model_name_or_path", "name_or_path": "pretrained_model_name_or_path",
+    "mixed_precision": "trainer.precision", "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "output_dir": "trainer.default_root_dir", "logging_dir": "trainer.default_root_dir", "report_to": "trainer.logger",
+    "sample_every_n_steps": "validation_steps", "save_every_n_steps": "checkpointing_steps",
+    "v_parameterization": "prediction_type: v_prediction", "caption_ext": "caption_extension", "batch_size": "train_batch_size",
+    "resume_from_checkpoint": "--ckpt_path", "instance_prompt": "trigger_word", "instance_data_dir": "train_data_dir",
+    "max_steps": "max_train_steps", "folder_path": "train_data_dir", "cache_latents_to_disk": "cache_latents",
+}  # fmt: skip
+
+_KEY = re.compile(r'^Parser key "(?P<key>[^"]+)":?(?P<rest>.*)$')
+_CLASS = re.compile(r"^Problem with given class_path '(?P<cls>[^']+)':")
+_UNKNOWN_OPTION = re.compile(r"^(?:Option|Key) '(?P<name>[^']+)' is not (?:accepted|expected)|^(?:Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'")
+_UNRECOGNISED = re.compile(r"^unrecognized arguments: (?P<name>--[^\s=]+)")
+_NO_CLASS = re.compile(r"^Expected a dot import path string: (?P<name>.+)$|No module named '(?P<module>[^']+)'|has no attribute '(?P<attribute>[^']+)'")
+_WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
+_NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "Not a valid subclass", "Subclass types expect", "a class path", "a dict ", "Expected a path but")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One innermost complaint: where it is, the class there, and what kind."""
+
+    rank: int
+    path: tuple[str, ...]
+    class_path: str | None
+    text: str
+
+
+def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
+    """One sentence: which key, what was got, what is wanted, and the nearest right name."""
+    if message.startswith("Problems parsing config"):
+        return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
+    leaves = sorted(_leaves(message, parser), key=lambda leaf: leaf.rank)
+    if not leaves:
+        return message.strip()
+    leaf = leaves[0]
+    where = ".".join(leaf.path)
+    text = leaf.text
+    if leaf.rank == 2:  # every alternative of a union complained about the type: name them all, and the value once
+        wanted = list(dict.fromkeys(w for each in leaves if each.rank == 2 and each.path == leaf.path for w in each.text.split("\0")[:1] if w))
+        given = next((each.text.split("\0")[1] for each in leaves if each.rank == 2 and "\0" in each.text and each.text.split("\0")[1]), None)
+        given = given or _given_value(message)
+        text = f"wanted {' or '.join(wanted)}" + (f", got {given}" if given else "")
+        choices = re.findall(r"'([^']+)'", " ".join(wanted))
+        near = get_close_matches(str(given).strip("'\""), choices, n=1) if choices else []
+        text += f"; did you mean {near[0]}?" if near else ""
+    return f"{where}: {text}" if where else text
+
+
+def _given_value(message: str) -> str | None:
+    found = re.search(r"Given value: (.{1,80})", message)
+    nested = re.search(r"NestedArg\(key='[^']*', val='?([^')]*)'?\)", message)
+    return nested.group(1) if nested else found.group(1) if found else None
+
+
+def _leaves(message: str, parser: argparse.ArgumentParser) -> Iterable[Leaf]:
+    stack: list[tuple[int, str, str | None]] = []  # indent, path element, class path
+    for raw in message.splitlines():
+        body = raw.strip()
+        indent = len(raw) - len(raw.lstrip())
+        if body.startswith("- "):
+            body, indent = body[2:], indent + 1
+        if not body:
+            continue
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        if body.startswith(_NOISE):
+            continue
+        if found := _CLASS.match(body):
+            stack.append((indent, "init_args", found["cls"]))
+            continue
+        if found := _KEY.match(body):
+            stack.append((indent, found["key"], None))
+            body = found["rest"].strip()
+            if not body:
+                continue
+        path = tuple(element for _, element, _ in stack)
+        class_path = next((cls for _, _, cls in reversed(stack) if cls), None)
+        yield _describe(body, path, class_path, parser)
+
+
+def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: argparse.ArgumentParser) -> Leaf:
+    if found := _UNKNOWN_OPTION.match(body):
+        name, group = found["name"] or found["option"], found["group"]
+        if group and body.startswith("Group"):
+            path = (*path, group)
+        return Leaf(0, path, class_path, _unknown(name, class_path, ".".join(path), parser))
+    if found := _UNRECOGNISED.match(body):
+        name = found["name"].lstrip("-")
+        return Leaf(0, (), None, _unknown(name, None, "", parser))
+    if found := _NO_CLASS.search(body):
+        name = found["name"] or found["module"] or found["attribute"]
+        near = get_close_matches(name.split(".")[-1], _known_classes(), n=1)
+        return Leaf(1, path, class_path, f"there is no class {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    if found := _WRONG_TYPE.match(body):
+        wanted = _type_name(found["type"])
+        rank = 3 if wanted == "null" else 2
+        return Leaf(rank, path, class_path, f"{wanted}\0{found['value'] or ''}")
+    return Leaf(1 if path else 4, path, class_path, body)
+
+
+def _unknown(name: str, class_path: str | None, where: str, parser: argparse.ArgumentParser) -> str:
+    last = name.split(".")[-1]
+    owner = class_path.rpartition(".")[2] if class_path else where or "the config"
+    known = _init_args(class_path) if class_path else _option_names(parser, where)
+    if last in OTHER_DIALECTS and (OTHER_DIALECTS[last] in known or not _looks_local(OTHER_DIALECTS[last])):
+        return f"{owner} has no key {name!r}; it is called {OTHER_DIALECTS[last]} here"
+    first, dot, _ = name.partition(".")
+    if not class_path and dot and first not in known:
+        name = first  # `modle.init_args.rank`: the block is wrong, not the key in it
+    pool = known if class_path else [*known, *(k.rpartition(".")[2] for k in known)]
+    near = get_close_matches(name, pool, n=1, cutoff=0.5) or get_close_matches(last, pool, n=1, cutoff=0.5)
+    if near:
+        return f"{owner} has no key {name!r}; did you mean {near[0]}?"
+    if last in OTHER_DIALECTS:
+        return f"{owner} has no key {name!r}; it is called {OTHER_DIALECTS[last]} here"
+    return f"{owner} has no key {name!r}; it has {', '.join(sorted(known)[:40])}"
+
+
+def _looks_local(name: str) -> bool:
+    return "." not in name and not name.startswith("-")
+
+
+def _init_args(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+        return [p for p in inspect.signature(cls).parameters if p not in ("self", "args", "kwargs")]
+    except (ImportError, AttributeError, ValueError, TypeError):
+        return []
+
+
+def _option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
+    """Dotted option names of a parser and its sub-parsers; below `group` where one is given."""
+    names: set[str] = set()
+    parsers = [parser, *getattr(parser, "_subcommand_parsers", {}).values()]
+    for action in parser._actions:
+        choices = getattr(action, "choices", None)
+        if isinstance(choices, dict):
+            parsers += [p for p in choices.values() if isinstance(p, argparse.ArgumentParser)]
+    for each in parsers:
+        names |= {a.dest for a in each._actions if a.dest not in ("help", "==SUPPRESS==")}
+    if group:
+        return [n.removeprefix(f"{group}.") for n in names if n.startswith(f"{group}.")]
+    return [*names, *{n.split(".")[0] for n in names}]
+
+
+def _known_classes() -> list[str]:
+    """Names of every class that YAML can name without its path."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+    from lightning.pytorch.loggers import Logger
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    found: set[str] = set()
+    queue: list[type] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler]
+    while queue:
+        for cls in queue.pop().__subclasses__():
+            if cls.__name__ not in found and not cls.__name__.startswith("_"):
+                found.add(cls.__name__)
+                queue.append(cls)
+    return sorted(found)
+
+
+def _type_name(text: str) -> str:
+    plain = text.removeprefix("<class '").removesuffix("'>")
+    plain = plain.replace("typing.Literal", "one of ").replace("collections.abc.", "").replace("typing.", "")
+    words = {"NoneType": "null", "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
+    return words.get(plain, plain)

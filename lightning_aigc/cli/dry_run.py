@@ -1,0 +1,56 @@
+"""`lightning fit … --dry_run`: what would happen, and one real step of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
+
+
+def dry_run_trainer_arguments() -> dict[str, Any]:
+    """What replaces the config's own Trainer arguments: one batch, and nothing written but the caches."""
+    return {"fast_dev_run": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "callbacks": [DryRun()]}
+
+
+class DryRun(Callback):
+    """Prints trainable parameters and a memory estimate, times one step, and measures its peak memory."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        print(memory_table(pl_module))
+        reset_peak_memory(pl_module.device)
+        self._started_at = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = time.perf_counter() - self._started_at
+        peak = peak_memory_mib(pl_module.device)
+        print(f"one step: {seconds:.2f} s with its warm-up, peak memory {peak:.0f} MiB on {pl_module.device}")
+        loss = trainer.callback_metrics.get("loss")
+        if loss is not None:
+            print(f"loss: {float(loss):.4f}")
+        print("dry run: nothing was written; leave out --dry_run to train")
+
+
+def memory_table(module: LightningModule) -> str:
+    """Parameters and the memory that does not depend on the batch, as lines of text. MiB, AdamW assumed."""
+    frozen = {p.data_ptr(): p for p in _all_parameters(module) if not p.requires_grad}.values()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    frozen_mib = sum(p.numel() * p.element_size() for p in frozen) / 2**20
+    trained_mib = sum(p.numel() * p.element_size() for p in trained) / 2**20
+    count = sum(p.numel() for p in trained)
+    total = count + sum(p.numel() for p in frozen)
+    return "\n".join(
+        [
+            f"trainable parameters: {count:,} of {total:,} ({100 * count / max(total, 1):.2f} %)",
+            f"memory estimate: frozen weights {frozen_mib:.0f} MiB; trained weights, gradients and AdamW state"
+            f" {4 * trained_mib:.0f} MiB; activations come on top, see the peak below",
+        ]
+    )
+
+
+def _all_parameters(module: LightningModule) -> list[Any]:
+    parts = getattr(module, "components", None)
+    outside = [parts.vae, *parts.text_encoders] if parts is not None else []
+    return [p for m in (module, *outside) for p in m.parameters()]

@@ -1,0 +1,56 @@
+"""`lightning export`: a LoRA in another layout, or merged into a pipeline folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_aigc.errors import ConfigError, UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb with its own arguments; returns 0, or 1 after printing what is wrong."""
+    parser = argparse.ArgumentParser(prog="lightning export")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments to its parser."""
+    parser.description = "Convert a LoRA file between the kohya and diffusers layouts, or merge it into a pipeline."
+    parser.add_argument("lora", type=Path, metavar="LORA", help="a LoRA .safetensors file, in either layout")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument(
+        "--to",
+        choices=("kohya", "diffusers"),
+        help="kohya: for ComfyUI, A1111 and diffusers; diffusers: for diffusers alone, exact for DoRA too",
+    )
+    target.add_argument("--merge_into", type=Path, metavar="PIPELINE_DIR", help="a diffusers pipeline folder")
+    parser.add_argument("--output", type=Path, required=True, help="file to write, or folder with --merge_into")
+    parser.add_argument("--strength", type=float, default=1.0, help="share of the LoRA to merge (default: 1.0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the arguments say and print where the result is; returns the exit status.
+
+    Raises: UserError with what to change.
+    """
+    from lightning_aigc.diffusion.lora_file import convert
+    from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
+
+    if args.merge_into is not None:
+        output = merge_into_pipeline(args.lora, args.merge_into, args.output, args.strength)
+    elif args.strength != 1.0:
+        raise ConfigError(f"got --strength {args.strength} with --to; it belongs to --merge_into")
+    elif args.output.resolve() == args.lora.resolve():
+        raise ConfigError(f"got --output {args.output}, the input itself; name another file")
+    else:
+        output = convert(args.lora, args.output, args.to)
+    print(f"wrote {output}")
+    return 0

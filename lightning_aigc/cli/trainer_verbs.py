@@ -1,0 +1,65 @@
+"""fit, validate, test and predict: LightningCLI with our classes known by name and errors said once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+from lightning_aigc.cli.config_errors import readable_config_error
+from lightning_aigc.errors import UserError
+
+
+def run_trainer_verb(arguments: list[str]) -> int:
+    """Parse, build and run. Returns the exit status: 1 after an error in the user's hands, 2 after a wrong config."""
+    _set_threads_before_torch_starts(arguments)
+    _quiet_known_warnings()
+    from lightning_aigc.cli.aigc_cli import AIGCCLI
+
+    sys.argv = [sys.argv[0], *arguments]  # subprocess ranks start from it again
+    try:
+        AIGCCLI()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        import errno
+
+        if error.errno in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT):
+            print(f"error: cannot write {error.filename or 'a file of this run'}: {error.strerror}; free some space or set"
+                  " trainer.default_root_dir to a folder that can be written", file=sys.stderr)  # fmt: skip
+            return 1
+        raise
+    except SystemExit as stop:
+        return _status(stop)
+    return 0
+
+
+def _status(stop: SystemExit) -> int:
+    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _set_threads_before_torch_starts(arguments: list[str]) -> None:
+    """Honour `--threads N` early: OpenMP reads its variable once."""
+    for i, argument in enumerate(arguments):
+        value = argument.partition("=")[2] if argument.startswith("--threads=") else None
+        if argument == "--threads" and i + 1 < len(arguments):
+            value = arguments[i + 1]
+        if value and value.isdigit():
+            os.environ.setdefault("OMP_NUM_THREADS", value)
+
+
+def _quiet_known_warnings() -> None:
+    for message in (
+        ".*does not have many workers.*",  # ImageCaptionData set them from the machine
+        ".*GPU available but not used.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+        ".*Found .* module\\(s\\) in eval mode at the start of training.*",  # the frozen parts, on purpose
+        ".*You have set `max_epochs`.*",
+        ".*Consider setting `persistent_workers.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+

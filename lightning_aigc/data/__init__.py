@@ -1,0 +1,7 @@
+"""Image folders, captions, aspect buckets, latent and text cache."""
+
+from lightning_aigc.data.encoder import Encoder
+from lightning_aigc.data.image_caption_data import ImageCaptionData
+from lightning_aigc.data.report import DataReport
+
+__all__ = ["DataReport", "Encoder", "ImageCaptionData"]

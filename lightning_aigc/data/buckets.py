@@ -1,0 +1,96 @@
+"""Aspect-ratio buckets: the shapes that batches may have, and how a picture is scaled and cropped into one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_aigc.errors import DataError
+
+
+@dataclass(frozen=True)
+class BucketSettings:
+    """The keys of kohya's sd-scripts, with their meaning there; every size is in pixels."""
+
+    resolution: int = 512
+    enable_bucket: bool = True
+    min_bucket_reso: int = 256
+    max_bucket_reso: int = 1024
+    bucket_reso_steps: int = 64
+    bucket_no_upscale: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("resolution", "min_bucket_reso", "max_bucket_reso", "bucket_reso_steps"):
+            value = getattr(self, key)
+            if value < 8 or value % 8:
+                near = max(8, round(value / 8) * 8)
+                raise DataError(f"{key} must be a positive multiple of 8 (the VAE's step), got {value}; use {near}")
+        if self.min_bucket_reso > self.max_bucket_reso:
+            raise DataError(
+                f"min_bucket_reso={self.min_bucket_reso} exceeds max_bucket_reso={self.max_bucket_reso}; swap them"
+            )
+
+    @property
+    def side_limits(self) -> tuple[int, int]:
+        """The smallest and largest side in use: the settings, widened where `resolution` lies outside of them."""
+        steps = self.bucket_reso_steps
+        low, high = self.min_bucket_reso, self.max_bucket_reso
+        if low > self.resolution:
+            low = min(self.resolution, max(steps, self.resolution // 2 // steps * steps))
+        return low, high if high >= self.resolution else 2 * self.resolution
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a picture lies in its bucket: scaled to cover it, then cropped; all in pixels of the scaled picture."""
+
+    width: int
+    height: int
+    scaled_width: int
+    scaled_height: int
+
+    @property
+    def spare(self) -> tuple[int, int]:
+        """How many pixels (x, y) the crop leaves out."""
+        return self.scaled_width - self.width, self.scaled_height - self.height
+
+    @property
+    def cropped_fraction(self) -> float:
+        """The share of the picture's area that training never sees."""
+        return 1 - (self.width * self.height) / (self.scaled_width * self.scaled_height)
+
+
+def bucket_shapes(settings: BucketSettings) -> list[tuple[int, int]]:
+    """All (width, height) with an area of at most resolution^2, in steps, sorted; the square one is always there.
+
+    Source: kohya-ss/sd-scripts, library/model_util.py, make_bucket_resolutions.
+    """
+    shapes = {(settings.resolution, settings.resolution)}
+    if settings.enable_bucket:
+        low, high = settings.side_limits
+        steps = settings.bucket_reso_steps
+        for side in range(math.ceil(low / steps) * steps, high + 1, steps):
+            other = min(high, settings.resolution**2 // side // steps * steps)
+            if other >= low:
+                shapes |= {(side, other), (other, side)}
+    return sorted(shapes)
+
+
+def place(width: int, height: int, settings: BucketSettings, shapes: list[tuple[int, int]]) -> Placement:
+    """The placement of a picture in the bucket whose aspect ratio is nearest to its own."""
+    if settings.enable_bucket and settings.bucket_no_upscale:
+        return place_in(width, height, _shape_without_upscale(width, height, settings))
+    aspect = math.log(width / height)
+    return place_in(width, height, min(shapes, key=lambda shape: (abs(aspect - math.log(shape[0] / shape[1])), shape)))
+
+
+def place_in(width: int, height: int, shape: tuple[int, int]) -> Placement:
+    """The placement of a picture in a bucket that is given."""
+    scale = max(shape[0] / width, shape[1] / height)
+    return Placement(*shape, max(shape[0], round(width * scale)), max(shape[1], round(height * scale)))
+
+
+def _shape_without_upscale(width: int, height: int, settings: BucketSettings) -> tuple[int, int]:
+    steps, high = settings.bucket_reso_steps, settings.side_limits[1]
+    scale = min(1.0, math.sqrt(settings.resolution**2 / (width * height)))
+    return tuple(min(high, max(steps, int(side * scale) // steps * steps)) for side in (width, height))  # type: ignore[return-value]

@@ -1,0 +1,66 @@
+"""Read caption text in any usual encoding, and make the caption of one training item."""
+
+from __future__ import annotations
+
+import codecs
+import random
+import re
+from collections.abc import Sequence
+
+LONG_CAPTION_WORDS = 60  # CLIP keeps 75 tokens; English averages about 1.25 tokens a word
+
+_BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def decode_text(content: bytes) -> tuple[str, str | None]:
+    """Text of a caption file, and a note when its encoding had to be guessed."""
+    for mark, encoding in _BYTE_ORDER_MARKS:
+        if content.startswith(mark):
+            try:
+                return content.decode(encoding), None
+            except UnicodeDecodeError:
+                return content.decode(encoding, errors="replace"), f"damaged {encoding} text, read as well as possible"
+    try:
+        return content.decode("utf-8"), None
+    except UnicodeDecodeError:
+        return content.decode("latin-1"), "not UTF-8, read as Latin-1"
+
+
+def clean_caption(text: str) -> str:
+    """One line, no control characters, no lone surrogates: what a tokenizer and a UTF-8 file can take."""
+    text = text.encode("utf-8", errors="replace").decode("utf-8").replace("\ufeff", "").replace("\x00", "")
+    return " ".join(text.split())
+
+
+def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> str:
+    """The caption with the trigger word in front, unless it has it already as a whole word in any case.
+
+    >>> add_trigger_word("a red shoe", "zorp", ",")
+    'zorp a red shoe'
+    >>> add_trigger_word("shoe, red", "zorp", ",")
+    'zorp, shoe, red'
+    """
+    if not trigger_word or re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE):
+        return caption
+    if not caption:
+        return trigger_word
+    return f"{trigger_word}{separator} {caption}" if separator in caption else f"{trigger_word} {caption}"
+
+
+def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Random) -> str:
+    """The caption with its tags in random order, the first `keep_tokens` of them in place."""
+    tags = [tag.strip() for tag in caption.split(separator)]
+    head, tail = tags[:keep_tokens], [tag for tag in tags[keep_tokens:] if tag]
+    rng.shuffle(tail)
+    return f"{separator} ".join([*head, *tail])
+
+
+def long_captions(captions: Sequence[str]) -> int:
+    """How many captions are probably longer than the tokenizer keeps."""
+    return sum(len(caption.split()) > LONG_CAPTION_WORDS for caption in captions)

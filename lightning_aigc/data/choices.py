@@ -1,0 +1,54 @@
+"""Range checks of ImageCaptionData's arguments that need no data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from lightning_aigc.errors import DataError
+
+MissingCaptions = Literal["error", "filename", "empty", "trigger"]
+
+
+def check_choices(given: dict[str, Any]) -> None:
+    """Check every argument that does not depend on the data. Raises: DataError naming the argument."""
+    sources = [key for key in ("train_data_dir", "dataset_name", "shards") if given[key] is not None]
+    if len(sources) != 1:
+        got = " and ".join(sources) or "none of them"
+        raise DataError(f"set exactly one of data.init_args.train_data_dir, dataset_name and shards, got {got}")
+    for key in ("train_batch_size", "num_repeats", "max_image_pixels"):
+        if given[key] < 1:
+            raise DataError(f"{key} must be at least 1, got {given[key]}")
+    for key in ("keep_tokens", "num_workers", "seed"):
+        if given[key] is not None and given[key] < 0:
+            raise DataError(f"{key} must be at least 0, got {given[key]}")
+    if given["prefetch_factor"] is not None and given["prefetch_factor"] < 1:
+        raise DataError(f"prefetch_factor must be at least 1, got {given['prefetch_factor']}")
+    if not 0 <= given["caption_dropout_rate"] <= 1:
+        raise DataError(f"caption_dropout_rate must be in [0, 1], got {given['caption_dropout_rate']}")
+    if not 0 < given["prior_ratio"] < float("inf"):
+        raise DataError(f"prior_ratio must be positive, got {given['prior_ratio']}; leave class_data_dir away for none")
+    if given["class_data_dir"] is not None and round(given["prior_ratio"] * given["train_batch_size"]) < 1:
+        raise DataError(
+            f"prior_ratio={given['prior_ratio']} and train_batch_size={given['train_batch_size']} give no class image "
+            "in a batch; raise one of them, or leave class_data_dir away"
+        )
+    if given["missing_captions"] not in get_args(MissingCaptions):
+        accepted = ", ".join(get_args(MissingCaptions))
+        raise DataError(f"missing_captions must be one of {accepted}, got {given['missing_captions']!r}")
+    for key in ("caption_separator", "image_column", "caption_column", "dataset_split"):
+        if not given[key]:
+            raise DataError(f"{key} must not be empty")
+    if not given["caption_extension"].strip(". "):
+        raise DataError(f"caption_extension must be something like .txt, got {given['caption_extension']!r}")
+    if given["missing_captions"] == "trigger" and not given["trigger_word"]:
+        raise DataError("missing_captions='trigger' needs data.init_args.trigger_word")
+    if given["class_prompt"] is not None and given["class_data_dir"] is None:
+        raise DataError("class_prompt needs data.init_args.class_data_dir, the folder of class pictures")
+    if given["cache_latents"] and not given["center_crop"]:
+        raise DataError(
+            "cache_latents and center_crop: false exclude each other (a cached image has one crop); change one"
+        )
+    if given["cache_text_embeddings"] and given["shuffle_caption"]:
+        raise DataError(
+            "cache_text_embeddings and shuffle_caption exclude each other (each order is a new text); turn one off"
+        )

@@ -1,0 +1,171 @@
+"""Make one batch from its plan: from the caches, or from the picture files.
+
+Shapes: B batch (user pictures first, class pictures after), H W pixels, C latent channels, h w latent pixels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_aigc.data.captions import shuffle_tags
+from lightning_aigc.data.crop import Sample, crop_offset, load_mask_pixels, load_pixels
+from lightning_aigc.data.encoded import EmbeddingCache, LatentCache, to_minus_one_to_one
+from lightning_aigc.data.sampler import BatchPlan, BucketBatchSampler
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ItemOptions:
+    """What is done to an item each time it is drawn."""
+
+    center_crop: bool = True
+    random_flip: bool = False
+    shuffle_caption: bool = False
+    keep_tokens: int = 0
+    caption_separator: str = ","
+    caption_dropout_rate: float = 0.0
+    trigger_word: str | None = None
+    use_alpha_mask: bool = False
+    seed: int = 42
+
+    @property
+    def draws_anything(self) -> bool:
+        """Whether an item differs from one draw to the next."""
+        return not self.center_crop or self.random_flip or self.shuffle_caption or self.caption_dropout_rate > 0
+
+
+class BatchDataset(Dataset[Batch]):
+    """Batches by plan. What is random in an item depends on (seed, epoch, draw) alone, so on no worker or order."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        options: ItemOptions,
+        sampler: BucketBatchSampler,
+        has_masks: bool = False,
+        latents: LatentCache | None = None,
+        embeddings: EmbeddingCache | None = None,
+    ) -> None:
+        self.samples = samples
+        self.options = options
+        self.sampler = sampler
+        self.has_masks = has_masks
+        self.latents = latents
+        self.embeddings = embeddings
+        self._masks: dict[int, NDArray[np.uint8] | None] = {}
+        placements = [sample.placement for sample in samples]
+        self._original_size = torch.tensor([sample.original_size for sample in samples]).reshape(-1, 2)
+        self._target_size = torch.tensor([(p.height, p.width) for p in placements]).reshape(-1, 2)
+        self._left_top = torch.tensor([crop_offset(p) for p in placements]).reshape(-1, 2)
+        self._spare_x = torch.tensor([p.spare[0] for p in placements])
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getitem__(self, plan: BatchPlan | int) -> Batch:
+        if isinstance(plan, int):  # Trainer(overfit_batches=...) puts a SequentialSampler in place of ours
+            plan = self.sampler.plans(0)[plan]
+        chosen = torch.tensor(plan.samples)
+        captions = [self.samples[index].caption for index in plan.samples]
+        flips = [False] * len(captions)
+        left_top = self._left_top[chosen]
+        if self.options.draws_anything:
+            for at, (index, draw) in enumerate(zip(plan.samples, plan.draws, strict=True)):
+                flips[at], offset, captions[at] = self._draw(self.samples[index], plan.epoch, draw)
+                left_top[at] = torch.tensor(offset)
+        batch: Batch = self._pictures(plan.samples, flips, left_top)
+        if self.embeddings is not None:
+            batch |= self.embeddings.batch([self.embeddings.row_of[caption] for caption in captions])
+        left_B = torch.where(torch.tensor(flips), self._spare_x[chosen] - left_top[:, 0], left_top[:, 0])
+        batch["captions"] = captions
+        batch["is_prior"] = torch.arange(len(captions)) >= plan.user_count
+        batch["original_size"] = self._original_size[chosen]
+        batch["crop_top_left"] = torch.stack([left_top[:, 1], left_B], dim=1)
+        batch["target_size"] = self._target_size[chosen]
+        batch["names"] = [self.samples[index].name for index in plan.samples]
+        return batch
+
+    def _draw(self, sample: Sample, epoch: int, draw: int) -> tuple[bool, tuple[int, int], str]:
+        options = self.options
+        rng = random.Random(f"{options.seed}|{epoch}|{draw}")
+        flip_draw, across, down, dropout = rng.random(), rng.random(), rng.random(), rng.random()
+        offset = crop_offset(sample.placement) if options.center_crop else crop_offset(sample.placement, across, down)
+        caption = sample.caption
+        if dropout < options.caption_dropout_rate:
+            caption = ""
+        elif options.shuffle_caption:
+            keep = options.keep_tokens
+            if options.trigger_word and not sample.is_prior and caption.startswith(options.trigger_word):
+                keep = max(1, keep)
+            caption = shuffle_tags(caption, options.caption_separator, keep, rng)
+        return options.random_flip and flip_draw < 0.5, offset, caption
+
+    def _pictures(self, samples: Sequence[int], flips: list[bool], left_top_B2: Tensor) -> Batch:
+        batch: Batch = {}
+        masks: list[NDArray[np.uint8] | None]
+        if self.latents is not None:
+            count = len(self.samples)
+            batch = dict(self.latents.batch([s + count * flip for s, flip in zip(samples, flips, strict=True)]))
+            masks = [self._mask(index) for index in samples] if self.has_masks else []
+        else:
+            pixels, masks = [], []
+            for index, flip, (left, top) in zip(samples, flips, left_top_B2.tolist(), strict=True):
+                pixels_HW3, mask = load_pixels(self.samples[index], (left, top), self.options.use_alpha_mask)
+                pixels.append(pixels_HW3[:, ::-1] if flip else pixels_HW3)
+                masks.append(mask)
+            batch["pixel_values"] = to_minus_one_to_one(torch.from_numpy(np.stack(pixels)))
+        if self.has_masks:
+            shape = self.samples[samples[0]].placement
+            mask_B1HW = torch.ones(len(samples), 1, shape.height, shape.width)
+            for at, mask in enumerate(masks):
+                if mask is not None:
+                    mask_B1HW[at, 0] = torch.from_numpy((mask[:, ::-1] if flips[at] else mask).astype(np.float32) / 255)
+            batch["mask"] = mask_B1HW
+        return batch
+
+    def _mask(self, index: int) -> NDArray[np.uint8] | None:
+        """The mask of a picture whose latents come from the cache; kept when the latents are kept."""
+        if index in self._masks:
+            return self._masks[index]
+        sample = self.samples[index]
+        offset = crop_offset(sample.placement)
+        if self.options.use_alpha_mask and sample.mask is None:
+            mask = load_pixels(sample, offset, use_alpha_mask=True)[1]
+        else:
+            mask = load_mask_pixels(sample, offset)
+        if self.latents is not None and self.latents.in_memory:
+            self._masks[index] = mask
+        return mask
+
+
+class BatchLoader(DataLoader[Batch]):
+    """A DataLoader that knows its place: Lightning saves it in checkpoints, and resumes at the very next batch."""
+
+    _delivered: int | None = None
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        # A generator, so that set_epoch still counts between iter() and the first batch, as Lightning calls them.
+        self._delivered = self.sampler.start if isinstance(self.sampler, BucketBatchSampler) else 0
+        for batch in super().__iter__():
+            self._delivered += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch and batches delivered, whatever the workers have prefetched."""
+        return self.sampler.state_dict(self._delivered) if isinstance(self.sampler, BucketBatchSampler) else {}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Begin the next iteration after the batch where the state was taken."""
+        if state and isinstance(self.sampler, BucketBatchSampler):
+            self.sampler.load_state_dict(state)
+            self._delivered = None

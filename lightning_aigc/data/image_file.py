@@ -1,0 +1,202 @@
+"""Open one picture, whatever its mode, depth or orientation, or say why it cannot be used."""
+
+from __future__ import annotations
+
+import io
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+
+MIN_SIDE_PIXELS = 8
+PICTURE_SUFFIXES = frozenset(
+    f".{suffix}"
+    for suffix in (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "bmp", "dib", "gif", "tif", "tiff"),
+        *("ppm", "pgm", "pbm", "pnm", "avif", "heic", "heif", "jp2", "tga"),
+    )
+)
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\x00*", b"BM")
+
+_limit_lock = threading.Lock()
+_limit_users = 0
+_limit_before: tuple[int | None, bool] = (None, False)
+
+
+class PictureRejectedError(Exception):
+    """A picture cannot be used; the text is the reason, ready for the report."""
+
+
+@dataclass(frozen=True)
+class PictureInfo:
+    """What a full decode showed: upright size in pixels, the file's content hash, and notes for the report."""
+
+    width: int
+    height: int
+    content_sha256: str
+    notes: tuple[str, ...] = ()
+
+
+def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
+    """Decode a picture completely, to know before the first step that it can be used.
+
+    Raises: PictureRejectedError with the reason; nothing else, whatever the file holds.
+    """
+    try:
+        content = _read_regular_file(path)
+        with pillow_limits_lifted(), Image.open(io.BytesIO(content)) as image:
+            _check_size(image.size, max_image_pixels)
+            notes: tuple[str, ...] = ()
+            if getattr(image, "n_frames", 1) > 1 and image.format in {"GIF", "PNG", "WEBP", "AVIF"}:
+                notes = ("animated: the first frame is used",)
+            width, height = _to_rgba_or_rgb(_upright(image)).size
+    except PictureRejectedError:
+        raise
+    except Exception as error:  # a decoder may raise anything on bytes that it did not expect
+        raise PictureRejectedError(_reason(error)) from error
+    return PictureInfo(width, height, sha256(content).hexdigest(), notes)
+
+
+def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[Image.Image, Image.Image | None]:
+    """The first frame, upright, as RGB on white, and its alpha channel (mode L) if it has one.
+
+    shrink_to: upright (width, height) that the caller will scale to. A JPEG is then decoded at a fraction that
+        is still at least twice as large, so its `size` may be smaller than in the file.
+    """
+    with pillow_limits_lifted(), Image.open(path) as image:
+        if shrink_to is not None and image.format == "JPEG":
+            width, height = 2 * shrink_to[0], 2 * shrink_to[1]
+            image.draft("RGB", (height, width) if _is_turned(image) else (width, height))
+        upright = _to_rgba_or_rgb(_upright(image))
+    if upright.mode == "RGB":
+        return upright, None
+    alpha = upright.getchannel("A")
+    on_white = Image.new("RGB", upright.size, "white")
+    on_white.paste(upright.convert("RGB"), mask=alpha)
+    return on_white, alpha
+
+
+def load_mask(path: Path) -> Image.Image:
+    """A mask as mode L, white where the model learns; a picture with alpha is taken on black."""
+    with pillow_limits_lifted(), Image.open(path) as image:
+        upright = _to_rgba_or_rgb(_upright(image))
+    if upright.mode == "RGBA":
+        on_black = Image.new("RGB", upright.size, "black")
+        on_black.paste(upright.convert("RGB"), mask=upright.getchannel("A"))
+        upright = on_black
+    return upright.convert("L")
+
+
+def looks_like_a_picture(path: Path) -> bool:
+    """Whether a file is a candidate: by its suffix, or by its first bytes when the suffix says nothing known."""
+    if path.suffix.lower() in PICTURE_SUFFIXES:
+        return True
+    if path.suffix.lower() in {".txt", ".caption", ".json", ".jsonl", ".csv", ".md", ".npz", ".safetensors"}:
+        return False
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError:
+        return False
+    return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+
+
+@contextmanager
+def pillow_limits_lifted() -> Iterator[None]:
+    """Replace Pillow's process-wide pixel limit by our own check, and refuse truncated files, while in use."""
+    global _limit_users, _limit_before
+    with _limit_lock:
+        if _limit_users == 0:
+            _limit_before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
+            Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+        _limit_users += 1
+    try:
+        yield
+    finally:
+        with _limit_lock:
+            _limit_users -= 1
+            if _limit_users == 0:
+                Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = _limit_before
+
+
+def _read_regular_file(path: Path) -> bytes:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise PictureRejectedError("not a regular file")
+    if status.st_size == 0:
+        raise PictureRejectedError("empty file (0 bytes)")
+    return path.read_bytes()
+
+
+def _check_size(size: tuple[int, int], max_image_pixels: int) -> None:
+    width, height = size
+    if width * height > max_image_pixels:
+        raise PictureRejectedError(f"{width} x {height} pixels, more than max_image_pixels={max_image_pixels}")
+    if min(width, height) < MIN_SIDE_PIXELS:
+        raise PictureRejectedError(f"{width} x {height} pixels, a side must have at least {MIN_SIDE_PIXELS}")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    image.load()
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged EXIF says nothing about the pixels
+        return image
+
+
+def _is_turned(image: Image.Image) -> bool:
+    try:
+        return int(image.getexif().get(0x0112, 1)) >= 5
+    except Exception:
+        return False
+
+
+def _to_rgba_or_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in {"RGB", "RGBA"} and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I") or image.mode == "F":
+        return Image.fromarray(_eight_bits(np.asarray(image), image.mode)).convert("RGB")
+    if image.mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info:
+        if image.mode in {"La", "RGBa"}:
+            image = image.convert({"La": "LA", "RGBa": "RGBA"}[image.mode])
+        return image.convert("RGBA")
+    return image.convert("RGB")
+
+
+def _eight_bits(values_HW: np.ndarray, mode: str) -> np.ndarray:
+    """Scale deep or floating-point grey values to 0..255 by the depth they come from, not by their own contrast."""
+    values = values_HW.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise PictureRejectedError("pixel values that are not finite")
+    low, high = float(values.min()), float(values.max())
+    if mode.startswith("I;16"):
+        low, high = 0.0, 65535.0
+    elif mode == "F" and low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    elif low >= 0 and high <= 255 and mode == "F":
+        low, high = 0.0, 255.0
+    elif low >= 0 and high <= 65535:
+        low, high = 0.0, 65535.0
+    return np.rint((values - low) * (255.0 / max(high - low, 1e-12))).astype(np.uint8)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image that Pillow can open (convert it to PNG or JPEG)"
+    if isinstance(error, FileNotFoundError):
+        return "the file is not there (a broken link?)"
+    if isinstance(error, PermissionError):
+        return "no permission to read it"
+    if isinstance(error, (EOFError, struct.error, zlib.error, IndexError)) or "truncated" in str(error):
+        return f"truncated or damaged: {error}"
+    return f"cannot be decoded: {type(error).__name__}: {error}"

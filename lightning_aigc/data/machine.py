@@ -1,0 +1,41 @@
+"""What this machine offers to a data loader: cores, memory, an accelerator to pin memory for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use, at least one."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return max(1, os.cpu_count() or 1)
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or the container's limit if that is lower."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        total = 8 * 2**30
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    except OSError:
+        return total
+
+
+def has_accelerator() -> bool:
+    """Whether copies to a CUDA device or an NPU may gain from pinned memory."""
+    npu = getattr(torch, "npu", None)
+    return torch.cuda.is_available() or bool(npu is not None and npu.is_available())
+
+
+def choose_workers(in_memory: bool, batches: int, processes: int) -> int:
+    """Loader workers for one training process: none for data in memory or a single batch, else the spare cores."""
+    if in_memory or batches < 2:
+        return 0
+    return min(8, max(0, cpu_cores() // max(1, processes) - 1))

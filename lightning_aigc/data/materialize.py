@@ -1,0 +1,228 @@
+"""Turn Hugging Face datasets and webdataset shards into a folder of pictures with metadata.jsonl, once, in the cache.
+
+So that everything after it (checks, buckets, caches) is the same for every source.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.data.cache import check_writable
+from lightning_aigc.data.image_file import PICTURE_SUFFIXES
+from lightning_aigc.errors import DataError
+
+_DONE = "metadata.jsonl"
+
+
+def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, caption_key: str) -> Path:
+    """Extract the pictures and captions of .tar shards ("data/{000..009}.tar", or with * and ?).
+
+    Raises: DataError for a shard that is absent or damaged, or for members without a picture.
+    """
+    shards = _expand(pattern)
+    stamps = []
+    for shard in shards:
+        if not shard.is_file():
+            raise DataError(f"the shard {shard} does not exist; data.init_args.shards is {pattern!r}")
+        status = shard.stat()
+        stamps.append([str(shard.absolute()), status.st_size, status.st_mtime_ns])
+
+    def rows() -> Iterator[tuple[bytes, str, str | None]]:
+        for number, shard in enumerate(shards):
+            try:
+                yield from _read_shard(shard, number, caption_extension.lstrip(".").lower(), caption_key)
+            except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+                raise DataError(f"the shard {shard} cannot be read: {error}; make or download it again") from error
+
+    return _once(cache_dir / "shards", [stamps, caption_extension, caption_key], rows)
+
+
+def folder_from_dataset(name: str, split: str, image_column: str, caption_column: str, cache_dir: Path) -> Path:
+    """Write the pictures and captions of a Hugging Face dataset (hub name, or local folder) into the cache.
+
+    Raises: DataError if it cannot be loaded, or has no such split or columns.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            "data.init_args.dataset_name needs the package datasets: pip install 'lightning_aigc[hub]'"
+        ) from error
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            loaded: Any = datasets.load_from_disk(name)
+            if isinstance(loaded, datasets.DatasetDict):
+                loaded = loaded[split]
+        else:
+            loaded = datasets.load_dataset(name, split=split)
+    except Exception as error:  # the library raises its own, fsspec's, arrow's and the network's
+        text = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"the dataset {name!r}, split {split!r}, cannot be loaded: {type(error).__name__}: {text}. Check "
+            "data.init_args.dataset_name and dataset_split, and the network; a local copy can be named by its folder"
+        ) from error
+    for key, column in (("image_column", image_column), ("caption_column", caption_column)):
+        if column not in loaded.column_names:
+            raise DataError(
+                f"the dataset {name!r} has no column {column!r}, only {loaded.column_names}; set data.init_args.{key}"
+            )
+    if isinstance(loaded.features[image_column], datasets.Image):
+        loaded = loaded.cast_column(image_column, datasets.Image(decode=False))
+
+    def rows() -> Iterator[tuple[bytes, str, str | None]]:
+        for number, row in enumerate(loaded):
+            caption = row[caption_column]
+            if isinstance(caption, list) and caption:
+                caption = caption[0]
+            if caption is not None and not isinstance(caption, str):
+                raise DataError(
+                    f"the dataset {name!r}, row {number}: {caption_column!r} must be text, got "
+                    f"{type(caption).__name__}; set data.init_args.caption_column"
+                )
+            yield _image_bytes(row[image_column], name, number, image_column), f"{number:08d}", caption
+
+    return _once(cache_dir / "datasets", [name, split, loaded._fingerprint, image_column, caption_column], rows)
+
+
+def _once(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[bytes, str, str | None]]]) -> Path:
+    """A folder with all rows in it, made by the first process that asks; the name depends on the source's identity."""
+    key = sha256(json.dumps(identity).encode("utf-8", errors="backslashreplace")).hexdigest()[:32]
+    folder = parent / key
+    if (folder / _DONE).is_file():
+        return folder
+    check_writable(parent)
+    temporary = Path(tempfile.mkdtemp(dir=parent, suffix=".part"))
+    try:
+        with (temporary / _DONE).open("w") as metadata:
+            for content, stem, caption in rows():
+                name = f"{stem}{_suffix(content)}"
+                (temporary / name).write_bytes(content)
+                if caption is not None:
+                    metadata.write(json.dumps({"file_name": name, "text": caption}) + "\n")
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not (folder / _DONE).is_file():  # else another process was first, with the same content
+                raise
+    except OSError as error:
+        raise DataError(
+            f"cannot write {folder}: {error.strerror or error}; free some space, or set data.init_args.cache_dir"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _read_shard(
+    shard: Path, number: int, caption_extension: str, caption_key: str
+) -> Iterator[tuple[bytes, str, str | None]]:
+    """(picture, stem, caption) of every sample; members of one sample share the name before its first dot."""
+    with tarfile.open(shard) as tar:
+        key, parts, count = "", dict[str, bytes](), 0
+        for member in tar:
+            file = tar.extractfile(member) if member.isfile() else None
+            directory, _, base = member.name.rpartition("/")
+            stem, _, extension = base.partition(".")
+            if file is None or not stem:
+                continue
+            if parts and f"{directory}/{stem}" != key:
+                yield from _sample_of(parts, key, number, count, caption_extension, caption_key)
+                parts, count = {}, count + 1
+            key = f"{directory}/{stem}"
+            parts[extension.lower()] = file.read()
+        if parts:
+            yield from _sample_of(parts, key, number, count, caption_extension, caption_key)
+
+
+def _sample_of(
+    parts: dict[str, bytes], key: str, shard: int, count: int, caption_extension: str, caption_key: str
+) -> Iterator[tuple[bytes, str, str | None]]:
+    from lightning_aigc.data.captions import decode_text
+
+    pictures = [content for extension, content in parts.items() if f".{extension}" in PICTURE_SUFFIXES]
+    if not pictures:
+        return
+    caption: str | None = None
+    for extension in (caption_extension, "txt", "text", "caption"):
+        if extension in parts:
+            caption = decode_text(parts[extension])[0]
+            break
+    else:
+        if "json" in parts:
+            try:
+                found = json.loads(parts["json"])
+            except ValueError as error:
+                raise DataError(f"{key}.json in shard {shard} is not valid JSON: {error}") from error
+            value = found.get(caption_key, found.get("caption")) if isinstance(found, dict) else None
+            caption = value if isinstance(value, str) else None
+    safe = re.sub(r"\W+", "_", key.rpartition("/")[2])[:80]
+    yield pictures[0], f"{shard:05d}_{count:07d}_{safe}", caption
+
+
+def _image_bytes(value: Any, name: str, number: int, column: str) -> bytes:
+    if isinstance(value, dict) and value.get("bytes") is not None:
+        return bytes(value["bytes"])
+    if isinstance(value, bytes):
+        return value
+    path = value.get("path") if isinstance(value, dict) else value
+    try:
+        if isinstance(path, str):
+            return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"the dataset {name!r}, row {number}: cannot read {path}: {error.strerror}") from error
+    if hasattr(value, "save"):
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return buffer.getvalue()
+    raise DataError(f"the dataset {name!r}, row {number}: {column!r} holds no picture; set data.init_args.image_column")
+
+
+def _suffix(content: bytes) -> str:
+    return ".jpg" if content.startswith(b"\xff\xd8") else ".png"  # only a name: pictures are opened by their content
+
+
+def _expand(pattern: str) -> list[Path]:
+    """Paths of a pattern: {000..009} and {a,b} as in a shell, then * and ?."""
+    texts = [str(Path(pattern).expanduser())]
+    while any(_brace(text) for text in texts):
+        texts = [expanded for text in texts for expanded in (_expand_one(text) if _brace(text) else [text])]
+    paths: list[Path] = []
+    for text in texts:
+        path = Path(text)
+        if any(sign in text for sign in "*?"):
+            found = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor) if path.anchor else path)))
+            if not found:
+                raise DataError(f"no shard matches {text!r}; set data.init_args.shards to .tar files")
+            paths += found
+        else:
+            paths.append(path)
+    return paths
+
+
+def _brace(text: str) -> re.Match[str] | None:
+    return re.search(r"\{([^{}]*(?:\.\.|,)[^{}]*)\}", text)
+
+
+def _expand_one(text: str) -> list[str]:
+    match = _brace(text)
+    assert match is not None
+    inner = match[1]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
+    if span is None:
+        values = inner.split(",")
+    else:
+        width = len(span[1]) if span[1].startswith("0") else 1
+        values = [f"{number:0{width}d}" for number in range(int(span[1]), int(span[2]) + 1)]
+    if not values or (span is None and ".." in inner):
+        raise DataError(f"cannot expand {match[0]!r} in {text!r}; write shards as data/{{000..009}}.tar")
+    return [text[: match.start()] + value + text[match.end() :] for value in values]

@@ -1,0 +1,140 @@
+"""Find the pictures of a folder and the caption of each: metadata.jsonl, then captions.csv, then sidecar files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_aigc.data.captions import clean_caption, decode_text
+from lightning_aigc.data.image_file import looks_like_a_picture
+from lightning_aigc.data.listed_captions import ListedCaptions
+from lightning_aigc.data.names import printable
+from lightning_aigc.errors import DataError
+
+_REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at most, so `2024_summer` is a name
+_NO_SIDECAR_STEMS = {"metadata", "captions"}
+
+
+@dataclass
+class Picture:
+    """One picture file: its path, its name relative to the folder, its caption if it has one, its repeats."""
+
+    path: Path
+    name: str
+    caption: str | None = None
+    repeats: int = 1
+
+
+@dataclass
+class FoundPictures:
+    """What a folder holds: pictures in the order of their names, captions that match none, and notes."""
+
+    folder: Path
+    pictures: list[Picture]
+    orphan_captions: list[str] = field(default_factory=list)
+    other_files: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def find_pictures(
+    folder: Path, caption_extension: str, caption_key: str, num_repeats: int, excluded: tuple[Path, ...] = ()
+) -> FoundPictures:
+    """All candidate pictures below a folder, hidden files and `excluded` folders left out, with their captions.
+
+    Raises: DataError for a folder that is not there, damaged metadata, or two pictures that share one sidecar.
+    """
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"the picture folder {printable(folder)} {what}; set data.init_args.train_data_dir to a folder")
+    files = list(_walk(folder, excluded))
+    found = FoundPictures(folder, [])
+    captions = ListedCaptions(folder, caption_key, found.notes)
+    sidecars: dict[str, Path] = {}
+    for path in files:
+        lower = path.name.lower()
+        if lower == "metadata.jsonl":
+            captions.read_jsonl(path)
+        elif lower == "captions.csv":
+            captions.read_csv(path)
+        elif lower.endswith(caption_extension.lower()) and path.stem.lower() not in _NO_SIDECAR_STEMS:
+            _add_sidecar(sidecars, path, len(caption_extension), caption_extension)
+        elif looks_like_a_picture(path):
+            name = path.relative_to(folder).as_posix()
+            found.pictures.append(Picture(path, name, repeats=_repeats_of(name) * num_repeats))
+        else:
+            found.other_files += 1
+    _give_captions(found, captions, sidecars)
+    return found
+
+
+def _walk(folder: Path, excluded: tuple[Path, ...]) -> Iterator[Path]:
+    """Files below a folder in sorted order; links are followed, each real folder once."""
+    seen = {path.resolve() for path in excluded}
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot list {printable(error.filename)}: {error.strerror}; make it readable or move it away")
+
+    for current, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+        here = Path(current)
+        real = here.resolve()
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__MACOSX")
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower() not in {"thumbs.db", "desktop.ini"}:
+                yield here / name
+
+
+def _repeats_of(name: str) -> int:
+    for part in reversed(name.split("/")[:-1]):
+        if match := _REPEATS.match(part):
+            return int(match[1])
+    return 1
+
+
+def _add_sidecar(sidecars: dict[str, Path], path: Path, extension_length: int, extension: str) -> None:
+    key = str(path)[:-extension_length]
+    if key in sidecars:  # a.txt and a.TXT: the exact spelling wins
+        if path.name.endswith(extension):
+            sidecars[key] = path
+        return
+    sidecars[key] = path
+
+
+def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dict[str, Path]) -> None:
+    by_stem: dict[str, Picture] = {}
+    for picture in found.pictures:
+        listed = captions.take(picture.name)
+        key = str(picture.path.with_suffix("")) if picture.path.suffix else str(picture.path)
+        sidecar = sidecars.get(key, sidecars.get(str(picture.path)))
+        if listed is not None:
+            picture.caption = listed or None
+        elif sidecar is not None:
+            if (other := by_stem.get(str(sidecar))) is not None:
+                raise DataError(
+                    f"{printable(other.name)} and {printable(picture.name)} in {printable(found.folder)} share the "
+                    f"caption file {printable(sidecar.name)}; rename one and give it a caption file as well, "
+                    "or list both in metadata.jsonl"
+                )
+            by_stem[str(sidecar)] = picture
+            picture.caption = _read_caption(sidecar, found) or None
+    # a caption is no orphan while any picture bears its name, whichever source the picture's caption came from
+    names = {str(picture.path) for picture in found.pictures}
+    names |= {str(picture.path.with_suffix("")) for picture in found.pictures}
+    orphans = [path.relative_to(found.folder).as_posix() for key, path in sidecars.items() if key not in names]
+    found.orphan_captions = [*captions.unused(), *orphans]
+
+
+def _read_caption(sidecar: Path, found: FoundPictures) -> str:
+    try:
+        text, note = decode_text(sidecar.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read the caption file {printable(sidecar)}: {error.strerror or error}") from error
+    if note:
+        found.notes.append(f"{printable(sidecar.relative_to(found.folder).as_posix())}: {note}")
+    return clean_caption(text)

@@ -1,0 +1,51 @@
+"""The only file that knows npu, cuda and cpu apart: dtypes, memory, random state."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch dtype of a name in YAML.
+
+    Raises: KeyError for a name outside `DTYPES`.
+    """
+    return DTYPES[name]
+
+
+def autocast_dtype(precision: str) -> torch.dtype:
+    """The dtype that frozen weights may have under a Trainer's precision: bf16-mixed -> bfloat16."""
+    if precision.startswith("bf16"):
+        return torch.bfloat16
+    return torch.float16 if precision.startswith("16") else torch.float32
+
+
+def float32_region(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Within: no autocast, whatever the Trainer's precision."""
+    return torch.autocast(device.type, enabled=False)
+
+
+def accelerator_module(device: torch.device) -> object | None:
+    """`torch.cuda` or `torch.npu` for a tensor's device, None for the CPU."""
+    return getattr(torch, device.type, None) if device.type in ("cuda", "npu") else None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    module = accelerator_module(device)
+    if module is not None:
+        module.reset_peak_memory_stats(device)  # type: ignore[attr-defined]
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """The most memory used so far, MiB: the device allocator's peak, or this process's resident set on a CPU."""
+    module = accelerator_module(device)
+    if module is not None:
+        return float(module.max_memory_allocated(device)) / 2**20  # type: ignore[attr-defined]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

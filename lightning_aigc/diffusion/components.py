@@ -1,0 +1,153 @@
+"""Load the parts of a Stable Diffusion pipeline, and say what is missing when one is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from torch import nn
+
+from lightning_aigc.errors import ModelError
+from lightning_aigc.tiny.embedded import resolve
+
+Family = Literal["sd", "sdxl"]
+PIPELINES: dict[str, tuple[Family, type]] = {
+    "StableDiffusionPipeline": ("sd", StableDiffusionPipeline),
+    "StableDiffusionXLPipeline": ("sdxl", StableDiffusionXLPipeline),
+}
+KEY = "model.init_args.pretrained_model_name_or_path"
+
+
+@dataclass
+class Components:
+    """A pipeline's parts, all frozen and in eval mode."""
+
+    family: Family
+    unet: UNet2DConditionModel
+    vae: AutoencoderKL
+    text_encoders: tuple[nn.Module, ...]
+    tokenizers: tuple[Any, ...]
+    scheduler_config: Mapping[str, Any]
+    source: str
+    """The folder, file or hub id as the user gave it."""
+
+    @property
+    def pipeline_class(self) -> type:
+        return StableDiffusionXLPipeline if self.family == "sdxl" else StableDiffusionPipeline
+
+
+def load_components(
+    name_or_path: str,
+    *,
+    unet_dtype: torch.dtype = torch.float32,
+    vae_dtype: torch.dtype = torch.float32,
+    text_encoder_dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+) -> Components:
+    """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
+
+    Raises: ModelError that names the missing or broken part.
+    """
+    path = resolve(name_or_path)
+    try:
+        if path.is_file():
+            family, pipeline = _load_single_file(path, unet_dtype)
+        else:
+            is_local = path.is_dir()
+            family, pipeline_class = _pipeline_class(path, name_or_path, revision) if is_local else (None, None)
+            arguments = {"torch_dtype": unet_dtype, "safety_checker": None, "feature_extractor": None}
+            if family == "sd" or family is None:
+                arguments["requires_safety_checker"] = False
+            if family == "sdxl":
+                arguments.pop("safety_checker")
+            if pipeline_class is None:
+                from diffusers import DiffusionPipeline
+
+                pipeline_class = DiffusionPipeline
+            pipeline = pipeline_class.from_pretrained(
+                str(path) if is_local else name_or_path, revision=revision, variant=variant, local_files_only=is_local, **arguments
+            )
+            if family is None:
+                family = _family_of(pipeline, name_or_path)
+    except ModelError:
+        raise
+    except Exception as error:  # diffusers raises anything from OSError to KeyError here
+        raise ModelError(_explain(error, name_or_path, path)) from error
+
+    encoders = [pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)]
+    tokenizers = [pipeline.tokenizer, getattr(pipeline, "tokenizer_2", None)]
+    parts = Components(
+        family=family,
+        unet=pipeline.unet,
+        vae=pipeline.vae,
+        text_encoders=tuple(e for e in encoders if e is not None),
+        tokenizers=tuple(t for t in tokenizers if t is not None),
+        scheduler_config=pipeline.scheduler.config,
+        source=name_or_path,
+    )
+    for module in (parts.unet, parts.vae, *parts.text_encoders):
+        module.requires_grad_(False).eval()
+    # Half precision decodes and encodes to NaN with SDXL's autoencoder, so it keeps a dtype of its own.
+    parts.vae.to(dtype=vae_dtype)
+    for encoder in parts.text_encoders:
+        encoder.to(dtype=text_encoder_dtype or unet_dtype)
+    return parts
+
+
+def _pipeline_class(path: Path, name: str, revision: str | None) -> tuple[Family, type]:
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise ModelError(
+            f"{KEY}: {name} has no model_index.json, so it is not a diffusers pipeline folder; point it at the folder that"
+            " holds unet/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
+        )
+    try:
+        described = json.loads(index.read_text(encoding="utf-8"))
+        class_name = described["_class_name"]
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{KEY}: {index} cannot be read ({error}); copy the pipeline folder again") from error
+    if class_name not in PIPELINES:
+        raise ModelError(
+            f"{KEY}: {name} is a {class_name}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}"
+        )
+    needed = ["unet", "vae", "text_encoder", "tokenizer", "scheduler"]
+    if class_name == "StableDiffusionXLPipeline":
+        needed += ["text_encoder_2", "tokenizer_2"]
+    missing = [part for part in needed if not (path / part).is_dir()]
+    if missing:
+        raise ModelError(f"{KEY}: {name} lacks {', '.join(f'{m}/' for m in missing)}; copy the whole pipeline folder")
+    return PIPELINES[class_name]
+
+
+def _family_of(pipeline: Any, name: str) -> Family:
+    for family, pipeline_class in PIPELINES.values():
+        if isinstance(pipeline, pipeline_class):
+            return family
+    raise ModelError(f"{KEY}: {name} is a {type(pipeline).__name__}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}")
+
+
+def _load_single_file(path: Path, dtype: torch.dtype) -> tuple[Family, Any]:
+    from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
+
+    kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
+    family: Family = "sdxl" if kind.startswith("xl") else "sd"
+    pipeline_class = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
+    return family, pipeline_class.from_single_file(str(path), torch_dtype=dtype)
+
+
+def _explain(error: Exception, name: str, path: Path) -> str:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if path.is_dir():
+        return f"{KEY}: {name} is a pipeline folder but one of its parts does not load: {first_line}"
+    if path.is_file():
+        return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"
+    return (
+        f"{KEY}: {name!r} is neither a folder here nor a model that could be had from the hub ({first_line})."
+        " Check the spelling, download it first and give its folder, or use embedded:sd to try without downloads"
+    )

@@ -1,0 +1,202 @@
+"""One LoRA file that diffusers, ComfyUI and A1111 all load: write it, read it, convert it.
+
+The kohya layout is that file. One exception, DoRA: diffusers 0.42 drops `dora_scale` from kohya files, ComfyUI
+divides by the base weight's norm and A1111 normalises over inputs, so a trained DoRA is exact only in diffusers'
+layout (`layout="diffusers"`), or merged into a pipeline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.diffusion import lora_layers, lora_layouts, lora_names
+from lightning_aigc.diffusion.lora_bytes import HASH_KEYS, serialize, write_atomically
+from lightning_aigc.diffusion.lora_layers import LoRALayer
+from lightning_aigc.diffusion.lora_layouts import ADAPTER_METADATA_KEY
+from lightning_aigc.diffusion.lora_metadata import BaseModel, LoRAMetadata
+from lightning_aigc.diffusion.lora_names import TEXT_ENCODER, TEXT_ENCODER_2, UNET
+from lightning_aigc.errors import ModelError
+
+__all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lora"]
+
+Layout = Literal["kohya", "diffusers", "peft"]
+_LAYERS_PER_BLOCK_KEY = "lightning_aigc.layers_per_block"  # written only where it is not SDXL's 2
+
+
+@dataclass(frozen=True)
+class LoRAFile:
+    """A LoRA file as it is on disk."""
+
+    state: dict[str, Tensor]
+    """Entries under the file's own names."""
+    layout: Layout
+    metadata: dict[str, str]
+    """The safetensors header."""
+
+    def layers(self) -> list[LoRALayer]:
+        """The file's layers in neutral form. Raises: ModelError for what is not LoRA or DoRA."""
+        if self.layout == "kohya":
+            return lora_layouts.from_kohya(self.state, _layers_per_block(self.metadata))
+        if self.layout == "peft":
+            raise ModelError(
+                "got a file in peft's own layout, which does not hold its alpha; load it into the model with peft "
+                "and write it with save_lora"
+            )
+        return lora_layouts.from_diffusers(self.state, json.loads(self.metadata.get(ADAPTER_METADATA_KEY) or "{}"))
+
+
+def save_lora(
+    path: str | Path,
+    *,
+    unet: nn.Module | None = None,
+    text_encoders: Sequence[nn.Module | None] = (),
+    metadata: LoRAMetadata | Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float16,
+    layout: Literal["kohya", "diffusers"] = "kohya",
+    adapter_name: str = "default",
+) -> Path:
+    """Write the LoRA that peft put into a U-Net and its text encoders as one safetensors file; returns its path.
+
+    A text encoder without an adapter is left out. The file appears whole or not at all.
+    Raises: ModelError if nothing is adapted, a weight is not finite in `dtype`, or the file cannot be written.
+    Warns: UserWarning for DoRA in the kohya layout (see this module's first lines).
+    """
+    metadata = metadata if isinstance(metadata, LoRAMetadata) else LoRAMetadata.from_mapping(metadata or {})
+    layers = [] if unet is None else lora_layers.collect_layers(UNET, unet, adapter_name)
+    for component, model in zip((TEXT_ENCODER, TEXT_ENCODER_2), text_encoders, strict=False):
+        if model is not None and adapter_name in getattr(getattr(model, "_orig_mod", model), "peft_config", {}):
+            layers += lora_layers.collect_layers(component, model, adapter_name)
+    if not layers:
+        raise ModelError("got no LoRA to save; wanted a unet or text encoder with a peft adapter")
+    base_model = metadata.base_model or _base_model_of(unet, layers)
+    header = {"format": "pt"} | metadata.to_header(base_model=base_model, **_network_summary(layers))
+    config = getattr(getattr(unet, "_orig_mod", unet), "config", None)
+    layers_per_block = getattr(config, "layers_per_block", lora_names.SDXL_LAYERS_PER_BLOCK)
+    if base_model == "sdxl" and layers_per_block != lora_names.SDXL_LAYERS_PER_BLOCK:
+        header[_LAYERS_PER_BLOCK_KEY] = str(layers_per_block)
+    if layout == "kohya":
+        layers = lora_layers.with_one_alpha(layers)
+    return _write_layers(Path(path), [_cast(layer, dtype) for layer in layers], header, layout)
+
+
+def read_lora(path: str | Path) -> LoRAFile:
+    """A LoRA file's tensors (on the CPU), layout and header.
+
+    Raises: ModelError for a missing, truncated or foreign file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "nothing"
+        raise ModelError(f"got {path}, where there is {found}; wanted a LoRA .safetensors file")
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            metadata = dict(file.metadata() or {})
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot read {path} as safetensors ({error}); it is truncated or another format: copy or export it again"
+        ) from error
+    return LoRAFile(state, _layout_of(path, state), metadata)
+
+
+def convert(path_in: str | Path, path_out: str | Path, layout: Literal["kohya", "diffusers"] = "kohya") -> Path:
+    """Rewrite a LoRA file in the other layout; the weights keep their bits, the layers their scale.
+
+    A layer's own alpha stays its own: where alphas differ, diffusers reads its own layout right and kohya's not.
+    Raises: ModelError as `read_lora` and `save_lora` do.
+    """
+    file = read_lora(path_in)
+    try:
+        return _write_layers(Path(path_out), file.layers(), file.metadata, layout)
+    except ModelError as error:
+        raise ModelError(f"{path_in}: {error}") from error
+
+
+def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str], layout: str) -> Path:
+    header = {key: value for key, value in header.items() if key not in (*HASH_KEYS, ADAPTER_METADATA_KEY)}
+    if layout == "diffusers":
+        state, header[ADAPTER_METADATA_KEY] = lora_layouts.to_diffusers(layers)
+    elif layout == "kohya":
+        layers = lora_layers.with_out_proj(layers)
+        state = lora_layouts.to_kohya(layers, sdxl=_is_sdxl(header, layers), layers_per_block=_layers_per_block(header))
+        if any(layer.magnitude is not None for layer in layers):
+            warnings.warn(
+                f"{path} holds DoRA in the kohya layout: diffusers ignores its magnitudes, ComfyUI and A1111 apply "
+                f"them another way. For exact pictures run `lightning export {path} --to diffusers --output FILE`",
+                stacklevel=3,
+            )
+    else:
+        raise ModelError(f"got layout {layout!r}; wanted 'kohya' or 'diffusers'")
+    write_atomically(path, serialize(state, header))
+    return path
+
+
+def _layout_of(path: Path, state: Mapping[str, Tensor]) -> Layout:
+    if any(key.startswith(("lora_unet_", "lora_te")) for key in state):
+        return "kohya"
+    if any("lora" in key for key in state):
+        return "diffusers" if any(key.startswith((UNET + ".", TEXT_ENCODER)) for key in state) else "peft"
+    raise ModelError(f"got {path}, whose entries ({', '.join(sorted(state)[:2]) or 'none'}) are not LoRA weights")
+
+
+def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
+    magnitude = None if layer.magnitude is None else layer.magnitude.to(dtype)
+    cast = dataclasses.replace(layer, down=layer.down.to(dtype), up=layer.up.to(dtype), magnitude=magnitude)
+    weights = [cast.down, cast.up] if magnitude is None else [cast.down, cast.up, magnitude]
+    if not all(weight.isfinite().all() for weight in weights):
+        trained = layer.down.isfinite().all() and layer.up.isfinite().all()
+        remedy = "save with dtype=torch.float32" if trained else "the training diverged: use an earlier checkpoint"
+        raise ModelError(f"got values that are not finite in {dtype} in {layer.component}.{layer.module}; {remedy}")
+    return cast
+
+
+def _network_summary(layers: Sequence[LoRALayer]) -> dict[str, Any]:
+    """The rank and alpha that most layers have, and those of the convolutions, as sd-scripts names them."""
+    linear = [layer for layer in layers if layer.down.ndim == 2 or layer.down.shape[-1] == 1] or list(layers)
+    (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in linear).most_common(1)[0]
+    convolutions = Counter(
+        (layer.rank, layer.alpha) for layer in layers if layer.down.ndim == 4 and layer.down.shape[-1] > 1
+    )
+    network_args = {}
+    if convolutions:
+        (conv_rank, conv_alpha), _ = convolutions.most_common(1)[0]
+        network_args = {"conv_dim": str(conv_rank), "conv_alpha": f"{conv_alpha:.9g}"}
+    if any(layer.magnitude is not None for layer in layers):
+        network_args |= {"dora_wd": "True", "wd_on_output": "True"}
+    return {"rank": rank, "alpha": alpha, "network_args": network_args}
+
+
+def _base_model_of(unet: nn.Module | None, layers: Sequence[LoRALayer]) -> BaseModel:
+    config = getattr(getattr(unet, "_orig_mod", unet), "config", None)
+    if getattr(config, "addition_embed_type", None) == "text_time" or any(
+        layer.component == TEXT_ENCODER_2 for layer in layers
+    ):
+        return "sdxl"
+    return "sd2" if getattr(config, "cross_attention_dim", None) == 1024 else "sd1"
+
+
+def _is_sdxl(header: Mapping[str, str], layers: Sequence[LoRALayer]) -> bool:
+    version = header.get("ss_base_model_version") or header.get("modelspec.architecture")
+    if version is not None:
+        return version.startswith(("sdxl", "stable-diffusion-xl"))
+    return any(
+        layer.component == TEXT_ENCODER_2
+        or layer.module.startswith("add_embedding.")
+        or ".transformer_blocks.1." in layer.module
+        for layer in layers
+    )
+
+
+def _layers_per_block(header: Mapping[str, str]) -> int:
+    return int(header.get(_LAYERS_PER_BLOCK_KEY, lora_names.SDXL_LAYERS_PER_BLOCK))

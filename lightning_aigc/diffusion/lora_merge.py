@@ -1,0 +1,106 @@
+"""Merge a LoRA into a diffusers pipeline folder and leave a plain pipeline folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from lightning_aigc.diffusion import lora_bytes, lora_file, lora_layouts
+from lightning_aigc.diffusion.lora_layers import LoRALayer
+from lightning_aigc.errors import ModelError
+
+
+def merge_into_pipeline(
+    lora_path: str | Path, pipeline_dir: str | Path, output_dir: str | Path, strength: float = 1.0
+) -> Path:
+    """Write `pipeline_dir` with the LoRA added to its weights into `output_dir`; returns `output_dir`.
+
+    strength: 0 leaves the base model, 1 is the LoRA as trained; for DoRA too it blends the two weights.
+    The folder appears whole or not at all, in the precision of `pipeline_dir`.
+    Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline has not.
+    """
+    from diffusers import DiffusionPipeline
+
+    pipeline_dir, output_dir = Path(pipeline_dir), Path(output_dir)
+    layers = lora_file.read_lora(lora_path).layers()
+    if not (pipeline_dir / "model_index.json").is_file():
+        raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder, with model_index.json in it")
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise ModelError(f"got output {output_dir}, which is there already; name a new or empty folder")
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
+    _check_fit(lora_path, layers, pipeline)
+    _fuse(pipeline, layers, strength)
+    for name, component in pipeline.components.items():
+        if isinstance(component, torch.nn.Module):
+            component.to(_stored_dtype(pipeline_dir / name))
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as temporary:
+            unfinished = Path(temporary) / "pipeline"
+            pipeline.save_pretrained(unfinished)
+            if output_dir.exists():
+                output_dir.rmdir()
+            shutil.move(unfinished, output_dir)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another place") from error
+    return output_dir
+
+
+def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
+    """Let diffusers load and fuse the LoRA at full strength, then blend with the base weights."""
+    modules = [pipeline.components[layer.component].get_submodule(_module_name(pipeline, layer)) for layer in layers]
+    base: list[Tensor] = [module.weight.detach().clone() for module in modules] if strength != 1.0 else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "lora.safetensors"
+        state, adapter_metadata = lora_layouts.to_diffusers(layers)
+        lora_bytes.write_atomically(
+            file, lora_bytes.serialize(state, {lora_layouts.ADAPTER_METADATA_KEY: adapter_metadata})
+        )
+        pipeline.load_lora_weights(folder, weight_name=file.name)
+    components = sorted({layer.component for layer in layers})
+    pipeline.fuse_lora(components=components, safe_fusing=False)
+    pipeline.unload_lora_weights()
+    with torch.no_grad():
+        for module, weight in zip(modules, base, strict=False):
+            module.weight.copy_(torch.lerp(weight, module.weight, strength))
+
+
+def _module_name(pipeline: Any, layer: LoRALayer) -> str:
+    """The layer's module name in this pipeline; transformers 5 has CLIP without its inner `text_model`."""
+    if hasattr(pipeline.components[layer.component], "text_model"):
+        return layer.module
+    return layer.module.removeprefix("text_model.")
+
+
+def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) -> None:
+    for layer in layers:
+        model = pipeline.components.get(layer.component)
+        modules = dict(model.named_modules()) if model is not None else {}
+        weight = getattr(modules.get(_module_name(pipeline, layer)) if model is not None else None, "weight", None)
+        wanted = (layer.up.shape[0], *layer.down.shape[1:])
+        if weight is None or tuple(weight.shape) != wanted:
+            found = "which the pipeline has not" if weight is None else f"which is {list(weight.shape)} in the pipeline"
+            raise ModelError(
+                f"got {lora_path} with a layer of {list(wanted)} on {layer.component}.{layer.module}, {found}; "
+                "the LoRA was trained on another kind of model"
+            )
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of a component's first stored floating-point tensor; float32 where it cannot be told."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safetensors.safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                dtype: torch.dtype = file.get_tensor(key).dtype
+                if dtype.is_floating_point:
+                    return dtype
+    return torch.float32

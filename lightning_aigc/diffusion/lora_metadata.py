@@ -1,0 +1,183 @@
+"""What a LoRA file says about itself: sd-scripts' `ss_*` and Stability's `modelspec.*` header entries.
+
+A1111, ComfyUI and CivitAI show them; all values are strings, as safetensors wants.
+Source: kohya-ss/sd-scripts train_network.py and library/sai_model_spec.py, ModelSpec 1.0.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_aigc.errors import ModelError
+
+BaseModel = Literal["sd1", "sd2", "sdxl"]
+
+
+@dataclass(frozen=True)
+class LoRAMetadata:
+    """The facts of a training run that travel in its LoRA file; leave out what is not known."""
+
+    title: str | None = None
+    """Name shown to people; `output_name` where empty."""
+    output_name: str | None = None
+    """File name without its suffix."""
+    description: str | None = None
+    author: str | None = None
+    license: str | None = None
+    trigger_phrase: str | None = None
+    """The word that calls the trained thing, to be used in prompts."""
+    base_model: BaseModel | None = None
+    """Family of the base model; read off the U-Net where None."""
+    base_model_name: str | None = None
+    """Hub id or folder name of the base model."""
+    base_model_hash: str | None = None
+    """sha256 of the base weights in hex, as `hash_base_model` returns."""
+    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon"
+    """What the U-Net predicts."""
+    resolution: int | tuple[int, int] | None = None
+    """Training size in pixels: one side, or (width, height)."""
+    num_train_images: int | None = None
+    num_reg_images: int | None = None
+    """Images of prior preservation."""
+    steps: int | None = None
+    """Optimizer steps taken."""
+    num_epochs: int | None = None
+    train_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    learning_rate: float | None = None
+    text_encoder_lr: float | None = None
+    optimizer: str | None = None
+    lr_scheduler: str | None = None
+    mixed_precision: str | None = None
+    seed: int | None = None
+    snr_gamma: float | None = None
+    noise_offset: float | None = None
+    captions: tuple[str, ...] = ()
+    """Training captions; counted by comma-separated tag into `ss_tag_frequency`."""
+    started_at: float | None = None
+    """Seconds since the epoch."""
+    finished_at: float | None = None
+    """Seconds since the epoch."""
+    date: str | None = None
+    """ISO 8601 date of the file; now where None. Give it and equal inputs make equal files."""
+    extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Header entries to write as they are; they win over all others."""
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> LoRAMetadata:
+        """Build from field names, with `ss_*`, `modelspec.*` and other dotted keys passed on as they are.
+
+        Raises: ModelError for a name that is neither, naming those that exist.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        extra = {key: str(value) for key, value in values.items() if key.startswith(("ss_", "sshs_")) or "." in key}
+        fields = {key: value for key, value in values.items() if key not in extra}
+        if unknown := sorted(set(fields) - names):
+            raise ModelError(
+                f"got LoRA metadata {unknown}; wanted one of {sorted(names)}, or a key starting with ss_ or modelspec."
+            )
+        fields["captions"] = tuple(fields.get("captions", ()))
+        return cls(**{**fields, "extra": {**extra, **fields.get("extra", {})}})
+
+    def to_header(
+        self, *, base_model: BaseModel, rank: int, alpha: float, network_args: Mapping[str, str]
+    ) -> dict[str, str]:
+        """All header entries but the hashes of the tensors, which `lora_file` adds."""
+        is_v = self.prediction_type == "v_prediction"
+        width, height = _width_and_height(self.resolution, base_model, is_v)
+        date = self.date or datetime.datetime.now().replace(microsecond=0).isoformat()
+        title = self.title or self.output_name or "LoRA"
+        entries: dict[str, Any] = {
+            "ss_base_model_version": {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0"}[
+                base_model
+            ],
+            "ss_v2": base_model == "sd2",
+            "ss_network_module": "networks.lora",
+            "ss_network_dim": rank,
+            "ss_network_alpha": f"{alpha:.9g}",
+            "ss_network_args": json.dumps(dict(network_args), sort_keys=True) if network_args else None,
+            "ss_output_name": self.output_name,
+            "ss_sd_model_name": self.base_model_name,
+            "ss_sd_model_hash": self.base_model_hash[:10] if self.base_model_hash else None,
+            "ss_new_sd_model_hash": self.base_model_hash,
+            "ss_resolution": f"({width}, {height})" if self.resolution is not None else None,
+            "ss_num_train_images": self.num_train_images,
+            "ss_num_reg_images": self.num_reg_images,
+            "ss_steps": self.steps,
+            "ss_max_train_steps": self.steps,
+            "ss_num_epochs": self.num_epochs,
+            "ss_total_batch_size": self.train_batch_size,
+            "ss_gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "ss_learning_rate": self.learning_rate,
+            "ss_unet_lr": self.learning_rate,
+            "ss_text_encoder_lr": self.text_encoder_lr,
+            "ss_optimizer": self.optimizer,
+            "ss_lr_scheduler": self.lr_scheduler,
+            "ss_mixed_precision": self.mixed_precision,
+            "ss_seed": self.seed,
+            "ss_min_snr_gamma": self.snr_gamma,
+            "ss_noise_offset": self.noise_offset,
+            "ss_training_comment": self.description,
+            "ss_training_started_at": self.started_at,
+            "ss_training_finished_at": self.finished_at,
+            "ss_tag_frequency": json.dumps({"captions": count_tags(self.captions)}) if self.captions else None,
+            "modelspec.sai_model_spec": "1.0.1",
+            "modelspec.architecture": architecture(base_model, is_v),
+            # sd-scripts' own choice: its SDXL keys are those of generative-models.
+            "modelspec.implementation": "https://github.com/Stability-AI/generative-models"
+            if base_model == "sdxl"
+            else "diffusers",
+            "modelspec.title": title,
+            "modelspec.description": self.description,
+            "modelspec.author": self.author,
+            "modelspec.license": self.license,
+            "modelspec.trigger_phrase": self.trigger_phrase,
+            "modelspec.usage_hint": f"Use the word {self.trigger_phrase!r} in the prompt"
+            if self.trigger_phrase
+            else None,
+            "modelspec.prediction_type": "v" if is_v else "epsilon",
+            "modelspec.resolution": f"{width}x{height}",
+            "modelspec.date": date,
+        }
+        return {key: str(value) for key, value in entries.items() if value is not None} | dict(self.extra)
+
+
+def architecture(base_model: BaseModel, is_v_prediction: bool) -> str:
+    """ModelSpec's architecture id of a LoRA."""
+    version_2 = "stable-diffusion-v2-768-v" if is_v_prediction else "stable-diffusion-v2-512"
+    names = {"sd1": "stable-diffusion-v1", "sd2": version_2, "sdxl": "stable-diffusion-xl-v1-base"}
+    return f"{names[base_model]}/lora"
+
+
+def count_tags(captions: tuple[str, ...]) -> dict[str, int]:
+    """How often each comma-separated tag occurs, most frequent first, as A1111 shows it."""
+    tags = Counter(tag.strip() for caption in captions for tag in caption.split(",") if tag.strip())
+    return dict(sorted(tags.items(), key=lambda item: (-item[1], item[0])))
+
+
+def hash_base_model(path: str | Path) -> str | None:
+    """sha256 in hex of a checkpoint file, or of a pipeline folder's U-Net weights; None where there are none."""
+    path = Path(path)
+    files = [path] if path.is_file() else sorted((path / "unet").glob("diffusion_pytorch_model*.safetensors"))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _width_and_height(resolution: int | tuple[int, int] | None, base_model: BaseModel, is_v: bool) -> tuple[int, int]:
+    if resolution is None:
+        resolution = {"sd1": 512, "sd2": 768 if is_v else 512, "sdxl": 1024}[base_model]
+    return (resolution, resolution) if isinstance(resolution, int) else (resolution[0], resolution[1])

@@ -1,0 +1,96 @@
+"""What the U-Net is asked to predict, and how much each example counts.
+
+Legend: B batch, C channels, H and W latent height and width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
+from torch import Tensor
+from torch.nn import functional as F
+
+LossType = Literal["l2", "huber", "smooth_l1"]
+PredictionType = Literal["epsilon", "v_prediction", "sample"]
+
+# Debiased weights grow without bound as the noise vanishes; sd-scripts stops at the same ratio.
+MAX_DEBIASED_SNR = 1000.0
+
+
+def training_target(schedule: DDPMScheduler, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
+    """What the model should output for these noisy latents, by the schedule's `prediction_type`.
+
+    Raises: ValueError for a prediction type that is not epsilon, v_prediction or sample.
+    """
+    kind = schedule.config.prediction_type
+    if kind == "epsilon":
+        return noise_BCHW
+    if kind == "v_prediction":
+        return schedule.get_velocity(latents_BCHW, noise_BCHW, timesteps_B)
+    if kind == "sample":
+        return latents_BCHW
+    raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {kind!r}")
+
+
+def loss_weights(
+    schedule: DDPMScheduler, timesteps_B: Tensor, snr_gamma: float | None = None, *, is_debiased: bool = False
+) -> Tensor:
+    """One weight an example, float32 [B]: min-SNR-gamma, debiased estimation, or ones.
+
+    Source: min-SNR, arXiv:2303.09556, equation 8; debiased estimation, arXiv:2310.08442, equation 10.
+    """
+    if snr_gamma is None and not is_debiased:
+        return torch.ones_like(timesteps_B, dtype=torch.float32)
+    snr_B = compute_snr(schedule, timesteps_B).float()
+    kind = schedule.config.prediction_type
+    if is_debiased:
+        snr_B = snr_B.clamp(max=MAX_DEBIASED_SNR)
+        # The floor serves a schedule with zero terminal SNR, whose last step has no signal at all.
+        return 1 / (snr_B + 1) if kind == "v_prediction" else snr_B.clamp(min=1e-3).rsqrt()
+    assert snr_gamma is not None
+    capped_B = snr_B.clamp(max=snr_gamma)
+    if kind == "v_prediction":
+        return capped_B / (snr_B + 1)
+    if kind == "sample":
+        return capped_B
+    return torch.where(snr_B > 0, capped_B / snr_B.clamp(min=1e-12), torch.ones_like(snr_B))
+
+
+def example_losses(
+    predicted_BCHW: Tensor,
+    target_BCHW: Tensor,
+    loss_type: LossType = "l2",
+    huber_c: float = 0.1,
+    mask_B1HW: Tensor | None = None,
+) -> Tensor:
+    """One loss an example, float32 [B]; with a mask in 0..1, the mean over what it shows.
+
+    `mask_B1HW` may have the picture's size; it is reduced to the latents' by area.
+    """
+    predicted_BCHW, target_BCHW = predicted_BCHW.float(), target_BCHW.float()
+    if loss_type == "l2":
+        loss_BCHW = F.mse_loss(predicted_BCHW, target_BCHW, reduction="none")
+    elif loss_type == "huber":
+        loss_BCHW = F.huber_loss(predicted_BCHW, target_BCHW, reduction="none", delta=huber_c)
+    else:
+        loss_BCHW = F.smooth_l1_loss(predicted_BCHW, target_BCHW, reduction="none", beta=huber_c)
+    if mask_B1HW is None:
+        return loss_BCHW.mean(dim=(1, 2, 3))
+    mask_B1HW = F.interpolate(mask_B1HW.float(), size=loss_BCHW.shape[-2:], mode="area")
+    return (loss_BCHW * mask_B1HW).mean(dim=(1, 2, 3)) / mask_B1HW.mean(dim=(1, 2, 3)).clamp(min=1e-6)
+
+
+def draw_noise(latents_BCHW: Tensor, noise_offset: float = 0.0) -> Tensor:
+    """Gaussian noise of the latents' shape; `noise_offset` adds one common value a channel, for darker darks.
+
+    Source: offset noise, crosslabs.org/blog/diffusion-with-offset-noise.
+    """
+    noise_BCHW = torch.randn_like(latents_BCHW)
+    if noise_offset:
+        batch, channels = latents_BCHW.shape[:2]
+        offset = torch.randn(batch, channels, 1, 1, device=latents_BCHW.device, dtype=latents_BCHW.dtype)
+        noise_BCHW = noise_BCHW + noise_offset * offset
+    return noise_BCHW

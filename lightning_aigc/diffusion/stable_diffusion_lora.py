@@ -1,0 +1,498 @@
+"""StableDiffusionLoRA: the LightningModule that adapts Stable Diffusion 1.x, 2.x or SDXL with a LoRA.
+
+Legend: B batch, C channels, H and W latent height and width, N pictures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from diffusers import DDPMScheduler
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_aigc.devices import autocast_dtype, dtype_named, float32_region
+from lightning_aigc.diffusion.components import Components, load_components
+from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
+from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
+from lightning_aigc.diffusion.objectives import (
+    LossType,
+    PredictionType,
+    draw_noise,
+    example_losses,
+    loss_weights,
+    training_target,
+)
+from lightning_aigc.diffusion.sampling import generate
+from lightning_aigc.diffusion.text import encode_prompts
+from lightning_aigc.errors import ModelError
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class StableDiffusionLoRA(LightningModule):
+    """Adapt Stable Diffusion to a set of pictures by training a LoRA through peft.
+
+    Args:
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint, or
+            `embedded:sd`, the tiny model that comes with the package.
+        rank: Rank of the LoRA matrices; 4 to 64 is usual.
+        lora_alpha: Scale of the LoRA's output is `lora_alpha / rank`; unset means equal to the rank.
+        lora_dropout: Share of a LoRA layer's inputs that are dropped while training.
+        lora_targets: Which of the U-Net's layers to adapt: attention, feed_forward, convolutions.
+        use_dora: Learn magnitudes apart from directions (DoRA).
+        use_rslora: Scale by `alpha / sqrt(rank)`, steadier at high ranks (rsLoRA).
+        train_text_encoder: Adapt the text encoders too.
+        learning_rate: Replaces the optimizer's own rate; unset keeps it.
+        text_encoder_lr: Rate of the text encoders' LoRA; unset means `learning_rate`.
+        optimizer: Any optimizer by class path; AdamW by default.
+        lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
+            cosine, cosine_with_restarts, polynomial.
+        lr_warmup_steps: Optimizer steps of warm-up for a scheduler given by name.
+        max_train_steps: Optimizer steps to train; `trainer.max_steps`, where given, goes first.
+        prediction_type: epsilon, v_prediction or sample; unset means what the pipeline's scheduler says.
+        zero_terminal_snr: Rescale the schedule so that its last step is pure noise; wants v_prediction.
+        snr_gamma: Min-SNR weighting; 5 is the paper's value, unset turns it off.
+        debiased_estimation: Weight by 1 / sqrt(SNR) instead of min-SNR.
+        loss_type: l2, huber or smooth_l1.
+        huber_c: Where huber and smooth_l1 turn from square to linear.
+        noise_offset: Share of noise common to a whole channel; 0.05 to 0.1 lets pictures get darker and brighter.
+        prior_loss_weight: Weight of the class pictures (`data.init_args.class_data_dir`) beside the user's own.
+        use_ema: Average the trainable weights; pictures and files then use the average.
+        ema_decay: Decay of that average.
+        gradient_checkpointing: Recompute the U-Net's activations in backward: less memory, slower steps.
+        base_dtype: Dtype of the frozen U-Net and text encoders; auto follows the trainer's precision.
+        vae_dtype: Dtype of the autoencoder, float32 or bfloat16; half precision makes black pictures and is refused.
+        revision: Branch or commit of a hub id.
+        variant: Weight variant in the folder, such as fp16.
+        validation_prompts: Prompts of the sample pictures and of the final score.
+        validation_steps: Optimizer steps between sample grids.
+        num_validation_images: Pictures a prompt.
+        validation_seed: Seed of the first picture; the others count on from it.
+        checkpointing_steps: Optimizer steps between checkpoints.
+        checkpoints_total_limit: Checkpoints to keep.
+        num_inference_steps: Denoising steps of a sample picture.
+        guidance_scale: Classifier-free guidance of a sample picture.
+        sample_time_limit_s: Skip sample pictures, with a warning, where making them would take longer than this.
+        output_name: Name of the LoRA file, without its ending.
+    """
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        rank: int = 16,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
+        lora_targets: Sequence[LoRATarget] = ("attention",),
+        use_dora: bool = False,
+        use_rslora: bool = False,
+        train_text_encoder: bool = False,
+        learning_rate: float | None = None,
+        text_encoder_lr: float | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
+        lr_scheduler: LRSchedulerCallable | str = "constant",
+        lr_warmup_steps: int = 0,
+        max_train_steps: int | None = None,
+        prediction_type: PredictionType | None = None,
+        zero_terminal_snr: bool = False,
+        snr_gamma: float | None = None,
+        debiased_estimation: bool = False,
+        loss_type: LossType = "l2",
+        huber_c: float = 0.1,
+        noise_offset: float = 0.0,
+        prior_loss_weight: float = 1.0,
+        use_ema: bool = False,
+        ema_decay: float = 0.995,
+        gradient_checkpointing: bool = False,
+        base_dtype: DtypeName = "auto",
+        vae_dtype: Literal["float32", "bfloat16"] = "float32",
+        revision: str | None = None,
+        variant: str | None = None,
+        validation_prompts: Sequence[str] = (),
+        validation_steps: int = 100,
+        num_validation_images: int = 4,
+        validation_seed: int = 0,
+        checkpointing_steps: int = 500,
+        checkpoints_total_limit: int = 3,
+        num_inference_steps: int = 25,
+        guidance_scale: float = 7.5,
+        sample_time_limit_s: float = 900,
+        output_name: str = "lora",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
+        self.validation_prompts = list(validation_prompts)
+        self.output_name = output_name
+        self.unet: nn.Module | None = None
+        self.text_encoders = nn.ModuleList()  # only when they are trained, so that DDP and checkpoints see them
+        self.components: Components | None = None
+        self.schedule: DDPMScheduler | None = None
+        self.ema: EMAModel | None = None
+        self._check_arguments()
+
+    @property
+    def strict_loading(self) -> bool:
+        """False: checkpoints hold only what was trained; `on_load_checkpoint` checks that all of it is there."""
+        return False
+
+    @strict_loading.setter
+    def strict_loading(self, value: bool) -> None:
+        raise ModelError("StableDiffusionLoRA checks its own checkpoints; strict_loading cannot be set")
+
+    def _check_arguments(self) -> None:
+        args = self.hparams
+        positive = ("rank", "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
+        for name in positive:
+            if args[name] < 1:
+                raise ModelError(f"model.init_args.{name} must be at least 1, got {args[name]}")
+        for name in ("learning_rate", "text_encoder_lr", "snr_gamma", "lora_alpha", "huber_c", "max_train_steps"):
+            if args[name] is not None and args[name] <= 0:
+                raise ModelError(f"model.init_args.{name} must be above 0, got {args[name]}")
+        for name in ("prior_loss_weight", "noise_offset", "lr_warmup_steps", "lora_dropout"):
+            if args[name] < 0:
+                raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
+        if args.snr_gamma is not None and args.debiased_estimation:
+            raise ModelError("model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one")
+        if args.vae_dtype not in ("float32", "bfloat16"):
+            raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
+        # Wrong names are refused before gigabytes are read.
+        lora_config(args.lora_targets, args.rank, self.lora_alpha)
+
+    @property
+    def lora_alpha(self) -> float:
+        alpha = self.hparams.lora_alpha
+        return float(self.hparams.rank if alpha is None else alpha)
+
+    # Loading ---------------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        if self.unet is not None:
+            return
+        args = self.hparams
+        trainer = self._trainer
+        precision = str(trainer.precision) if trainer is not None else "32-true"
+        base_dtype = autocast_dtype(precision) if args.base_dtype == "auto" else dtype_named(args.base_dtype)
+        parts = load_components(
+            args.pretrained_model_name_or_path,
+            unet_dtype=base_dtype,
+            vae_dtype=dtype_named(args.vae_dtype),
+            revision=args.revision,
+            variant=args.variant,
+        )
+        self.schedule = self._build_schedule(parts)
+        options = {"dropout": args.lora_dropout, "use_dora": args.use_dora, "use_rslora": args.use_rslora}
+        parts.unet.add_adapter(lora_config(args.lora_targets, args.rank, self.lora_alpha, **options))
+        if args.train_text_encoder:
+            targets = [t for t in args.lora_targets if t != "convolutions"] or ["attention"]
+            for encoder in parts.text_encoders:
+                encoder.add_adapter(lora_config(targets, args.rank, self.lora_alpha, is_text_encoder=True, **options))
+            self.text_encoders.extend(parts.text_encoders)
+        if args.gradient_checkpointing:
+            parts.unet.enable_gradient_checkpointing()
+            for encoder in self.text_encoders:
+                encoder.gradient_checkpointing_enable()
+        # `components` is a plain object: what it holds beside the U-Net stays out of the module tree, of DDP
+        # and of checkpoints.
+        self.components, self.unet = parts, parts.unet
+        for parameter in self.trainable_parameters():
+            parameter.data = parameter.data.float()  # fp32 LoRA on a half-precision base
+        if args.use_ema:
+            self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
+
+    def _build_schedule(self, parts: Components) -> DDPMScheduler:
+        overrides: dict[str, Any] = {}
+        if self.hparams.prediction_type is not None:
+            overrides["prediction_type"] = self.hparams.prediction_type
+        if self.hparams.zero_terminal_snr:
+            overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+        schedule = DDPMScheduler.from_config(parts.scheduler_config, **overrides)
+        if self.hparams.zero_terminal_snr and schedule.config.prediction_type == "epsilon":
+            raise ModelError(
+                "model.init_args.zero_terminal_snr leaves no signal at the last step, where epsilon says nothing;"
+                " set model.init_args.prediction_type: v_prediction"
+            )
+        return schedule
+
+    def _loaded(self) -> Components:
+        if self.components is None:
+            self.configure_model()
+        assert self.components is not None
+        return self.components
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # What ImageCaptionData asks for its caches ----------------------------------------------------------------------
+
+    def encoder_identity(self) -> dict[str, str]:
+        """What a cached latent or text embedding depends on, beside the picture and the caption."""
+        parts = self._loaded()
+        text = "+".join(f"{_fingerprint(e)}" for e in parts.text_encoders)
+        return {"vae": f"{_fingerprint(parts.vae)}-{parts.vae.dtype}", "text": f"{text}-{parts.text_encoders[0].dtype}"}
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
+        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1."""
+        vae = self._loaded().vae.to(self.device)
+        with float32_region(self.device):
+            return vae.encode(pixels_B3HW.to(self.device, vae.dtype)).latent_dist.parameters.float()
+
+    @torch.no_grad()
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        return encode_prompts(self._loaded(), list(captions), self.device)
+
+    def can_cache_captions(self) -> bool:
+        """Whether a caption's embedding stays the same while training."""
+        return not self.hparams.train_text_encoder
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit" or self.hparams.max_train_steps is None:
+            return
+        loop = self.trainer.fit_loop
+        if loop.max_steps == -1:
+            loop.epoch_loop.max_steps = self.hparams.max_train_steps
+            loop.max_epochs = -1
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss_B = self.example_losses(batch)
+        is_prior_B = batch.get("is_prior")
+        if is_prior_B is not None and is_prior_B.any():
+            own, prior = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
+            loss = own + self.hparams.prior_loss_weight * prior
+            self.log("prior_loss", prior.detach())
+        else:
+            loss = own = loss_B.mean()
+        self.log("loss", own.detach(), prog_bar=True, batch_size=len(loss_B))
+        return loss
+
+    def example_losses(self, batch: dict[str, Any]) -> Tensor:
+        """The weighted diffusion loss of each example, float32 [B]."""
+        assert self.schedule is not None and self.unet is not None
+        args, parts = self.hparams, self._loaded()
+        moments = batch["latent_moments"] if "latent_moments" in batch else self.encode_pixels(batch["pixel_values"])
+        mean, log_variance = moments.to(self.device).chunk(2, dim=1)
+        latents = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * torch.randn_like(mean)
+        shift = getattr(parts.vae.config, "shift_factor", None) or 0.0
+        latents_BCHW = (latents - shift) * parts.vae.config.scaling_factor
+        noise_BCHW = draw_noise(latents_BCHW, args.noise_offset)
+        timesteps_B = torch.randint(
+            0, self.schedule.config.num_train_timesteps, (len(latents_BCHW),), device=latents_BCHW.device
+        )
+        noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+        predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, self._condition(batch), batch)
+        target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
+        loss_B = example_losses(predicted_BCHW, target_BCHW, args.loss_type, args.huber_c, batch.get("mask"))
+        return loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
+
+    def _condition(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        if "prompt_embeds" in batch:
+            keys = ("prompt_embeds", "pooled_prompt_embeds")
+            return {k: batch[k].to(self.device) for k in keys if k in batch}
+        with torch.set_grad_enabled(self.hparams.train_text_encoder and torch.is_grad_enabled()):
+            return encode_prompts(self._loaded(), batch["captions"], self.device)
+
+    def predict(
+        self, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: dict[str, Tensor], batch: dict[str, Any]
+    ) -> Tensor:
+        """The U-Net's output [B, C, H, W] for these noisy latents."""
+        assert self.unet is not None
+        added = None
+        if self._loaded().family == "sdxl":
+            sizes = [batch[k].to(self.device) for k in ("original_size", "crop_top_left", "target_size")]
+            added = {
+                "text_embeds": condition["pooled_prompt_embeds"].to(self.unet.dtype),
+                "time_ids": torch.cat(sizes, dim=1).to(self.unet.dtype),
+            }
+        return self.unet(
+            noisy_BCHW.to(self.unet.dtype),
+            timesteps_B,
+            condition["prompt_embeds"].to(self.unet.dtype),
+            added_cond_kwargs=added,
+        ).sample
+
+    def configure_optimizers(self) -> Any:
+        args = self.hparams
+        text = [p for p in self.text_encoders.parameters() if p.requires_grad]
+        others = [p for p in self.trainable_parameters() if all(p is not q for q in text)]
+        groups: list[dict[str, Any]] = [{"params": others}]
+        if text:
+            groups.append({"params": text})
+        rates = [args.learning_rate, args.text_encoder_lr or args.learning_rate]
+        for group, rate in zip(groups, rates, strict=False):
+            if rate is not None:
+                group["lr"] = rate
+        optimizer = self.build_optimizer(groups)
+        if not isinstance(self.build_lr_scheduler, str):
+            schedule = self.build_lr_scheduler(optimizer)
+        elif _is_schedule_free(optimizer):
+            if self.build_lr_scheduler != "constant" or args.lr_warmup_steps:
+                raise ModelError(
+                    f"{type(optimizer).__name__} schedules itself; set model.init_args.lr_scheduler: constant and"
+                    " lr_warmup_steps: 0, and give the optimizer its own warmup_steps"
+                )
+            return optimizer
+        else:
+            total = int(self.trainer.estimated_stepping_batches) if self._trainer is not None else None
+            name = self.build_lr_scheduler
+            if name == "constant" and args.lr_warmup_steps:
+                name = "constant_with_warmup"
+            try:
+                schedule = get_scheduler(
+                    name, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=total
+                )
+            except ValueError as error:
+                raise ModelError(f"model.init_args.lr_scheduler: {error}") from error
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_callbacks(self) -> list[Callback]:
+        from lightning_aigc.callbacks import RunProgress, RunReport, SampleGrid, SaveLoRA
+
+        args = self.hparams
+        wanted: list[Callback] = [RunReport(), SaveLoRA(every_n_steps=args.checkpointing_steps)]
+        if self.validation_prompts:
+            wanted.append(
+                SampleGrid(
+                    every_n_steps=args.validation_steps, num_images=args.num_validation_images, seed=args.validation_seed
+                )
+            )
+        given = self.trainer.callbacks  # type: ignore[attr-defined]
+        # What the Trainer adds by itself makes room; what the user gave stays.
+        for callback in list(given):
+            if type(callback) in (TQDMProgressBar, RichProgressBar):
+                given.remove(callback)
+                wanted.append(RunProgress())
+            elif isinstance(callback, ModelCheckpoint) and _is_default_checkpoint(callback):
+                given.remove(callback)
+                wanted.append(
+                    ModelCheckpoint(
+                        every_n_train_steps=args.checkpointing_steps,
+                        save_top_k=args.checkpoints_total_limit,
+                        monitor="step",
+                        mode="max",
+                        save_last=True,
+                        filename="{step:06d}",
+                    )
+                )
+        return [c for c in wanted if not any(type(g) is type(c) for g in given) or isinstance(c, ModelCheckpoint)]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.trainer.optimizers:
+            if _is_schedule_free(optimizer):
+                optimizer.train()
+        self._step_before_batch = self.trainer.global_step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.ema is not None and self.trainer.global_step > self._step_before_batch:
+            self.ema.step(self.trainable_parameters())
+
+    # Generating ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Within: the weights to look at and to keep (the EMA's, or a schedule-free optimizer's average)."""
+        free = [o for o in (self._trainer.optimizers if self._trainer is not None else []) if _is_schedule_free(o)]
+        was_training = [o.param_groups[0].get("train_mode", True) for o in free]
+        if self.ema is not None:
+            self.ema.to(device=self.device)
+            self.ema.store(self.trainable_parameters())
+            self.ema.copy_to(self.trainable_parameters())
+        for optimizer in free:
+            optimizer.eval()
+        try:
+            yield
+        finally:
+            if self.ema is not None:
+                self.ema.restore(self.trainable_parameters())
+            for optimizer, was in zip(free, was_training, strict=True):
+                if was:
+                    optimizer.train()
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        batch_size: int = 8,
+    ) -> Tensor:
+        """One picture a prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal pictures.
+
+        Raises: ModelError if there are not as many seeds as prompts.
+        """
+        if len(prompts) != len(seeds):
+            raise ModelError(f"sample needs one seed a prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
+        parts, args = self._loaded(), self.hparams
+        assert self.schedule is not None
+        with self.averaged_weights():
+            return generate(
+                parts,
+                self.schedule.config,
+                list(prompts),
+                list(seeds),
+                device=self.device,
+                num_inference_steps=num_inference_steps or args.num_inference_steps,
+                guidance_scale=args.guidance_scale if guidance_scale is None else guidance_scale,
+                batch_size=batch_size,
+                time_limit_s=args.sample_time_limit_s,
+            )
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def save_lora(self, path: Any, **metadata: Any) -> None:
+        """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any."""
+        parts = self._loaded()
+        assert self.schedule is not None
+        with self.averaged_weights():
+            save_lora(path, unet=parts.unet, text_encoders=tuple(self.text_encoders), metadata=LoRAMetadata(**metadata))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        names = {name for name, p in self.named_parameters() if p.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
+        if self.ema is not None:
+            checkpoint["ema"] = self.ema.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._loaded()
+        names = {name for name, p in self.named_parameters() if p.requires_grad}
+        missing, foreign = names - checkpoint["state_dict"].keys(), checkpoint["state_dict"].keys() - names
+        if missing or foreign:
+            raise ModelError(
+                f"the checkpoint holds {len(checkpoint['state_dict'])} weights, this model trains {len(names)}"
+                f" ({len(missing)} missing, {len(foreign)} unknown, such as {sorted(missing | foreign)[0]});"
+                " use the rank, lora_targets and train_text_encoder that it was trained with"
+            )
+        if self.ema is not None and "ema" in checkpoint:
+            self.ema.load_state_dict(checkpoint["ema"])
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """A short hash of a module's weights: equal for equal weights, cheap enough to run at every start."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        if "lora_" not in name:
+            flat = parameter.detach().flatten()
+            picked = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+            digest.update(f"{name}{tuple(parameter.shape)}".encode() + picked.numpy().tobytes())
+    return digest.hexdigest()[:20]
+
+
+def _is_schedule_free(optimizer: Any) -> bool:
+    return any("train_mode" in group for group in optimizer.param_groups)
+
+
+def _is_default_checkpoint(callback: ModelCheckpoint) -> bool:
+    """Whether the Trainer made this callback itself, because the user gave none."""
+    return callback.dirpath is None and callback.monitor is None and callback._every_n_train_steps == 0 and callback._train_time_interval is None

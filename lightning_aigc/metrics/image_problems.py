@@ -1,0 +1,66 @@
+"""Find generated pictures that cannot be right: black, of one colour, or not finite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.errors import DataError
+
+Problem = Literal["not finite", "black", "constant"]
+DARKEST_LEVEL = 2.5 / 255
+"""A picture whose every value lies below this is black: two 8-bit levels and their rounding."""
+SMALLEST_RANGE = 2.5 / 255
+"""A picture whose every channel spans less than this is constant."""
+
+
+@dataclass(frozen=True)
+class ImageProblem:
+    """One picture and what is wrong with it."""
+
+    index: int
+    """Its place in the batch."""
+    name: str
+    """What the caller calls it, such as a prompt and a seed."""
+    problem: Problem
+
+
+def find_image_problems(images_N3HW: Tensor, names: list[str] | None = None) -> list[ImageProblem]:
+    """The pictures that are black, constant or not finite, the worst problem of each.
+
+    images_N3HW: floating point in 0..1. One device synchronisation for the whole batch.
+    """
+    require_images(images_N3HW, "images")
+    names = names if names is not None else [f"image {index}" for index in range(len(images_N3HW))]
+    if len(names) != len(images_N3HW):
+        raise DataError(f"got {len(names)} names for {len(images_N3HW)} images; wanted one each")
+    if len(images_N3HW) == 0:
+        return []
+    flat_N3P = images_N3HW.detach().flatten(2).float()
+    lowest_N3, highest_N3 = flat_N3P.nan_to_num().aminmax(dim=2)
+    flags_3N = torch.stack(
+        [
+            ~flat_N3P.isfinite().all(dim=2).all(dim=1),
+            (highest_N3 < DARKEST_LEVEL).all(dim=1),
+            (highest_N3 - lowest_N3 < SMALLEST_RANGE).all(dim=1),
+        ]
+    )
+    order: tuple[Problem, ...] = ("not finite", "black", "constant")
+    return [
+        ImageProblem(index, names[index], next(problem for problem, flag in zip(order, flags, strict=True) if flag))
+        for index, flags in enumerate(flags_3N.T.tolist())
+        if any(flags)
+    ]
+
+
+def require_images(images: Tensor, argument: str) -> None:
+    """Raise a DataError unless `images` is a floating-point [N, 3, H, W]."""
+    if not isinstance(images, Tensor):
+        raise DataError(f"got {argument} of type {type(images).__name__}; wanted a tensor [N, 3, H, W] in 0..1")
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise DataError(f"got {argument} of shape {list(images.shape)}; wanted [N, 3, H, W] in 0..1")
+    if not images.is_floating_point():
+        raise DataError(f"got {argument} of {images.dtype}; wanted floating point in 0..1: divide by 255")

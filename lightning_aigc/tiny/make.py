@@ -1,0 +1,111 @@
+"""Make the embedded models and pictures: `python -m lightning_aigc.tiny.make OUTPUT [--scale 0.05]`.
+
+At scale 1 it writes what ships with the package, in about 75 minutes on one CPU core (a GPU is used where there is
+one only by running it there; the script itself is device-blind on purpose: one result everywhere). A smaller scale
+shortens every training stage in proportion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+
+import lightning_aigc  # noqa: F401  mends torchvision's import before diffusers asks for it
+from lightning_aigc.tiny import drawing, train_base, train_judge, world
+from lightning_aigc.tiny.tokenizer import build_tokenizer
+
+BRAND_PICTURES = 504
+PRIOR_PICTURES = 252
+
+
+def draw_brand_folder(folder: Path, seed: int = 101) -> None:
+    """The brand's pictures with captions in metadata.jsonl: nine things, 56 pictures each."""
+    rng = random.Random(seed)
+    things = drawing.BRAND_THINGS
+    _write_pictures(
+        folder,
+        [
+            (f"{things[i % len(things)]}_{i // len(things):03d}.png", f"a {drawing.BRAND_WORD} {things[i % len(things)]}",
+             drawing.draw_brand(things[i % len(things)], rng))
+            for i in range(BRAND_PICTURES)
+        ],
+    )  # fmt: skip
+
+
+def draw_prior_folder(folder: Path, seed: int = 202) -> None:
+    """Ordinary products for prior preservation: every thing, colour and background that the base model knows, once."""
+    rng = random.Random(seed)
+    rows = []
+    for thing in range(len(drawing.THINGS)):
+        for colour in range(len(drawing.COLOURS)):
+            for background in range(len(drawing.BACKGROUNDS)):
+                product = world.Product(thing, colour, background)
+                name = f"{drawing.THINGS[thing]}_{world.COLOUR_NAMES[colour]}_{world.BACKGROUND_NAMES[background]}.png"
+                picture = drawing.draw_product(
+                    drawing.THINGS[thing], world.COLOUR_VALUES[colour], world.BACKGROUND_VALUES[background], rng
+                )
+                rows.append((name, world.describe(product, rng, is_brand_known=False)[0], picture))
+    _write_pictures(folder, rows)
+
+
+def _write_pictures(folder: Path, rows: list[tuple[str, str, object]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, caption, picture in rows:
+        picture.save(folder / name, optimize=True)  # type: ignore[attr-defined]
+        lines.append(json.dumps({"file_name": name, "text": caption}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, object]:
+    """Write sd/, clip/, brand/ and prior/ into `output`; returns the judge's accuracies and the seconds of each stage."""
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+
+    def lap(stage: str) -> None:
+        nonlocal started
+        seconds[stage] = round(time.perf_counter() - started, 1)
+        started = time.perf_counter()
+        print(f"{stage}: {seconds[stage]} s", flush=True)
+
+    def steps(full: int) -> int:
+        return max(2, round(full * scale))
+
+    draw_brand_folder(output / "brand")
+    draw_prior_folder(output / "prior")
+    lap("pictures")
+    grades = train_judge.train_judge(output / "clip", steps(1500))
+    lap("judge")
+    vae = train_base.train_vae(steps(1400), batch_size=16, seed=7)
+    lap("autoencoder")
+    tokenizer = build_tokenizer()
+    text_encoder = train_base.train_text_encoder(tokenizer, steps(600), seed=11)
+    latents, products = train_base.encode_base_pictures(vae, max(64, round(pictures * min(1.0, scale))), seed=13)
+    lap("text encoder and latents")
+    unet = train_base.train_unet(latents, products, text_encoder, tokenizer, steps=steps(6000), batch_size=32, seed=17)
+    lap("unet")
+    train_base.sharpen_decoder(vae, steps(900), batch_size=16, seed=19)
+    lap("decoder")
+    train_base.save_pipeline(output / "sd", vae, text_encoder, tokenizer, unet)
+    facts = {"judge": grades, "seconds": seconds, "torch": torch.__version__}
+    (output / "made.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the full number of training steps")
+    parser.add_argument("--threads", type=int, default=1, help="two threads on two busy cores were slower than one")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print(json.dumps(make(arguments.output, arguments.scale), indent=2))
+
+
+if __name__ == "__main__":
+    main()
