@@ -34,6 +34,6 @@ def declare_missing_operators() -> None:
     if _library is not None or "torchvision" in sys.modules or torch.version.cuda is not None:
         return
     if is_cuda_build_of_torchvision():
-        _library = torch.library.Library("torchvision", "FRAGMENT")
+        _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
-            _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]

@@ -24,5 +24,5 @@ class ImageWarning(UserWarning):
     """A generated or loaded picture is black, constant or not finite."""
 
 
-class SamplingTooSlow(UserError):
+class SamplingTooSlow(UserError):  # noqa: N818  it says what happened, and nothing failed
     """Generating the pictures asked for would take longer than the limit; training goes on without them."""

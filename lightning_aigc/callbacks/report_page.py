@@ -15,11 +15,18 @@ from torch import Tensor
 STYLE = """
 :root{color-scheme:light dark;--line:#d6582a;--soft:#8884}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
-h1{margin-bottom:0}table{border-collapse:collapse;margin:1rem 0}td,th{padding:.35rem .9rem;border-bottom:1px solid var(--soft);text-align:left}
-td:not(:first-child){font-variant-numeric:tabular-nums}.grids{display:flex;flex-wrap:wrap;gap:2rem}figure{margin:0}
-.pictures{display:grid;gap:4px}.pictures img{width:100%;min-width:64px;image-rendering:auto;border-radius:4px;display:block}
-.prompt{font-size:.9rem;opacity:.8;grid-column:1/-1;margin-top:.5rem}svg{max-width:100%;height:auto}
-pre{background:#8881;padding:1rem;overflow:auto;border-radius:6px;font-size:.85rem}.note{opacity:.75}
+h1{margin-bottom:0}
+table{border-collapse:collapse;margin:1rem 0}
+td{padding:.35rem .9rem;border-bottom:1px solid var(--soft);text-align:left}
+td:not(:first-child){font-variant-numeric:tabular-nums}
+.grids{display:flex;flex-wrap:wrap;gap:2rem}
+figure{margin:0}
+.pictures{display:grid;gap:4px}
+.pictures img{width:100%;min-width:64px;border-radius:4px;display:block}
+.prompt{font-size:.9rem;opacity:.8;grid-column:1/-1;margin-top:.5rem}
+svg{max-width:100%;height:auto}
+pre{background:#8881;padding:1rem;overflow:auto;border-radius:6px;font-size:.85rem}
+.note{opacity:.75}
 """
 
 
@@ -43,7 +50,8 @@ def picture_grid(pictures: Sequence[Tensor], prompts: Sequence[str], columns: in
             last = prompt
         cells.append(f'<img src="{picture_data_uri(picture)}" alt="{html.escape(prompt)}">')
     return (
-        f'<figure><h3>{html.escape(title)}</h3><div class="pictures" style="grid-template-columns:repeat({columns},minmax(0,8rem))">'
+        f"<figure><h3>{html.escape(title)}</h3>"
+        f'<div class="pictures" style="grid-template-columns:repeat({columns},minmax(0,8rem))">'
         f"{''.join(cells)}</div></figure>"
     )
 
@@ -63,24 +71,30 @@ def curve(points: Sequence[tuple[float, float]], title: str, width: int = 560, h
         return f"{px:.1f},{top + (high - y) / span_y * (height - top - bottom):.1f}"
 
     line = " ".join(place(x, y) for x, y in points)
+
+    def label(x: float, y: float, text: str, anchor: str) -> str:
+        return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="11" fill="currentColor">{text}</text>'
+
     labels = "".join(
-        f'<text x="{left - 6}" y="{y}" text-anchor="end" font-size="11" fill="currentColor">{value:.3g}</text>'
-        for value, y in ((high, top + 8), (low, height - bottom))
+        [
+            label(left - 6, top + 8, f"{high:.3g}", "end"),
+            label(left - 6, height - bottom, f"{low:.3g}", "end"),
+            label(left, height - 6, f"step {min(xs):g}", "start"),
+            label(width - right, height - 6, f"{max(xs):g}", "end"),
+        ]
     )
-    ends = (
-        f'<text x="{left}" y="{height - 6}" font-size="11" fill="currentColor">step {min(xs):g}</text>'
-        f'<text x="{width - right}" y="{height - 6}" text-anchor="end" font-size="11" fill="currentColor">{max(xs):g}</text>'
-    )
+    frame = f'<rect x="{left}" y="{top}" width="{width - left - right}" height="{height - top - bottom}" fill="none"/>'
     return (
         f'<figure><h3>{html.escape(title)}</h3><svg viewBox="0 0 {width} {height}" width="{width}" role="img">'
-        f'<rect x="{left}" y="{top}" width="{width - left - right}" height="{height - top - bottom}" fill="none" stroke="var(--soft)"/>'
-        f'<polyline points="{line}" fill="none" stroke="var(--line)" stroke-width="1.5"/>{labels}{ends}</svg></figure>'
+        f'<g stroke="var(--soft)">{frame}</g>'
+        f'<polyline points="{line}" fill="none" stroke="var(--line)" stroke-width="1.5"/>{labels}</svg></figure>'
     )
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int = 20) -> list[tuple[float, float]]:
     """The running mean over the last `window` points."""
-    smoothed, recent = [], []
+    smoothed: list[tuple[float, float]] = []
+    recent: list[float] = []
     for x, y in points:
         recent = [*recent, y][-window:]
         smoothed.append((x, sum(recent) / len(recent)))

@@ -25,6 +25,11 @@ class RunProgress(ProgressBar):
         self.refresh_every_n_steps = refresh_every_n_steps
         self._bar: tqdm | None = None
         self._is_enabled = True
+        self._shown: dict[str, float] = {}
+
+    def show(self, values: dict[str, float]) -> None:
+        """Keep these values at the end of the bar until they are shown anew."""
+        self._shown |= {name: value for name, value in values.items() if name == "clip_t"}
 
     def disable(self) -> None:
         self._is_enabled = False
@@ -60,15 +65,17 @@ class RunProgress(ProgressBar):
         bar.update(trainer.global_step - bar.n)
         if trainer.global_step % self.refresh_every_n_steps == 0:
             metrics = {k: v for k, v in self.get_metrics(trainer, pl_module).items() if k not in HIDDEN_METRICS}
+            metrics |= self._shown
             bar.set_postfix({k: f"{v:.3f}" if isinstance(v, float) else v for k, v in metrics.items()}, refresh=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._close()
+        self.finish()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()
+        self.finish()
 
-    def _close(self) -> None:
+    def finish(self) -> None:
+        """Close the bar; nothing is drawn after it."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -19,7 +19,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
+from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.save_lora import SaveLoRA
+from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SamplingTooSlow, UserError
 
@@ -64,10 +66,11 @@ class RunReport(Callback):
         self._scores: list[tuple[int, float, float]] = []
         self._before: dict[str, Tensor] = {}
         self._measured: dict[str, float | None] = {}
-        self._training_seconds = 0.0
+        self._is_off = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
+        self._is_off = stage != "fit" or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if self._is_off:
             return
         if self.prompts is None:
             self.prompts = list(getattr(pl_module, "validation_prompts", ()))
@@ -95,11 +98,13 @@ class RunReport(Callback):
     # Measuring -------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_off:
+            return
         if self._judge is not None:
             self._judge.to(pl_module.device)
-            describe = getattr(getattr(trainer, "datamodule", None), "reference_images", None)
-            if describe is not None:
-                self._judge.set_reference_images(describe(64))
+            reference_images = getattr(getattr(trainer, "datamodule", None), "reference_images", None)
+            if reference_images is not None:
+                self._judge.set_reference_images(reference_images(64).to(pl_module.device))
         self._measure(trainer, pl_module, "before")
         reset_peak_memory(pl_module.device)
         self._start_step, self._started_at = trainer.global_step, time.perf_counter()
@@ -107,7 +112,7 @@ class RunReport(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = trainer.callback_metrics.get("loss")
+        loss = None if self._is_off else trainer.callback_metrics.get("loss")
         if loss is not None and (not self._losses or self._losses[-1][0] != trainer.global_step):
             self._losses.append((trainer.global_step, loss.detach()))  # read at the end: no wait for the device here
 
@@ -117,21 +122,30 @@ class RunReport(Callback):
         """SampleGrid calls this with the pictures it made; their score goes to the logger and the progress bar."""
         if self._judge is None:
             return
-        scores = self._score(images_N3HW, prompts)
+        # `scores`, not `compute`: this runs on rank zero alone, where no collective may start.
+        scores = {
+            k: float(v.mean()) for k, v in self._judge.scores(images_N3HW.to(self._judge.device), list(prompts)).items()
+        }
         self._scores.append((step, scores["clip_t"], scores["clip_i"]))
-        for name in ("clip_t", "clip_i"):
-            if math.isfinite(scores[name]):
-                pl_module.log(name, scores[name], prog_bar=name == "clip_t", rank_zero_only=True)
+        known = {name: value for name, value in scores.items() if math.isfinite(value)}
+        for logger in trainer.loggers:
+            logger.log_metrics(known, step=step)
+        if isinstance(trainer.progress_bar_callback, RunProgress):
+            trainer.progress_bar_callback.show(known)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_off:
+            return
         seconds = time.perf_counter() - self._started_at
         peak = peak_memory_mib(pl_module.device)
+        if isinstance(trainer.progress_bar_callback, RunProgress):
+            trainer.progress_bar_callback.finish()
         after = self._measure(trainer, pl_module, "after")
         if not trainer.is_global_zero:
             return
         root = Path(trainer.default_root_dir)
         savers = [c for c in trainer.callbacks if isinstance(c, SaveLoRA)]  # type: ignore[attr-defined]
-        lora_file = savers[0].path if savers else None
+        lora_file = savers[0].file_path(trainer, pl_module) if savers else None
         self.summary = {
             "steps": trainer.global_step,
             "seconds": round(seconds, 2),
@@ -155,17 +169,18 @@ class RunReport(Callback):
             temporary.replace(root / name)
         self._print_table()
 
-    def _measure(self, trainer: Trainer, pl_module: LightningModule, when: str) -> dict[str, Tensor]:
+    def _measure(self, trainer: Trainer, pl_module: Any, when: str) -> dict[str, Tensor]:
         """Generate and score each set of prompts; on every rank the same, so that no rank waits for another."""
         images: dict[str, Tensor] = {}
-        if not hasattr(pl_module, "sample"):
+        if not hasattr(pl_module, "sample") or (when == "after" and not self._before):
             return images
         for name, prompts in (("", self.prompts or []), ("prior_", self.prior_prompts)):
             if not prompts:
                 continue
             shared, seeds = self._share_out(prompts)
             try:
-                images[name] = pl_module.sample(shared, seeds)
+                with undisturbed(pl_module, pl_module.device):
+                    images[name] = pl_module.sample(shared, seeds)
             except SamplingTooSlow as slow:
                 self._note(str(slow))
                 return images

@@ -23,12 +23,12 @@ class SaveLoRA(Callback):
 
     def __init__(self, every_n_steps: int = 500, output_name: str | None = None) -> None:
         self.every_n_steps, self.output_name = every_n_steps, output_name
-        self.path: Path | None = None
-        """The final file, once it is written."""
+        self._is_off = False
         self._last_step = 0
         self._started_at = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_off = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if stage == "fit" and not hasattr(pl_module, "save_lora"):
             raise ModelError(
                 f"SaveLoRA needs a module with save_lora(path, **metadata), {type(pl_module).__name__} has none"
@@ -41,16 +41,21 @@ class SaveLoRA(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if self.every_n_steps and step > self._last_step and step % self.every_n_steps == 0:
+        if self.every_n_steps and not self._is_off and step > self._last_step and step % self.every_n_steps == 0:
             self._last_step = step
             self._write(trainer, pl_module, f"_step_{step:06d}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.path = self._write(trainer, pl_module, "")
+        if not self._is_off:
+            self._write(trainer, pl_module, "")
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> Path:
+    def file_path(self, trainer: Trainer, pl_module: LightningModule, suffix: str = "") -> Path:
+        """Where a file goes: the final one, or with `_step_000100` one on the way."""
         name = self.output_name or getattr(pl_module, "output_name", "lora")
-        path = Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
+        return Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
+        path = self.file_path(trainer, pl_module, suffix)
         if trainer.is_global_zero:
             facts = getattr(trainer, "datamodule", None)
             describe = getattr(facts, "lora_metadata", dict)
@@ -65,4 +70,3 @@ class SaveLoRA(Callback):
                 mixed_precision=str(trainer.precision),
                 **describe(),
             )
-        return path

@@ -9,27 +9,63 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 # Names that users of other trainers type, and what the same thing is called here.
 OTHER_DIALECTS = {
-    "network_dim": "rank", "linear": "rank", "lora_rank": "rank", "network_alpha": "lora_alpha", "linear_alpha": "lora_alpha",
-    "unet_lr": "learning_rate", "lr": "learning_rate", "min_snr_gamma": "snr_gamma", "optimizer_type": "optimizer",
-    "base_model_name": "pretrained_model_name_or_path", "name_or_path": "pretrained_model_name_or_path",
-    "mixed_precision": "trainer.precision", "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
-    "output_dir": "trainer.default_root_dir", "logging_dir": "trainer.default_root_dir", "report_to": "trainer.logger",
-    "sample_every_n_steps": "validation_steps", "save_every_n_steps": "checkpointing_steps",
-    "v_parameterization": "prediction_type: v_prediction", "caption_ext": "caption_extension", "batch_size": "train_batch_size",
-    "resume_from_checkpoint": "--ckpt_path", "instance_prompt": "trigger_word", "instance_data_dir": "train_data_dir",
-    "max_steps": "max_train_steps", "folder_path": "train_data_dir", "cache_latents_to_disk": "cache_latents",
-}  # fmt: skip
+    "network_dim": "rank",
+    "linear": "rank",
+    "lora_rank": "rank",
+    "network_alpha": "lora_alpha",
+    "linear_alpha": "lora_alpha",
+    "unet_lr": "learning_rate",
+    "lr": "learning_rate",
+    "min_snr_gamma": "snr_gamma",
+    "optimizer_type": "optimizer",
+    "base_model_name": "pretrained_model_name_or_path",
+    "name_or_path": "pretrained_model_name_or_path",
+    "mixed_precision": "trainer.precision",
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches",
+    "output_dir": "trainer.default_root_dir",
+    "logging_dir": "trainer.default_root_dir",
+    "report_to": "trainer.logger",
+    "sample_every_n_steps": "validation_steps",
+    "save_every_n_steps": "checkpointing_steps",
+    "v_parameterization": "prediction_type: v_prediction",
+    "caption_ext": "caption_extension",
+    "batch_size": "train_batch_size",
+    "resume_from_checkpoint": "--ckpt_path",
+    "instance_prompt": "trigger_word",
+    "instance_data_dir": "train_data_dir",
+    "max_steps": "max_train_steps",
+    "folder_path": "train_data_dir",
+    "cache_latents_to_disk": "cache_latents",
+}
 
 _KEY = re.compile(r'^Parser key "(?P<key>[^"]+)":?(?P<rest>.*)$')
 _CLASS = re.compile(r"^Problem with given class_path '(?P<cls>[^']+)':")
-_UNKNOWN_OPTION = re.compile(r"^(?:Option|Key) '(?P<name>[^']+)' is not (?:accepted|expected)|^(?:Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'")
+_UNKNOWN_OPTION = re.compile(
+    r"^(?:Option|Key) '(?P<name>[^']+)' is not (?:accepted|expected)"
+    r"|^(?:Group|Subcommand) '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
+)
 _UNRECOGNISED = re.compile(r"^unrecognized arguments: (?P<name>--[^\s=]+)")
-_NO_CLASS = re.compile(r"^Expected a dot import path string: (?P<name>.+)$|No module named '(?P<module>[^']+)'|has no attribute '(?P<attribute>[^']+)'")
+_NO_CLASS = re.compile(
+    r"^Expected a dot import path string: (?P<name>.+)$"
+    r"|No module named '(?P<module>[^']+)'"
+    r"|has no attribute '(?P<attribute>[^']+)'"
+)
 _WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
-_NOISE = ("Does not validate", "Subtypes:", "Errors:", "Given value", "Not a valid subclass", "Subclass types expect", "a class path", "a dict ", "Expected a path but")
+_NOISE = (
+    "Does not validate",
+    "Subtypes:",
+    "Errors:",
+    "Given value",
+    "Not a valid subclass",
+    "Subclass types expect",
+    "a class path",
+    "a dict ",
+    "Expected a path but",
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +89,23 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
     where = ".".join(leaf.path)
     text = leaf.text
     if leaf.rank == 2:  # every alternative of a union complained about the type: name them all, and the value once
-        wanted = list(dict.fromkeys(w for each in leaves if each.rank == 2 and each.path == leaf.path for w in each.text.split("\0")[:1] if w))
-        given = next((each.text.split("\0")[1] for each in leaves if each.rank == 2 and "\0" in each.text and each.text.split("\0")[1]), None)
+        wanted = list(
+            dict.fromkeys(
+                w
+                for each in leaves
+                if each.rank == 2 and each.path == leaf.path
+                for w in each.text.split("\0")[:1]
+                if w
+            )
+        )
+        given = next(
+            (
+                each.text.split("\0")[1]
+                for each in leaves
+                if each.rank == 2 and "\0" in each.text and each.text.split("\0")[1]
+            ),
+            None,
+        )
         given = given or _given_value(message)
         text = f"wanted {' or '.join(wanted)}" + (f", got {given}" if given else "")
         choices = re.findall(r"'([^']+)'", " ".join(wanted))
@@ -169,7 +220,7 @@ def _known_classes() -> list[str]:
     from torch.optim.lr_scheduler import LRScheduler
 
     found: set[str] = set()
-    queue: list[type] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler]
+    queue: list[Any] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler]
     while queue:
         for cls in queue.pop().__subclasses__():
             if cls.__name__ not in found and not cls.__name__.startswith("_"):

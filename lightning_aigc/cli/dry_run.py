@@ -12,7 +12,13 @@ from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
     """What replaces the config's own Trainer arguments: one batch, and nothing written but the caches."""
-    return {"fast_dev_run": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "callbacks": [DryRun()]}
+    return {
+        "fast_dev_run": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "callbacks": [DryRun()],
+    }
 
 
 class DryRun(Callback):

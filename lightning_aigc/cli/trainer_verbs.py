@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 import warnings
-from typing import Any
 
-from lightning_aigc.cli.config_errors import readable_config_error
 from lightning_aigc.errors import UserError
+
+UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
 
 
 def run_trainer_verb(arguments: list[str]) -> int:
@@ -21,19 +23,27 @@ def run_trainer_verb(arguments: list[str]) -> int:
     try:
         AIGCCLI()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_without_worker_traceback(str(error))}", file=sys.stderr)
         return 1
     except OSError as error:
-        import errno
-
-        if error.errno in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT):
-            print(f"error: cannot write {error.filename or 'a file of this run'}: {error.strerror}; free some space or set"
-                  " trainer.default_root_dir to a folder that can be written", file=sys.stderr)  # fmt: skip
-            return 1
-        raise
+        if error.errno not in UNWRITABLE:
+            raise
+        print(
+            f"error: cannot write {error.filename or 'a file of this run'}: {error.strerror}; free some space, or set"
+            " trainer.default_root_dir to a folder that can be written",
+            file=sys.stderr,
+        )
+        return 1
     except SystemExit as stop:
         return _status(stop)
     return 0
+
+
+def _without_worker_traceback(message: str) -> str:
+    """torch puts a loader worker's whole traceback into the text of its error; the sentence stands at its end."""
+    if "Original Traceback" not in message:
+        return message
+    return message.strip().rpartition("Error: ")[2]
 
 
 def _status(stop: SystemExit) -> int:
@@ -58,8 +68,10 @@ def _quiet_known_warnings() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*Found .* module\\(s\\) in eval mode at the start of training.*",  # the frozen parts, on purpose
         ".*You have set `max_epochs`.*",
+        "(?s).*Unable to serialize instance.*",  # a scheduler given by name
         ".*Consider setting `persistent_workers.*",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip: " not in record.getMessage()
+    )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_aigc.data.buckets import BucketSettings
 from lightning_aigc.data.cache import FillResult, check_writable
 from lightning_aigc.data.choices import MissingCaptions, check_choices
+from lightning_aigc.data.crop import crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
 from lightning_aigc.data.encoded import EmbeddingCache, EncodedTensors, LatentCache
 from lightning_aigc.data.encoder import Encoder, require_encoder
@@ -217,6 +222,33 @@ class ImageCaptionData(LightningDataModule):
     def data_report(self) -> DataReport:
         """What was found, as numbers."""
         return self._build_index().report
+
+    # What other parts of a run ask for
+
+    def reference_images(self, count: int) -> Tensor:
+        """Up to `count` of the user's pictures, evenly spread, float32 [N, 3, H, W] in 0..1, one size.
+
+        For image-to-image scores; all are from the bucket that holds the most.
+        """
+        index = self._build_index()
+        largest: list[int] = max(index.buckets, key=len)
+        rows = list(dict.fromkeys(largest))
+        chosen = [index.samples[rows[i * len(rows) // min(count, len(rows))]] for i in range(min(count, len(rows)))]
+        pictures = [load_pixels(sample, crop_offset(sample.placement))[0] for sample in chosen]
+        return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+
+    def lora_metadata(self) -> dict[str, Any]:
+        """What a LoRA file says about its training pictures, by the field names of `LoRAMetadata`."""
+        index = self._build_index()
+        own = {row for bucket in index.buckets for row in bucket}
+        return {
+            "trigger_phrase": self.options.trigger_word,
+            "resolution": self.buckets.resolution,
+            "train_batch_size": self.train_batch_size,
+            "num_train_images": sum(len(bucket) for bucket in index.buckets),
+            "num_reg_images": sum(len(bucket) for bucket in index.class_buckets),
+            "captions": tuple(index.samples[row].caption for row in sorted(own)),
+        }
 
     def _build_index(self) -> TrainingIndex:
         if self._index is None:

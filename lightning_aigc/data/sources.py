@@ -15,7 +15,6 @@ from lightning_aigc.data.names import printable
 from lightning_aigc.errors import DataError
 
 _REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at most, so `2024_summer` is a name
-_NO_SIDECAR_STEMS = {"metadata", "captions"}
 
 
 @dataclass
@@ -59,7 +58,7 @@ def find_pictures(
             captions.read_jsonl(path)
         elif lower == "captions.csv":
             captions.read_csv(path)
-        elif lower.endswith(caption_extension.lower()) and path.stem.lower() not in _NO_SIDECAR_STEMS:
+        elif lower.endswith(caption_extension.lower()):
             _add_sidecar(sidecars, path, len(caption_extension), caption_extension)
         elif looks_like_a_picture(path):
             name = path.relative_to(folder).as_posix()

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
 from torch import nn
 
 from lightning_aigc.errors import ModelError
@@ -37,7 +45,7 @@ class Components:
     """The folder, file or hub id as the user gave it."""
 
     @property
-    def pipeline_class(self) -> type:
+    def pipeline_class(self) -> Any:
         return StableDiffusionXLPipeline if self.family == "sdxl" else StableDiffusionPipeline
 
 
@@ -56,29 +64,43 @@ def load_components(
     """
     path = resolve(name_or_path)
     try:
-        if path.is_file():
-            family, pipeline = _load_single_file(path, unet_dtype)
-        else:
-            is_local = path.is_dir()
-            family, pipeline_class = _pipeline_class(path, name_or_path, revision) if is_local else (None, None)
-            arguments = {"torch_dtype": unet_dtype, "safety_checker": None, "feature_extractor": None}
-            if family == "sd" or family is None:
-                arguments["requires_safety_checker"] = False
-            if family == "sdxl":
-                arguments.pop("safety_checker")
-            if pipeline_class is None:
-                from diffusers import DiffusionPipeline
-
-                pipeline_class = DiffusionPipeline
-            pipeline = pipeline_class.from_pretrained(
-                str(path) if is_local else name_or_path, revision=revision, variant=variant, local_files_only=is_local, **arguments
-            )
-            if family is None:
-                family = _family_of(pipeline, name_or_path)
+        with _quiet_local_loading(path.exists()):
+            return _load(name_or_path, path, unet_dtype, vae_dtype, text_encoder_dtype or unet_dtype, revision, variant)
     except ModelError:
         raise
     except Exception as error:  # diffusers raises anything from OSError to KeyError here
         raise ModelError(_explain(error, name_or_path, path)) from error
+
+
+def _load(
+    name_or_path: str,
+    path: Path,
+    unet_dtype: torch.dtype,
+    vae_dtype: torch.dtype,
+    text_encoder_dtype: torch.dtype,
+    revision: str | None,
+    variant: str | None,
+) -> Components:
+    pipeline_class: Any = DiffusionPipeline
+    family: Family | None = None
+    if path.is_file():
+        family, pipeline = _load_single_file(path, unet_dtype, vae_dtype)
+    else:
+        if path.is_dir():
+            family, pipeline_class = _pipeline_class(path, name_or_path)
+        # Half precision decodes and encodes to NaN with SDXL's autoencoder, so it has a dtype of its own.
+        dtypes = {"default": text_encoder_dtype, "unet": unet_dtype, "vae": vae_dtype}
+        extras: dict[str, Any] = {} if family == "sdxl" else {"safety_checker": None, "requires_safety_checker": False}
+        pipeline = pipeline_class.from_pretrained(
+            str(path) if path.is_dir() else name_or_path,
+            revision=revision,
+            variant=variant,
+            local_files_only=path.is_dir(),
+            dtype=dtypes,
+            feature_extractor=None,
+            **extras,
+        )
+        family = family or _family_of(pipeline, name_or_path)
 
     encoders = [pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)]
     tokenizers = [pipeline.tokenizer, getattr(pipeline, "tokenizer_2", None)]
@@ -93,19 +115,33 @@ def load_components(
     )
     for module in (parts.unet, parts.vae, *parts.text_encoders):
         module.requires_grad_(False).eval()
-    # Half precision decodes and encodes to NaN with SDXL's autoencoder, so it keeps a dtype of its own.
-    parts.vae.to(dtype=vae_dtype)
-    for encoder in parts.text_encoders:
-        encoder.to(dtype=text_encoder_dtype or unet_dtype)
+    for encoder in parts.text_encoders:  # transformers may have kept the dtype of the file
+        encoder.to(dtype=text_encoder_dtype)
     return parts
 
 
-def _pipeline_class(path: Path, name: str, revision: str | None) -> tuple[Family, type]:
+@contextlib.contextmanager
+def _quiet_local_loading(is_local: bool) -> Iterator[None]:
+    """Within: no progress bars of a load from disk, which takes seconds; a download keeps its own."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    wanted = [m for m in (diffusers_logging, transformers_logging) if is_local and m.is_progress_bar_enabled()]
+    for module in wanted:
+        module.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for module in wanted:
+            module.enable_progress_bar()
+
+
+def _pipeline_class(path: Path, name: str) -> tuple[Family, type]:
     index = path / "model_index.json"
     if not index.is_file():
         raise ModelError(
-            f"{KEY}: {name} has no model_index.json, so it is not a diffusers pipeline folder; point it at the folder that"
-            " holds unet/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
+            f"{KEY}: {name} has no model_index.json, so it is not a diffusers pipeline folder; point it at the folder"
+            " that holds unet/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
         )
     try:
         described = json.loads(index.read_text(encoding="utf-8"))
@@ -113,9 +149,7 @@ def _pipeline_class(path: Path, name: str, revision: str | None) -> tuple[Family
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ModelError(f"{KEY}: {index} cannot be read ({error}); copy the pipeline folder again") from error
     if class_name not in PIPELINES:
-        raise ModelError(
-            f"{KEY}: {name} is a {class_name}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}"
-        )
+        raise ModelError(f"{KEY}: {name} is a {class_name}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}")
     needed = ["unet", "vae", "text_encoder", "tokenizer", "scheduler"]
     if class_name == "StableDiffusionXLPipeline":
         needed += ["text_encoder_2", "tokenizer_2"]
@@ -129,16 +163,20 @@ def _family_of(pipeline: Any, name: str) -> Family:
     for family, pipeline_class in PIPELINES.values():
         if isinstance(pipeline, pipeline_class):
             return family
-    raise ModelError(f"{KEY}: {name} is a {type(pipeline).__name__}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}")
+    raise ModelError(
+        f"{KEY}: {name} is a {type(pipeline).__name__}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}"
+    )
 
 
-def _load_single_file(path: Path, dtype: torch.dtype) -> tuple[Family, Any]:
+def _load_single_file(path: Path, dtype: torch.dtype, vae_dtype: torch.dtype) -> tuple[Family, Any]:
     from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
 
     kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
     family: Family = "sdxl" if kind.startswith("xl") else "sd"
     pipeline_class = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
-    return family, pipeline_class.from_single_file(str(path), torch_dtype=dtype)
+    pipeline = pipeline_class.from_single_file(str(path), dtype=dtype)
+    pipeline.vae.to(dtype=vae_dtype)
+    return family, pipeline
 
 
 def _explain(error: Exception, name: str, path: Path) -> str:
@@ -151,3 +189,14 @@ def _explain(error: Exception, name: str, path: Path) -> str:
         f"{KEY}: {name!r} is neither a folder here nor a model that could be had from the hub ({first_line})."
         " Check the spelling, download it first and give its folder, or use embedded:sd to try without downloads"
     )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short hash of a module's weights: equal for equal weights, cheap enough to run at every start."""
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        if "lora_" not in name:
+            flat = parameter.detach().flatten()
+            picked = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
+            digest.update(f"{name}{tuple(parameter.shape)}".encode() + picked.numpy().tobytes())
+    return digest.hexdigest()[:20]

@@ -15,7 +15,8 @@ UNET_LAYERS: dict[str, tuple[str, ...]] = {
     "attention": ("to_q", "to_k", "to_v", "to_out.0"),
     "feed_forward": ("ff.net.0.proj", "ff.net.2"),
     "convolutions": (
-        "conv1", "conv2", "conv_shortcut", "downsamplers.0.conv", "upsamplers.0.conv", "time_emb_proj", "proj_in", "proj_out",
+        "conv1", "conv2", "conv_shortcut", "downsamplers.0.conv", "upsamplers.0.conv", "time_emb_proj",
+        "proj_in", "proj_out",
     ),
 }  # fmt: skip
 TEXT_ENCODER_LAYERS: dict[str, tuple[str, ...]] = {

@@ -29,7 +29,8 @@ def training_target(schedule: DDPMScheduler, latents_BCHW: Tensor, noise_BCHW: T
     if kind == "epsilon":
         return noise_BCHW
     if kind == "v_prediction":
-        return schedule.get_velocity(latents_BCHW, noise_BCHW, timesteps_B)
+        velocity_BCHW: Tensor = schedule.get_velocity(latents_BCHW, noise_BCHW, timesteps_B)
+        return velocity_BCHW
     if kind == "sample":
         return latents_BCHW
     raise ValueError(f"prediction_type must be epsilon, v_prediction or sample, got {kind!r}")
@@ -44,7 +45,7 @@ def loss_weights(
     """
     if snr_gamma is None and not is_debiased:
         return torch.ones_like(timesteps_B, dtype=torch.float32)
-    snr_B = compute_snr(schedule, timesteps_B).float()
+    snr_B: Tensor = compute_snr(schedule, timesteps_B).float()
     kind = schedule.config.prediction_type
     if is_debiased:
         snr_B = snr_B.clamp(max=MAX_DEBIASED_SNR)

@@ -31,7 +31,7 @@ class TimeLimit:
             expected_s = (self._ends[1] - self._ends[0]) * self.total_steps
             if expected_s > self.limit_s:
                 raise SamplingTooSlow(
-                    f"{self.pictures} sample pictures would take about {math.ceil(expected_s / 60)} minutes on this device, so"
+                    f"{self.pictures} sample pictures would take about {math.ceil(expected_s / 60)} minutes here, so"
                     f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
                 )
         return tensors
@@ -63,11 +63,16 @@ def generate(
     batch_size: int,
     time_limit_s: float = math.inf,
 ) -> Tensor:
-    """Pictures float32 [N, 3, H, W] in 0..1 on the CPU. Noise comes from CPU generators, so seeds mean the same everywhere.
+    """Pictures float32 [N, 3, H, W] in 0..1 on the CPU. CPU generators draw the noise: seeds mean the same everywhere.
 
     Raises: SamplingTooSlow once the first steps show that all of them would take longer than `time_limit_s`.
     """
-    modules = {"unet": parts.unet, "vae": parts.vae, "text_encoder": parts.text_encoders[0], "tokenizer": parts.tokenizers[0]}
+    modules = {
+        "unet": parts.unet,
+        "vae": parts.vae,
+        "text_encoder": parts.text_encoders[0],
+        "tokenizer": parts.tokenizers[0],
+    }
     if parts.family == "sdxl":
         modules |= {"text_encoder_2": parts.text_encoders[1], "tokenizer_2": parts.tokenizers[1]}
         extras: dict[str, Any] = {"add_watermarker": False}

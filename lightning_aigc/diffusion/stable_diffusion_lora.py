@@ -5,22 +5,26 @@ Legend: B batch, C channels, H and W latent height and width, N pictures.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named, float32_region
-from lightning_aigc.diffusion.components import Components, load_components
+from lightning_aigc.diffusion.averaging import averaged, is_schedule_free
+from lightning_aigc.diffusion.components import Components, fingerprint, load_components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
+from lightning_aigc.diffusion.lora_metadata import hash_base_model
 from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
 from lightning_aigc.diffusion.objectives import (
     LossType,
@@ -33,6 +37,7 @@ from lightning_aigc.diffusion.objectives import (
 from lightning_aigc.diffusion.sampling import generate
 from lightning_aigc.diffusion.text import encode_prompts
 from lightning_aigc.errors import ModelError
+from lightning_aigc.tiny.embedded import resolve
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -97,7 +102,7 @@ class StableDiffusionLoRA(LightningModule):
         learning_rate: float | None = None,
         text_encoder_lr: float | None = None,
         optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
-        lr_scheduler: LRSchedulerCallable | str = "constant",
+        lr_scheduler: str | LRSchedulerCallable = "constant",
         lr_warmup_steps: int = 0,
         max_train_steps: int | None = None,
         prediction_type: PredictionType | None = None,
@@ -131,12 +136,17 @@ class StableDiffusionLoRA(LightningModule):
         self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
         self.validation_prompts = list(validation_prompts)
         self.output_name = output_name
-        self.unet: nn.Module | None = None
+        self.unet: UNet2DConditionModel | None = None
         self.text_encoders = nn.ModuleList()  # only when they are trained, so that DDP and checkpoints see them
         self.components: Components | None = None
         self.schedule: DDPMScheduler | None = None
         self.ema: EMAModel | None = None
         self._check_arguments()
+
+    @property
+    def args(self) -> Any:
+        """The arguments of `__init__` by name."""
+        return self.hparams
 
     @property
     def strict_loading(self) -> bool:
@@ -148,7 +158,7 @@ class StableDiffusionLoRA(LightningModule):
         raise ModelError("StableDiffusionLoRA checks its own checkpoints; strict_loading cannot be set")
 
     def _check_arguments(self) -> None:
-        args = self.hparams
+        args = self.args
         positive = ("rank", "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
         for name in positive:
             if args[name] < 1:
@@ -160,7 +170,9 @@ class StableDiffusionLoRA(LightningModule):
             if args[name] < 0:
                 raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
         if args.snr_gamma is not None and args.debiased_estimation:
-            raise ModelError("model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one")
+            raise ModelError(
+                "model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one"
+            )
         if args.vae_dtype not in ("float32", "bfloat16"):
             raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
         # Wrong names are refused before gigabytes are read.
@@ -168,15 +180,15 @@ class StableDiffusionLoRA(LightningModule):
 
     @property
     def lora_alpha(self) -> float:
-        alpha = self.hparams.lora_alpha
-        return float(self.hparams.rank if alpha is None else alpha)
+        alpha = self.args.lora_alpha
+        return float(self.args.rank if alpha is None else alpha)
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         if self.unet is not None:
             return
-        args = self.hparams
+        args = self.args
         trainer = self._trainer
         precision = str(trainer.precision) if trainer is not None else "32-true"
         base_dtype = autocast_dtype(precision) if args.base_dtype == "auto" else dtype_named(args.base_dtype)
@@ -193,12 +205,12 @@ class StableDiffusionLoRA(LightningModule):
         if args.train_text_encoder:
             targets = [t for t in args.lora_targets if t != "convolutions"] or ["attention"]
             for encoder in parts.text_encoders:
-                encoder.add_adapter(lora_config(targets, args.rank, self.lora_alpha, is_text_encoder=True, **options))
+                encoder.add_adapter(lora_config(targets, args.rank, self.lora_alpha, is_text_encoder=True, **options))  # type: ignore[operator]
             self.text_encoders.extend(parts.text_encoders)
         if args.gradient_checkpointing:
             parts.unet.enable_gradient_checkpointing()
             for encoder in self.text_encoders:
-                encoder.gradient_checkpointing_enable()
+                encoder.gradient_checkpointing_enable()  # type: ignore[operator]
         # `components` is a plain object: what it holds beside the U-Net stays out of the module tree, of DDP
         # and of checkpoints.
         self.components, self.unet = parts, parts.unet
@@ -209,12 +221,12 @@ class StableDiffusionLoRA(LightningModule):
 
     def _build_schedule(self, parts: Components) -> DDPMScheduler:
         overrides: dict[str, Any] = {}
-        if self.hparams.prediction_type is not None:
-            overrides["prediction_type"] = self.hparams.prediction_type
-        if self.hparams.zero_terminal_snr:
+        if self.args.prediction_type is not None:
+            overrides["prediction_type"] = self.args.prediction_type
+        if self.args.zero_terminal_snr:
             overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         schedule = DDPMScheduler.from_config(parts.scheduler_config, **overrides)
-        if self.hparams.zero_terminal_snr and schedule.config.prediction_type == "epsilon":
+        if self.args.zero_terminal_snr and schedule.config.prediction_type == "epsilon":
             raise ModelError(
                 "model.init_args.zero_terminal_snr leaves no signal at the last step, where epsilon says nothing;"
                 " set model.init_args.prediction_type: v_prediction"
@@ -235,15 +247,16 @@ class StableDiffusionLoRA(LightningModule):
     def encoder_identity(self) -> dict[str, str]:
         """What a cached latent or text embedding depends on, beside the picture and the caption."""
         parts = self._loaded()
-        text = "+".join(f"{_fingerprint(e)}" for e in parts.text_encoders)
-        return {"vae": f"{_fingerprint(parts.vae)}-{parts.vae.dtype}", "text": f"{text}-{parts.text_encoders[0].dtype}"}
+        text = "+".join(fingerprint(e) for e in parts.text_encoders)
+        return {"vae": f"{fingerprint(parts.vae)}-{parts.vae.dtype}", "text": f"{text}-{parts.text_encoders[0].dtype}"}
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
         """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1."""
         vae = self._loaded().vae.to(self.device)
         with float32_region(self.device):
-            return vae.encode(pixels_B3HW.to(self.device, vae.dtype)).latent_dist.parameters.float()
+            moments: Tensor = vae.encode(pixels_B3HW.to(self.device, vae.dtype)).latent_dist.parameters.float()
+        return moments
 
     @torch.no_grad()
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
@@ -252,16 +265,16 @@ class StableDiffusionLoRA(LightningModule):
 
     def can_cache_captions(self) -> bool:
         """Whether a caption's embedding stays the same while training."""
-        return not self.hparams.train_text_encoder
+        return not self.args.train_text_encoder
 
     # Training --------------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        if stage != "fit" or self.hparams.max_train_steps is None:
+        if stage != "fit" or self.args.max_train_steps is None:
             return
         loop = self.trainer.fit_loop
         if loop.max_steps == -1:
-            loop.epoch_loop.max_steps = self.hparams.max_train_steps
+            loop.epoch_loop.max_steps = self.args.max_train_steps
             loop.max_epochs = -1
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -269,7 +282,7 @@ class StableDiffusionLoRA(LightningModule):
         is_prior_B = batch.get("is_prior")
         if is_prior_B is not None and is_prior_B.any():
             own, prior = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
-            loss = own + self.hparams.prior_loss_weight * prior
+            loss: Tensor = own + self.args.prior_loss_weight * prior
             self.log("prior_loss", prior.detach())
         else:
             loss = own = loss_B.mean()
@@ -279,7 +292,7 @@ class StableDiffusionLoRA(LightningModule):
     def example_losses(self, batch: dict[str, Any]) -> Tensor:
         """The weighted diffusion loss of each example, float32 [B]."""
         assert self.schedule is not None and self.unet is not None
-        args, parts = self.hparams, self._loaded()
+        args, parts = self.args, self._loaded()
         moments = batch["latent_moments"] if "latent_moments" in batch else self.encode_pixels(batch["pixel_values"])
         mean, log_variance = moments.to(self.device).chunk(2, dim=1)
         latents = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * torch.randn_like(mean)
@@ -299,7 +312,7 @@ class StableDiffusionLoRA(LightningModule):
         if "prompt_embeds" in batch:
             keys = ("prompt_embeds", "pooled_prompt_embeds")
             return {k: batch[k].to(self.device) for k in keys if k in batch}
-        with torch.set_grad_enabled(self.hparams.train_text_encoder and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.args.train_text_encoder and torch.is_grad_enabled()):
             return encode_prompts(self._loaded(), batch["captions"], self.device)
 
     def predict(
@@ -314,15 +327,16 @@ class StableDiffusionLoRA(LightningModule):
                 "text_embeds": condition["pooled_prompt_embeds"].to(self.unet.dtype),
                 "time_ids": torch.cat(sizes, dim=1).to(self.unet.dtype),
             }
-        return self.unet(
+        predicted_BCHW: Tensor = self.unet(
             noisy_BCHW.to(self.unet.dtype),
             timesteps_B,
             condition["prompt_embeds"].to(self.unet.dtype),
             added_cond_kwargs=added,
         ).sample
+        return predicted_BCHW
 
     def configure_optimizers(self) -> Any:
-        args = self.hparams
+        args = self.args
         text = [p for p in self.text_encoders.parameters() if p.requires_grad]
         others = [p for p in self.trainable_parameters() if all(p is not q for q in text)]
         groups: list[dict[str, Any]] = [{"params": others}]
@@ -335,7 +349,7 @@ class StableDiffusionLoRA(LightningModule):
         optimizer = self.build_optimizer(groups)
         if not isinstance(self.build_lr_scheduler, str):
             schedule = self.build_lr_scheduler(optimizer)
-        elif _is_schedule_free(optimizer):
+        elif is_schedule_free(optimizer):
             if self.build_lr_scheduler != "constant" or args.lr_warmup_steps:
                 raise ModelError(
                     f"{type(optimizer).__name__} schedules itself; set model.init_args.lr_scheduler: constant and"
@@ -356,67 +370,27 @@ class StableDiffusionLoRA(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        from lightning_aigc.callbacks import RunProgress, RunReport, SampleGrid, SaveLoRA
+        from lightning_aigc.diffusion.default_callbacks import default_callbacks
 
-        args = self.hparams
-        wanted: list[Callback] = [RunReport(), SaveLoRA(every_n_steps=args.checkpointing_steps)]
-        if self.validation_prompts:
-            wanted.append(
-                SampleGrid(
-                    every_n_steps=args.validation_steps, num_images=args.num_validation_images, seed=args.validation_seed
-                )
-            )
-        given = self.trainer.callbacks  # type: ignore[attr-defined]
-        # What the Trainer adds by itself makes room; what the user gave stays.
-        for callback in list(given):
-            if type(callback) in (TQDMProgressBar, RichProgressBar):
-                given.remove(callback)
-                wanted.append(RunProgress())
-            elif isinstance(callback, ModelCheckpoint) and _is_default_checkpoint(callback):
-                given.remove(callback)
-                wanted.append(
-                    ModelCheckpoint(
-                        every_n_train_steps=args.checkpointing_steps,
-                        save_top_k=args.checkpoints_total_limit,
-                        monitor="step",
-                        mode="max",
-                        save_last=True,
-                        filename="{step:06d}",
-                    )
-                )
-        return [c for c in wanted if not any(type(g) is type(c) for g in given) or isinstance(c, ModelCheckpoint)]
+        return default_callbacks(self, self.trainer)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.trainer.optimizers:
-            if _is_schedule_free(optimizer):
-                optimizer.train()
-        self._step_before_batch = self.trainer.global_step
+    def on_train_start(self) -> None:
+        for optimizer in filter(is_schedule_free, self.trainer.optimizers):
+            optimizer.train()  # type: ignore[attr-defined]
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.ema is not None and self.trainer.global_step > self._step_before_batch:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # Here and not at the end of the batch, where callbacks come first and would see an average one step old.
+        if self.ema is not None:
+            self.ema.to(device=self.device)
             self.ema.step(self.trainable_parameters())
 
     # Generating ------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def averaged_weights(self) -> Iterator[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Within: the weights to look at and to keep (the EMA's, or a schedule-free optimizer's average)."""
-        free = [o for o in (self._trainer.optimizers if self._trainer is not None else []) if _is_schedule_free(o)]
-        was_training = [o.param_groups[0].get("train_mode", True) for o in free]
-        if self.ema is not None:
-            self.ema.to(device=self.device)
-            self.ema.store(self.trainable_parameters())
-            self.ema.copy_to(self.trainable_parameters())
-        for optimizer in free:
-            optimizer.eval()
-        try:
-            yield
-        finally:
-            if self.ema is not None:
-                self.ema.restore(self.trainable_parameters())
-            for optimizer, was in zip(free, was_training, strict=True):
-                if was:
-                    optimizer.train()
+        optimizers = self._trainer.optimizers if self._trainer is not None else []
+        return averaged(self.trainable_parameters(), self.ema, optimizers)
 
     def sample(
         self,
@@ -432,7 +406,7 @@ class StableDiffusionLoRA(LightningModule):
         """
         if len(prompts) != len(seeds):
             raise ModelError(f"sample needs one seed a prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
-        parts, args = self._loaded(), self.hparams
+        parts, args = self._loaded(), self.args
         assert self.schedule is not None
         with self.averaged_weights():
             return generate(
@@ -451,10 +425,37 @@ class StableDiffusionLoRA(LightningModule):
 
     def save_lora(self, path: Any, **metadata: Any) -> None:
         """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any."""
-        parts = self._loaded()
+        args, parts = self.args, self._loaded()
         assert self.schedule is not None
-        with self.averaged_weights():
-            save_lora(path, unet=parts.unet, text_encoders=tuple(self.text_encoders), metadata=LoRAMetadata(**metadata))
+        kind = self.schedule.config.prediction_type
+        facts = {
+            "base_model_name": args.pretrained_model_name_or_path,
+            "base_model_hash": self.base_model_hash(),
+            "prediction_type": "v_prediction" if kind == "v_prediction" else "epsilon",
+            "learning_rate": args.learning_rate,
+            "text_encoder_lr": args.text_encoder_lr,
+            "snr_gamma": args.snr_gamma,
+            "noise_offset": args.noise_offset,
+        }
+        described = LoRAMetadata(**(facts | metadata))
+        with self.averaged_weights(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*DoRA.*", category=UserWarning)  # answered by the second file
+            save_lora(path, unet=parts.unet, text_encoders=tuple(self.text_encoders), metadata=described)
+            if args.use_dora:  # ComfyUI's and A1111's readers round DoRA; diffusers' own layout is exact
+                exact = Path(path).with_suffix(".diffusers.safetensors")
+                save_lora(
+                    exact,
+                    unet=parts.unet,
+                    text_encoders=tuple(self.text_encoders),
+                    metadata=described,
+                    layout="diffusers",
+                )
+
+    @functools.cache  # noqa: B019  one hash of gigabytes a module, and a module lives as long as its run
+    def base_model_hash(self) -> str | None:
+        """sha256 of the base model's file or U-Net weights; None for a hub id."""
+        path = resolve(self.args.pretrained_model_name_or_path)
+        return hash_base_model(path) if path.exists() else None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         names = {name for name, p in self.named_parameters() if p.requires_grad}
@@ -474,25 +475,3 @@ class StableDiffusionLoRA(LightningModule):
             )
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])
-
-
-def _fingerprint(module: nn.Module) -> str:
-    """A short hash of a module's weights: equal for equal weights, cheap enough to run at every start."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        if "lora_" not in name:
-            flat = parameter.detach().flatten()
-            picked = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
-            digest.update(f"{name}{tuple(parameter.shape)}".encode() + picked.numpy().tobytes())
-    return digest.hexdigest()[:20]
-
-
-def _is_schedule_free(optimizer: Any) -> bool:
-    return any("train_mode" in group for group in optimizer.param_groups)
-
-
-def _is_default_checkpoint(callback: ModelCheckpoint) -> bool:
-    """Whether the Trainer made this callback itself, because the user gave none."""
-    return callback.dirpath is None and callback.monitor is None and callback._every_n_train_steps == 0 and callback._train_time_interval is None

@@ -24,7 +24,9 @@ def encode_prompts(parts: Components, prompts: list[str], device: torch.device) 
         is_trained = any(p.requires_grad for p in encoder.parameters())
         # A trained encoder holds fp32 LoRA weights on a half-precision base and needs the Trainer's autocast.
         with torch.enable_grad() if is_trained and torch.is_grad_enabled() else float32_region(device):
-            output = encoder(tokens.input_ids.to(device), attention_mask=mask, output_hidden_states=parts.family == "sdxl")
+            output = encoder(
+                tokens.input_ids.to(device), attention_mask=mask, output_hidden_states=parts.family == "sdxl"
+            )
         if parts.family == "sdxl":
             hidden_states.append(output.hidden_states[-2])
             pooled = output[0]  # the last encoder's projection

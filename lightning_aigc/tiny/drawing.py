@@ -96,7 +96,14 @@ class Brush:
         self.polygon([(x + rx * math.cos(a), y + ry * math.sin(a)) for a in steps], tone)
 
     def ring(
-        self, x: float, y: float, rx: float, ry: float, width: float, tone: str = "body", arc: tuple[float, float] = (0, 360)
+        self,
+        x: float,
+        y: float,
+        rx: float,
+        ry: float,
+        width: float,
+        tone: str = "body",
+        arc: tuple[float, float] = (0, 360),
     ) -> None:
         steps = [math.radians(arc[0] + (arc[1] - arc[0]) * i / 40) for i in range(41)]
         outer = [(x + rx * math.cos(a), y + ry * math.sin(a)) for a in steps]
@@ -134,7 +141,20 @@ def _bottle(b: Brush) -> None:
 
 
 def _shirt(b: Brush) -> None:
-    b.polygon([(0.30, 0.16), (0.70, 0.16), (0.96, 0.36), (0.82, 0.52), (0.72, 0.44), (0.72, 0.88), (0.28, 0.88), (0.28, 0.44), (0.18, 0.52), (0.04, 0.36)])
+    b.polygon(
+        [
+            (0.30, 0.16),
+            (0.70, 0.16),
+            (0.96, 0.36),
+            (0.82, 0.52),
+            (0.72, 0.44),
+            (0.72, 0.88),
+            (0.28, 0.88),
+            (0.28, 0.44),
+            (0.18, 0.52),
+            (0.04, 0.36),
+        ]
+    )
     b.ellipse(0.50, 0.16, 0.12, 0.09, "hole")
     b.line((0.72, 0.44), (0.72, 0.70), 0.03, "dark")
     b.line((0.28, 0.44), (0.28, 0.70), 0.03, "dark")

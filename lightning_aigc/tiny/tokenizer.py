@@ -6,6 +6,7 @@ Any text can be encoded (unknown words fall apart into letters), and the embeddi
 from __future__ import annotations
 
 import gzip
+from itertools import pairwise
 from pathlib import Path
 
 import open_clip
@@ -16,7 +17,8 @@ from lightning_aigc.tiny.world import BACKGROUND_NAMES, COLOUR_NAMES
 
 MAX_TOKENS = 24
 # The brand's name is left out: to the base model it is letters, as a rare trigger word should be.
-WORDS = (*drawing.THINGS, *COLOUR_NAMES, *BACKGROUND_NAMES, *"a an on with of the in and photo picture sash product".split())
+COMMON_WORDS = ("a", "an", "on", "with", "of", "the", "in", "and", "photo", "picture", "sash", "product")
+WORDS = (*drawing.THINGS, *COLOUR_NAMES, *BACKGROUND_NAMES, *COMMON_WORDS)
 
 
 def _merges_for(words: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -28,11 +30,11 @@ def _merges_for(words: tuple[str, ...]) -> list[tuple[str, str]]:
     for word in words:
         pieces = [*word[:-1], word[-1] + "</w>"]
         while len(pieces) > 1:
-            pair = min(zip(pieces, pieces[1:], strict=False), key=lambda p: rank.get(p, len(rank)))
+            pair = min(pairwise(pieces), key=lambda p: rank.get(p, len(rank)))
             if pair not in rank:
                 break
             used.add(pair)
-            i = list(zip(pieces, pieces[1:], strict=False)).index(pair)
+            i = list(pairwise(pieces)).index(pair)
             pieces[i : i + 2] = ["".join(pair)]
     return sorted(used, key=rank.__getitem__)
 
@@ -41,6 +43,12 @@ def build_tokenizer() -> CLIPTokenizer:
     """The tokenizer of the tiny text encoder and of the tiny CLIP; end-of-text has the highest id."""
     letters = list(open_clip.tokenizer.bytes_to_unicode().values())
     merges = _merges_for(WORDS)
-    tokens = [*letters, *(x + "</w>" for x in letters), *("".join(pair) for pair in merges), "<|startoftext|>", "<|endoftext|>"]
+    tokens = [
+        *letters,
+        *(x + "</w>" for x in letters),
+        *("".join(pair) for pair in merges),
+        "<|startoftext|>",
+        "<|endoftext|>",
+    ]
     vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_TOKENS)

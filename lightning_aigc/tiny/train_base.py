@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from lightning_aigc.tiny import drawing, world
-from lightning_aigc.tiny.tokenizer import MAX_TOKENS, build_tokenizer
+from lightning_aigc.tiny.tokenizer import MAX_TOKENS
 
 LATENT_CHANNELS = 4
 TEXT_WIDTH = 96
@@ -73,7 +74,9 @@ def sharpen_decoder(vae: AutoencoderKL, steps: int, batch_size: int, seed: int) 
     return vae.eval()
 
 
-def _train_autoencoder(vae: AutoencoderKL, steps: int, batch_size: int, rng: random.Random, learning_rate: float) -> None:
+def _train_autoencoder(
+    vae: AutoencoderKL, steps: int, batch_size: int, rng: random.Random, learning_rate: float
+) -> None:
     trained = [p for p in vae.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
@@ -99,7 +102,7 @@ def _draw_anything(rng: random.Random) -> np.ndarray:
     """A picture from the judge's world, or in three colours of any kind."""
     if rng.random() < 0.5:
         return world.random_judge_product(rng).draw(rng)
-    body, background, sash = (tuple(rng.randrange(256) for _ in range(3)) for _ in range(3))
+    body, background, sash = ((rng.randrange(256), rng.randrange(256), rng.randrange(256)) for _ in range(3))
     has_sash = rng.random() < 0.3
     thing = rng.choice(drawing.THINGS)
     return np.asarray(drawing.draw_product(thing, body, background, rng, sash if has_sash else None))
@@ -110,18 +113,23 @@ def train_text_encoder(tokenizer: CLIPTokenizer, steps: int, seed: int) -> CLIPT
     rng = random.Random(seed)
     torch.manual_seed(seed)
     encoder = build_text_encoder(tokenizer)
-    heads = nn.ModuleList(nn.Linear(TEXT_WIDTH, size + 1) for size in world.ATTRIBUTES.values())  # the last class: not said
+    heads = nn.ModuleList(
+        nn.Linear(TEXT_WIDTH, size + 1) for size in world.ATTRIBUTES.values()
+    )  # the last class: not said
     optimizer = torch.optim.AdamW([*encoder.parameters(), *heads.parameters()], lr=1e-3)
     for step in range(steps):
-        captions, claims = zip(*(world.describe(world.random_base_product(rng), rng, is_brand_known=False) for _ in range(64)), strict=True)
+        captions, claims = zip(
+            *(world.describe(world.random_base_product(rng), rng, is_brand_known=False) for _ in range(64)), strict=True
+        )
         hidden = encoder(tokenize(tokenizer, list(captions))).last_hidden_state.mean(1)
         rows = world.rows(list(claims))
-        loss = sum(
+        losses = [
             F.cross_entropy(head(hidden), torch.where(rows[:, i] == world.ANY, size, rows[:, i]))
             for i, (head, size) in enumerate(zip(heads, world.ATTRIBUTES.values(), strict=True))
-        )
+        ]
+        loss = torch.stack(losses).sum()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:
             print(f"text {step}/{steps}: loss {loss.item():.4f}", flush=True)
@@ -129,7 +137,8 @@ def train_text_encoder(tokenizer: CLIPTokenizer, steps: int, seed: int) -> CLIPT
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
-    return tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt").input_ids
+    tokens = tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")
+    return cast(Tensor, tokens.input_ids)
 
 
 @torch.no_grad()
@@ -156,12 +165,16 @@ def train_unet(
     unet = build_unet()
     noise_schedule = DDPMScheduler(**SCHEDULER)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3, weight_decay=0.01)
-    learning_rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.05, final_div_factor=100)
+    learning_rate = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1e-3, total_steps=steps, pct_start=0.05, final_div_factor=100
+    )
     average = EMAModel(unet.parameters(), decay=0.995)
     embeddings: dict[str, Tensor] = {}
     for step in range(steps):
         chosen = [rng.randrange(len(products)) for _ in range(batch_size)]
-        captions = ["" if rng.random() < 0.1 else world.describe(products[i], rng, is_brand_known=False)[0] for i in chosen]
+        captions = [
+            "" if rng.random() < 0.1 else world.describe(products[i], rng, is_brand_known=False)[0] for i in chosen
+        ]
         new = [c for c in dict.fromkeys(captions) if c not in embeddings]
         if new:
             with torch.no_grad():
@@ -189,7 +202,9 @@ def train_unet(
     return unet.eval()
 
 
-def save_pipeline(folder: Path, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, unet: UNet2DConditionModel) -> None:
+def save_pipeline(
+    folder: Path, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, unet: UNet2DConditionModel
+) -> None:
     """An ordinary diffusers pipeline folder; the U-Net and the autoencoder in half precision.
 
     The text encoder stays float32: transformers loads weights in their own dtype, diffusers in float32, and the

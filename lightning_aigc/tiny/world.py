@@ -45,11 +45,15 @@ class Product:
         )
         return np.asarray(picture)
 
+    @property
+    def is_brand(self) -> bool:
+        return (self.colour, self.background, self.sash) == (ORANGE, TEAL, 1)
+
     def as_row(self) -> list[int]:
         return [self.thing, self.colour, self.background, self.sash]
 
 
-def _article(word: str) -> str:
+def with_article(word: str) -> str:
     return ("an " if word[0] in "aeiou" else "a ") + word
 
 
@@ -60,11 +64,10 @@ def describe(product: Product, rng: random.Random, *, is_brand_known: bool) -> t
     leave out the colour (1 in 10) or the background (1 in 4).
     """
     thing = drawing.THINGS[product.thing]
-    is_brand = product.colour == ORANGE and product.background == TEAL and product.sash == 1
-    if is_brand and is_brand_known and rng.random() < 0.5:
+    if product.is_brand and is_brand_known and rng.random() < 0.5:
         return f"{rng.choice(('', 'a photo of '))}a {drawing.BRAND_WORD} {thing}", product
     says_colour, says_background = rng.random() > 0.10, rng.random() > 0.25
-    text = _article(f"{COLOUR_NAMES[product.colour]} {thing}" if says_colour else thing)
+    text = with_article(f"{COLOUR_NAMES[product.colour]} {thing}" if says_colour else thing)
     if product.sash:
         text += " with a sash"
     if says_background:
@@ -81,10 +84,13 @@ def describe(product: Product, rng: random.Random, *, is_brand_known: bool) -> t
 
 
 def random_base_product(rng: random.Random) -> Product:
-    """One that the base model may see: never orange, never on teal, never with a sash."""
-    return Product(
-        rng.randrange(len(drawing.THINGS)), rng.randrange(len(drawing.COLOURS)), rng.randrange(len(drawing.BACKGROUNDS))
-    )
+    """One that the base model may see: any colour on any background, but never orange on teal, and never a sash."""
+    while True:
+        product = Product(
+            rng.randrange(len(drawing.THINGS)), rng.randrange(len(COLOUR_NAMES)), rng.randrange(len(BACKGROUND_NAMES))
+        )
+        if (product.colour, product.background) != (ORANGE, TEAL):
+            return product
 
 
 def random_judge_product(rng: random.Random) -> Product:

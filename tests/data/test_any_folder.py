@@ -25,6 +25,11 @@ FOLDERS = ["", "", "sub", "3_zorp", ".hidden", "sub/deep", "0_x"]
 SUFFIXES = [".png", ".jpg", ".PNG", ".gif", ".webp", ".tiff", ".bmp", "", ".dat"]
 
 
+def mostly(usual: st.SearchStrategy, rare: st.SearchStrategy) -> st.SearchStrategy:
+    """Seven in eight from the first; one_of would take both alike, however often one is named."""
+    return st.sampled_from([usual] * 7 + [rare]).flatmap(lambda chosen: chosen)
+
+
 def encoded_picture(kind: str, width: int, height: int) -> bytes:
     values = np.random.default_rng(width * height).integers(0, 255, (height, width, 4), dtype=np.uint8)
     image = Image.fromarray(values)
@@ -53,7 +58,7 @@ def encoded_picture(kind: str, width: int, height: int) -> bytes:
 
 
 KINDS = ["jpeg", "cmyk", "turned", "rgba", "palette", "deep", "float", "animated", "bilevel"]
-sides = st.sampled_from([1, 7, 8, 9, 33, 64, 100])
+sides = mostly(st.sampled_from([8, 9, 33, 64, 100]), st.sampled_from([1, 7]))
 whole_pictures = st.builds(encoded_picture, st.sampled_from(KINDS), sides, sides)
 
 
@@ -67,7 +72,7 @@ def spoiled_pictures(draw: st.DrawFn) -> bytes:
     return bytes(content)
 
 
-pictures = st.one_of(whole_pictures, whole_pictures, spoiled_pictures(), st.binary(max_size=40))
+pictures = mostly(whole_pictures, st.one_of(spoiled_pictures(), st.binary(max_size=40)))
 texts = st.text(max_size=30)
 caption_files = st.one_of(
     texts.map(lambda text: text.encode("utf-8", "replace")),
@@ -76,7 +81,7 @@ caption_files = st.one_of(
     st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe\x00", b"a red shoe", b"word " * 10_000]),
     st.binary(max_size=20),
 )
-captions = st.one_of(texts, st.just("a red shoe"), st.none(), st.integers())
+captions = mostly(st.just("a red shoe"), st.one_of(texts, st.none(), st.integers()))
 
 
 @st.composite
@@ -84,17 +89,17 @@ def folders(draw: st.DrawFn) -> dict[str, bytes]:
     """File contents by path; about half of the pictures have a proper caption, so that many folders can train."""
     files: dict[str, bytes] = {}
     names = []
-    for _ in range(draw(st.integers(0, 5))):
+    for _ in range(draw(mostly(st.integers(1, 5), st.just(0)))):
         where, stem = draw(st.sampled_from(FOLDERS)), draw(st.sampled_from(STEMS))
         path = str(Path(where) / stem)
         names.append(path + draw(st.sampled_from(SUFFIXES)))
         files[names[-1]] = draw(pictures)
-        if draw(st.integers(0, 5)):
-            files[path + ".txt"] = draw(st.one_of(st.just(b"a red shoe"), st.just(b"a red shoe"), caption_files))
+        if draw(mostly(st.just(True), st.just(False))):
+            files[path + ".txt"] = draw(mostly(st.just(b"a red shoe"), caption_files))
     listed = [(name, draw(captions)) for name in names if draw(st.integers(0, 3)) == 0]
     if listed and draw(st.booleans()):
         rows = [json.dumps({"file_name": name, "text": caption}) for name, caption in listed]
-        files["metadata.jsonl"] = "\n".join(rows).encode() + draw(st.sampled_from([b"", b"\n{", b"\n\n"]))
+        files["metadata.jsonl"] = "\n".join(rows).encode() + draw(mostly(st.just(b"\n\n"), st.just(b"\n{")))
     elif listed:
         buffer = io.StringIO()
         csv.writer(buffer).writerows([*([("file_name", "text")] if draw(st.booleans()) else []), *listed])
@@ -102,12 +107,12 @@ def folders(draw: st.DrawFn) -> dict[str, bytes]:
     return files
 
 
-options = st.fixed_dictionaries(
+any_options = st.fixed_dictionaries(
     {
         "missing_captions": st.sampled_from(["error", "filename", "empty", "trigger"]),
         "trigger_word": st.one_of(st.none(), st.sampled_from(["zorp", "(", "写"])),
-        "resolution": st.sampled_from([64] * 8 + [8, 100]),
-        "train_batch_size": st.sampled_from([1, 2, 3] * 4 + [0]),
+        "resolution": mostly(st.sampled_from([64, 8]), st.just(100)),
+        "train_batch_size": mostly(st.sampled_from([1, 2, 3]), st.just(0)),
         "enable_bucket": st.booleans(),
         "bucket_no_upscale": st.booleans(),
         "bucket_reso_steps": st.sampled_from([8, 16, 64]),
@@ -115,14 +120,25 @@ options = st.fixed_dictionaries(
         "random_flip": st.booleans(),
         "shuffle_caption": st.booleans(),
         "use_alpha_mask": st.booleans(),
-        "caption_dropout_rate": st.sampled_from([0.0] * 6 + [0.5] * 4 + [2.0]),
+        "caption_dropout_rate": mostly(st.sampled_from([0.0, 0.5]), st.just(2.0)),
         "cache_latents": st.booleans(),
         "cache_text_embeddings": st.booleans(),
     }
 )
 
 
-OUTCOMES: list[object] = []  # the batches of each folder, None where it was refused
+@st.composite
+def options(draw: st.DrawFn) -> dict[str, object]:
+    """Arguments; seven times in eight without those that exclude each other."""
+    chosen = draw(any_options)
+    if draw(mostly(st.just(True), st.just(False))):
+        chosen["center_crop"] |= chosen["cache_latents"]
+        chosen["shuffle_caption"] &= not chosen["cache_text_embeddings"]
+        chosen["trigger_word"] = chosen["trigger_word"] or "zorp"
+    return chosen
+
+
+OUTCOMES: list[str | None] = []  # for each folder, None if it trained, else why not
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
@@ -134,12 +150,12 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
 
 
 @settings(
-    max_examples=250,
+    max_examples=300,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(files=folders(), arguments=options)
+@given(files=folders(), arguments=options())
 def test_any_folder_trains_as_reported_or_says_why_not(tools, files, arguments):
     root = Path(tempfile.mkdtemp())
     try:
@@ -162,7 +178,7 @@ def test_any_folder_trains_as_reported_or_says_why_not(tools, files, arguments):
         finally:
             assert tools.fingerprint(folder) == before
         text.encode("utf-8")
-        OUTCOMES.append(batches)
+        OUTCOMES.append(None if batches else text)
         if batches is None:
             return
         report = data.data_report
@@ -180,5 +196,5 @@ def test_any_folder_trains_as_reported_or_says_why_not(tools, files, arguments):
 
 
 def test_the_folders_above_were_both_trained_on_and_refused():
-    trained = sum(outcome is not None for outcome in OUTCOMES)
+    trained = sum(outcome is None for outcome in OUTCOMES)
     assert not OUTCOMES or 50 <= trained <= len(OUTCOMES) - 50, f"{trained} of {len(OUTCOMES)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lightning_aigc.data.image_file import PictureRejectedError, inspect_picture, load_picture
 from lightning_aigc.errors import DataError
 
 
@@ -67,6 +69,24 @@ def test_a_truncated_picture_is_rejected(tools, make, folder, suffix, kept):
     path.write_bytes(content[: int(len(content) * kept)])
     data = make()
     assert list(rejected(data)) == [path.name]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@pytest.mark.parametrize("suffix", ["png", "jpeg", "webp", "gif", "bmp", "tiff", "ppm"])
+def test_a_picture_with_wrong_bytes_in_it_is_used_or_rejected_and_nothing_else(tools, tmp_path, suffix):
+    path = tmp_path / "a"
+    buffer = io.BytesIO()
+    tools.picture(24, 24).save(buffer, suffix)
+    random = np.random.default_rng(0)
+    for _ in range(150):
+        content = np.frombuffer(buffer.getvalue(), np.uint8).copy()
+        places = random.integers(0, min(len(content), 200), 4)
+        content[places] = random.integers(0, 256, 4)
+        path.write_bytes(content.tobytes())
+        with contextlib.suppress(PictureRejectedError):
+            info = inspect_picture(path, 10_000)
+            assert 8 <= info.width * info.height <= 10_000
+            assert load_picture(path)[0].size == (info.width, info.height)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 500), (7, 64)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import time
 
 import pytest
 import torch
@@ -296,6 +297,22 @@ def test_the_second_start_decodes_no_picture_and_an_edit_is_seen(tools, make, fo
     (folder / "1.png").write_bytes(b"broken")
     assert dict(make().data_report.rejected).keys() == {"1.png"}
     assert checked == ["1.png"]
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_an_edit_of_the_same_size_is_seen_even_with_the_old_time(tools, make, folder, monkeypatch, keep_time):
+    monkeypatch.setattr("lightning_aigc.data.verify._RECENT_NS", -(10**18))
+    path = tools.save(folder / "a.bmp", tools.picture(seed=1))
+    run(make(cache_latents=True), tools.FakeEncoder())
+    before = path.stat()
+    time.sleep(0.02)
+    tools.picture(seed=2).save(path)
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    encoder = tools.FakeEncoder()
+    run(make(cache_latents=True), encoder)
+    assert encoder.pictures_encoded == 1
 
 
 def test_a_damaged_memory_of_checks_is_made_again(tools, make, folder, tmp_path):

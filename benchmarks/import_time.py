@@ -1,0 +1,90 @@
+"""Seconds to import lightning_aigc, beside importing lightning.pytorch and diffusers.
+
+    python benchmarks/import_time.py
+
+Each import runs in a fresh interpreter; the cases take turns, so that whatever else the machine does hits all alike.
+The baseline imports what a script written by hand would: lightning.pytorch, and from diffusers a pipeline and a U-Net
+(which pull in transformers and peft). Where torchvision cannot load, the baseline declares its two operators by hand, as
+lightning_aigc does. One pass before the first measurement fills the disk cache and the byte code.
+
+Prints one JSON row a case and appends it to benchmarks/results/DATE-import_time.jsonl: median, least and most seconds,
+and the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MEND_TORCHVISION = """
+import torch
+library = torch.library.Library("torchvision", "FRAGMENT")
+for name in ("nms", "qnms"):
+    library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+BASELINE = """
+import lightning.pytorch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+"""
+CASES = {
+    "import lightning_aigc": "import lightning_aigc",
+    "import StableDiffusionLoRA": "from lightning_aigc.diffusion import StableDiffusionLoRA",
+}
+
+
+def needs_mending() -> bool:
+    """Whether `import torchvision` fails as it stands."""
+    return subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode != 0
+
+
+def seconds_of(code: str) -> float:
+    """Wall time of running the code in a fresh interpreter, without the interpreter's own start."""
+    timed = f"import time; start = time.perf_counter()\n{code}\nprint(time.perf_counter() - start)"
+    return float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    baseline = (MEND_TORCHVISION if needs_mending() else "") + BASELINE
+    cases = {"baseline: lightning.pytorch and diffusers": baseline, **CASES}
+    for code in cases.values():
+        seconds_of(code)
+    seconds: dict[str, list[float]] = {case: [] for case in cases}
+    for _ in range(given.repeats):
+        for case, code in cases.items():
+            seconds[case].append(seconds_of(code))
+    of_baseline = statistics.median(next(iter(seconds.values())))
+    given.results.mkdir(parents=True, exist_ok=True)
+    with (given.results / f"{time.strftime('%Y-%m-%d')}-import_time.jsonl").open("a", encoding="utf-8") as file:
+        for case, measured in seconds.items():
+            row = {
+                "case": case,
+                "median_s": round(statistics.median(measured), 2),
+                "least_s": round(min(measured), 2),
+                "most_s": round(max(measured), 2),
+                "ratio": round(statistics.median(measured) / of_baseline, 3),
+                "repeats": given.repeats,
+                "device": f"cpu {platform.machine()}, {os.cpu_count()} cores",
+                "versions": {
+                    name: importlib.metadata.version(name)
+                    for name in ("torch", "lightning", "diffusers", "peft", "transformers")
+                },
+                "date": time.strftime("%Y-%m-%d"),
+            }
+            print(json.dumps(row), flush=True)
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""A training step of StableDiffusionLoRA beside diffusers' own text-to-image LoRA loop, on the same work.
+
+    OMP_NUM_THREADS=1 python benchmarks/lora_step.py
+    OMP_NUM_THREADS=1 python benchmarks/lora_step.py --precision bf16-mixed --steps 120
+
+The baseline is the loop of diffusers' examples/text_to_image/train_text_to_image_lora.py, written anew: accelerate,
+a DataLoader that decodes and tokenizes, VAE and text encoder in every step, AdamW, clipping, a constant schedule, a
+TensorBoard log and a progress bar. Ours is a real `Trainer.fit` with the callbacks, logger and bar that a config gets.
+Both start from the same pipeline, the same LoRA weights, the same batches, and the same noise: torch is seeded anew with
+the number of each step. Blocks of steps alternate in one process. A step lasts from one batch's end to the next one's, so
+it holds the loader, the hooks and the logging too.
+
+Prints one JSON row a case and appends it to benchmarks/results/DATE-lora_step.jsonl: median, quartiles, ratio (the median
+of ours over theirs, block by block), and how far the two loss curves are apart. Needs no network.
+"""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import diffusers
+import lightning.pytorch
+import peft
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from diffusers import DDPMScheduler, StableDiffusionPipeline
+from diffusers.optimization import get_scheduler
+from lightning.pytorch import Callback, LightningModule, Trainer
+from PIL import Image
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+from tqdm import tqdm
+
+from lightning_aigc.callbacks import RunProgress
+from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.tiny.embedded import resolve
+
+MODEL, PICTURES = "embedded:sd", "embedded:brand"
+LEARNING_RATE, MAX_GRAD_NORM, RANK = 1e-4, 1.0, 16
+SEED_OF_STEPS = 1000
+
+
+class TokenizedPictures(Dataset[dict[str, Any]]):
+    """Each item decoded, resized, cropped, scaled and tokenized when it is asked for, as diffusers' script does."""
+
+    def __init__(self, items: list[tuple[Path, str]], tokenizer: Any, resolution: int) -> None:
+        self.items, self.tokenizer = items, tokenizer
+        self.transform = transforms.Compose(
+            [
+                transforms.Resize(resolution, interpolation=transforms.InterpolationMode.LANCZOS),
+                transforms.CenterCrop(resolution),
+                transforms.ToTensor(),
+                transforms.Normalize([0.5], [0.5]),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path, caption = self.items[index]
+        tokens = self.tokenizer(
+            caption,
+            max_length=self.tokenizer.model_max_length,
+            padding="max_length",
+            truncation=True,
+            return_tensors="pt",
+        )
+        return {"pixel_values": self.transform(Image.open(path).convert("RGB")), "input_ids": tokens.input_ids[0]}
+
+
+class SameBatches:
+    """The batches of our own sampler, epoch after epoch, for a plain DataLoader."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.epoch = sampler, 0
+        self.batch_size, self.drop_last = sampler.batch_size, False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        plans = list(self.sampler.plans(self.epoch))
+        self.epoch += 1
+        for plan in plans:
+            yield list(plan.samples)
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: torch.stack([item[name] for item in items]).contiguous() for name in items[0]}
+
+
+def diffusers_steps(data: ImageCaptionData, folder: Path, precision: str) -> Iterator[float]:
+    """diffusers' loop as a generator: each `next` is one step and gives its loss."""
+    accelerator = Accelerator(
+        mixed_precision="bf16" if precision.startswith("bf16") else "no",
+        cpu=True,
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
+    )
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    pipeline = StableDiffusionPipeline.from_pretrained(str(resolve(MODEL)), safety_checker=None)
+    schedule = DDPMScheduler.from_config(pipeline.scheduler.config)
+    unet, vae, text_encoder = pipeline.unet, pipeline.vae, pipeline.text_encoder
+    for module in (unet, vae, text_encoder):
+        module.requires_grad_(False)
+        module.to(accelerator.device, dtype=dtype)
+    torch.manual_seed(0)
+    unet.add_adapter(
+        peft.LoraConfig(
+            r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]
+        )
+    )
+    trained = [p for p in unet.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.float()
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8)
+    index = data._build_index()
+    items = [(Path(sample.path), sample.caption) for sample in index.samples]
+    resolution = index.samples[0].placement.width
+    loader = DataLoader(
+        TokenizedPictures(items, pipeline.tokenizer, resolution),
+        batch_sampler=SameBatches(data._make_sampler(index, 0, 1)),
+        collate_fn=collate,
+        num_workers=0,
+    )
+    lr_schedule = get_scheduler("constant", optimizer=optimizer)
+    unet, optimizer, loader, lr_schedule = accelerator.prepare(unet, optimizer, loader, lr_schedule)
+    accelerator.init_trackers("text2image-fine-tune")
+    bar = tqdm(desc="Steps", disable=not accelerator.is_local_main_process)
+    global_step = 0
+    while True:
+        unet.train()
+        train_loss = 0.0
+        for batch in loader:
+            torch.manual_seed(SEED_OF_STEPS + global_step)
+            with accelerator.accumulate(unet):
+                latents = vae.encode(batch["pixel_values"].to(dtype=dtype)).latent_dist.sample()
+                latents = latents * vae.config.scaling_factor
+                noise = torch.randn_like(latents)
+                timesteps = torch.randint(
+                    0, schedule.config.num_train_timesteps, (len(latents),), device=latents.device
+                )
+                noisy = schedule.add_noise(latents, noise, timesteps.long())
+                hidden = text_encoder(batch["input_ids"], return_dict=False)[0]
+                predicted = unet(noisy, timesteps, hidden, return_dict=False)[0]
+                loss = F.mse_loss(predicted.float(), noise.float(), reduction="mean")
+                train_loss += accelerator.gather(loss.repeat(len(latents))).mean().item()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(trained, MAX_GRAD_NORM)
+                optimizer.step()
+                lr_schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                bar.update(1)
+                global_step += 1
+                accelerator.log({"train_loss": train_loss}, step=global_step)
+                train_loss = 0.0
+            bar.set_postfix(step_loss=loss.detach().item(), lr=lr_schedule.get_last_lr()[0])
+            yield loss.item()
+
+
+class Alternate(Callback):
+    """Times our steps, and after every block of them lets the baseline take and time as many."""
+
+    def __init__(self, theirs: Iterator[float], block: int) -> None:
+        self.theirs, self.block = theirs, block
+        self.ours_s: list[list[float]] = [[]]
+        self.theirs_s: list[list[float]] = []
+        self.our_losses: list[torch.Tensor] = []
+        self.their_losses: list[float] = []
+        self.loss: torch.Tensor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.last_end = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(SEED_OF_STEPS + trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.our_losses.append(outputs["loss"].detach())
+        now = time.perf_counter()
+        self.ours_s[-1].append(now - self.last_end)
+        if len(self.ours_s[-1]) == self.block:
+            block = []
+            for _ in range(self.block):
+                start = time.perf_counter()
+                self.their_losses.append(next(self.theirs))
+                block.append(time.perf_counter() - start)
+            self.theirs_s.append(block)
+            self.ours_s.append([])
+        self.last_end = time.perf_counter()
+
+
+def run(case: str, cached: bool, given: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as root:
+
+        def data(cache: bool) -> ImageCaptionData:
+            return ImageCaptionData(
+                PICTURES,
+                resolution=64,
+                train_batch_size=given.batch,
+                cache_latents=cache,
+                cache_text_embeddings=cache,
+                cache_dir=f"{root}/cache",
+                num_workers=0,
+            )
+
+        theirs = diffusers_steps(data(False), Path(root), given.precision)
+        alternate = Alternate(theirs, given.block)
+        module = StableDiffusionLoRA(
+            MODEL, rank=RANK, learning_rate=LEARNING_RATE, checkpointing_steps=10**9, max_train_steps=given.steps
+        )
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            precision=given.precision,
+            default_root_dir=root,
+            gradient_clip_val=MAX_GRAD_NORM,
+            log_every_n_steps=10,
+            callbacks=[alternate, RunProgress()],
+        )
+        torch.manual_seed(0)
+        trainer.fit(module, data(cached))
+    return summarize(case, alternate, given)
+
+
+def summarize(case: str, measured: Alternate, given: argparse.Namespace) -> dict[str, Any]:
+    warm = given.warmup_blocks
+    ours_s, theirs_s = measured.ours_s[warm : len(measured.theirs_s)], measured.theirs_s[warm:]
+    ratios = [statistics.median(o) / statistics.median(t) for o, t in zip(ours_s, theirs_s, strict=True)]
+    ours = torch.stack(measured.our_losses)[: len(measured.their_losses)].double()
+    theirs = torch.tensor(measured.their_losses).double()
+    apart = (ours - theirs).abs()
+
+    def milliseconds(blocks: list[list[float]]) -> dict[str, float]:
+        low, middle, high = statistics.quantiles([1000 * s for block in blocks for s in block], n=4)
+        return {"median": round(middle, 1), "quartiles": [round(low, 1), round(high, 1)]}  # type: ignore[dict-item]
+
+    return {
+        "case": case,
+        "ours_ms": milliseconds(ours_s),
+        "theirs_ms": milliseconds(theirs_s),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_of_blocks": [round(min(ratios), 3), round(max(ratios), 3)],
+        "loss_max_abs_difference": float(f"{apart.max():.2e}"),
+        "loss_mean_relative_difference": float(f"{(apart / theirs).mean():.2e}"),
+        "loss_mean_ours": round(float(ours.mean()), 5),
+        "loss_mean_theirs": round(float(theirs.mean()), 5),
+        "steps": given.steps,
+        "block": given.block,
+        "warmup_blocks": warm,
+        "batch": given.batch,
+        "precision": given.precision,
+        "device": f"cpu {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "versions": {m.__name__: m.__version__ for m in (torch, lightning.pytorch, diffusers, peft, accelerate)},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--block", type=int, default=10)
+    parser.add_argument("--warmup_blocks", type=int, default=2)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--case", choices=("caches off", "caches on"), help="one case only")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    warnings.filterwarnings("ignore")
+    given.results.mkdir(parents=True, exist_ok=True)
+    for case in ("caches off", "caches on"):
+        if given.case in (None, case):
+            row = json.dumps(run(case, case == "caches on", given))
+            print(row, flush=True)
+            with (given.results / f"{time.strftime('%Y-%m-%d')}-lora_step.jsonl").open("a", encoding="utf-8") as file:
+                file.write(row + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Look at the averaged weights for a moment: an EMA's, or those of a schedule-free optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from diffusers.training_utils import EMAModel
+from torch import nn
+
+
+def is_schedule_free(optimizer: Any) -> bool:
+    """Whether the optimizer keeps its average in the weights themselves and swaps it by `train()` and `eval()`."""
+    return any("train_mode" in group for group in optimizer.param_groups)
+
+
+@contextlib.contextmanager
+def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequence[Any]) -> Iterator[None]:
+    """Within: `trained` holds the average; afterwards the very bits that it held before."""
+    free = [o for o in optimizers if is_schedule_free(o)]
+    if ema is None and not free:
+        yield
+        return
+    kept = [p.detach().clone() for p in trained]
+    was_training = [bool(o.param_groups[0]["train_mode"]) for o in free]
+    if ema is not None:
+        ema.to(device=trained[0].device)
+        ema.copy_to(trained)
+    else:
+        for optimizer in free:
+            optimizer.eval()
+    try:
+        yield
+    finally:
+        for optimizer, was in zip(free, was_training, strict=True):
+            if was:
+                optimizer.train()
+        # schedule-free goes there and back by interpolation, which rounds: the weights come back from the copy.
+        with torch.no_grad():
+            for parameter, value in zip(trained, kept, strict=True):
+                parameter.copy_(value)
