@@ -4,8 +4,8 @@
 
 Each import runs in a fresh interpreter; the cases take turns, so that whatever else the machine does hits all alike.
 The baseline imports what a script written by hand would: lightning.pytorch, and from diffusers a pipeline and a U-Net
-(which pull in transformers and peft). Where torchvision cannot load, the baseline declares its two operators by hand, as
-lightning_aigc does. One pass before the first measurement fills the disk cache and the byte code.
+(which pull in transformers and peft). Where torchvision cannot load, the baseline declares its two operators by hand,
+as lightning_aigc does. One pass before the first measurement fills the disk cache and the byte code.
 
 Prints one JSON row a case and appends it to benchmarks/results/DATE-import_time.jsonl: median, least and most seconds,
 and the ratio of the medians.

@@ -6,12 +6,12 @@
 The baseline is the loop of diffusers' examples/text_to_image/train_text_to_image_lora.py, written anew: accelerate,
 a DataLoader that decodes and tokenizes, VAE and text encoder in every step, AdamW, clipping, a constant schedule, a
 TensorBoard log and a progress bar. Ours is a real `Trainer.fit` with the callbacks, logger and bar that a config gets.
-Both start from the same pipeline, the same LoRA weights, the same batches, and the same noise: torch is seeded anew with
-the number of each step. Blocks of steps alternate in one process. A step lasts from one batch's end to the next one's, so
-it holds the loader, the hooks and the logging too.
+Both start from the same pipeline, the same LoRA weights, the same batches, and the same noise: torch is seeded anew
+with the number of each step. Blocks of steps alternate in one process. A step lasts from one batch's end to the next
+one's, so it holds the loader, the hooks and the logging too.
 
-Prints one JSON row a case and appends it to benchmarks/results/DATE-lora_step.jsonl: median, quartiles, ratio (the median
-of ours over theirs, block by block), and how far the two loss curves are apart. Needs no network.
+Prints one JSON row a case and appends it to benchmarks/results/DATE-lora_step.jsonl: median, quartiles, ratio (the
+median of ours over theirs, block by block), and how far the two loss curves are apart. Needs no network.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from lightning_aigc.tiny.embedded import resolve
 
 
 def build_pipeline(folder: Path, dtype: torch.dtype) -> None:
-    """SD 1.5's U-Net (860 M), autoencoder (84 M) and text encoder (123 M), random weights; the tokenizer is a small one."""
+    """SD 1.5's U-Net (860 M), autoencoder (84 M), text encoder (123 M) with random weights, and the tiny tokenizer."""
     from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
@@ -73,7 +73,8 @@ def main() -> None:
     make_photos(photos)
     command = [
         sys.executable, "-m", "lightning_aigc", "fit", "-c", "configs/sd_lora.yaml",
-        "--model.init_args.pretrained_model_name_or_path", str(pipeline), "--data.init_args.train_data_dir", str(photos),
+        "--model.init_args.pretrained_model_name_or_path", str(pipeline),
+        "--data.init_args.train_data_dir", str(photos),
         "--data.init_args.cache_dir", str(arguments.workdir / "cache"), "--trainer.default_root_dir", str(run),
         "--data.init_args.train_batch_size", "1", "--model.init_args.max_train_steps", str(arguments.steps),
     ]  # fmt: skip
@@ -88,7 +89,8 @@ def main() -> None:
     loaded.load_lora_weights(summary["lora_file"])
     adapted = sum("lora_A" in name for name, _ in loaded.unet.named_parameters())
     row = {
-        "case": "sd15_random_weights_lora", "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(),
+        "case": "sd15_random_weights_lora",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__, "steps": summary["steps"], "fit_seconds": summary["seconds"],
         "command_seconds": round(seconds, 1), "peak_memory_mib": summary["peak_memory_mib"],
         "lora_layers_in_diffusers": adapted, "notes": summary["notes"],

@@ -230,28 +230,23 @@ class RunReport(Callback):
         return render_page(Path(trainer.default_root_dir).name, rows, self._notes, grids, curves, config)
 
     def _print_table(self) -> None:
-        from rich.console import Console
-        from rich.table import Table
-
         said = self.summary
 
         def pair(name: str) -> str:
             before, after = said.get(f"{name}_before"), said.get(f"{name}_after")
             return "-" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
 
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row("steps", str(said["steps"]))
-        table.add_row("seconds", f"{said['seconds']:.1f}")
-        table.add_row("peak memory", f"{said['peak_memory_mib']:.0f} MiB")
-        table.add_row("CLIP-T before -> after", pair("clip_t"))
-        table.add_row("CLIP-I before -> after", pair("clip_i"))
-        if self.prior_prompts:
-            table.add_row("CLIP-T of other prompts", pair("prior_clip_t"))
-        table.add_row("LoRA", str(said["lora_file"] or "-"))
-        table.add_row("report", said["report"])
-        console = Console(soft_wrap=True)
-        console.print()
-        console.print(table)
+        rows = {
+            "steps": str(said["steps"]),
+            "seconds": f"{said['seconds']:.1f}",
+            "peak memory": f"{said['peak_memory_mib']:.0f} MiB",
+            "CLIP-T before -> after": pair("clip_t"),
+            "CLIP-I before -> after": pair("clip_i"),
+            "CLIP-T of other prompts": pair("prior_clip_t") if self.prior_prompts else None,
+            "LoRA": said["lora_file"] or "-",
+            "report": said["report"],
+        }
+        print("\n" + "\n".join(f"{name:24} {value}" for name, value in rows.items() if value is not None))
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 # Imported so that YAML may name every one of our classes without its path.
 from lightning_aigc import callbacks, data, diffusion  # noqa: F401
-from lightning_aigc.cli.config_errors import readable_config_error
+from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
+from lightning_aigc.errors import ConfigError
+
+KNOWN_CHECKPOINTS = ("best", "last", "hpc", "registry")  # words that Lightning takes for a checkpoint
 
 
 class AIGCArgumentParser(LightningArgumentParser):
@@ -64,9 +68,42 @@ class AIGCCLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
+        self._check_values()
         threads = self._get(self.config, "threads")
         if threads:
             torch.set_num_threads(threads)
+
+    def _check_values(self) -> None:
+        """What the types let through and the Trainer would answer with a traceback."""
+        trainer, threads, ckpt_path = (self._get(self.config, key) for key in ("trainer", "threads", "ckpt_path"))
+        if not hasattr(trainer, "as_dict"):
+            raise ConfigError(f"trainer: wanted a block of keys such as `max_steps: 100`, got {trainer!r}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads must be at least 1, or null for torch's own choice; got {threads}")
+        if (trainer.get("accumulate_grad_batches") or 0) < 1:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches must be at least 1, got {trainer.get('accumulate_grad_batches')}"
+            )
+        if ckpt_path and "://" not in ckpt_path and ckpt_path not in KNOWN_CHECKPOINTS and not Path(ckpt_path).exists():
+            raise ConfigError(
+                f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last to go on from the newest"
+            )
+
+        given = trainer.get("callbacks")
+        for at, callback in enumerate(given if isinstance(given, list) else []):
+            refuse_nulls(callback, f"trainer.callbacks[{at}]")
+        for key in ("model", "data"):
+            refuse_nulls(self._get(self.config, key), key)
+
+    def _parse_ckpt_path(self) -> None:
+        """Nothing. Lightning 2.6 lets a checkpoint's hyperparameters overrule the config without a word, so that more
+        steps are never trained; here the config counts, and the module refuses a checkpoint that does not fit it."""
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise user_error_within(error) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         if self._get(self.config, "dry_run"):
@@ -74,4 +111,7 @@ class AIGCCLI(LightningCLI):
 
             kwargs |= dry_run_trainer_arguments()
             self.save_config_callback = None
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise ConfigError(f"trainer: {first_sentence(str(error))}") from error

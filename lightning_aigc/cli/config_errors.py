@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from lightning_aigc.errors import ConfigError, UserError
+
 # Names that users of other trainers type, and what the same thing is called here.
 OTHER_DIALECTS = {
     "network_dim": "rank",
@@ -54,6 +56,10 @@ _NO_CLASS = re.compile(
     r"|No module named '(?P<module>[^']+)'"
     r"|has no attribute '(?P<attribute>[^']+)'"
 )
+_CALLABLE = re.compile(
+    r"^Type typing\.Callable.*? expects a function or a callable class: (?P<reason>.*?)"
+    r"(?:\. Got value: Namespace\(class_path='(?P<cls>[^']+)'.*)?$"
+)
 _WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
 _NOISE = (
     "Does not validate",
@@ -80,8 +86,12 @@ class Leaf:
 
 def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
     """One sentence: which key, what was got, what is wanted, and the nearest right name."""
+    if message.startswith("Unexpected config"):
+        content = message.partition(":")[2].strip()[:80]
+        return f"the YAML must hold blocks such as `model:` and `data:`, got {content or 'an empty file'}"
     if message.startswith("Problems parsing config"):
         return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
+    message = message.replace("are required: fit.", "are required: ")
     leaves = sorted(_leaves(message, parser), key=lambda leaf: leaf.rank)
     if not leaves:
         return message.strip()
@@ -112,6 +122,37 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
         near = get_close_matches(str(given).strip("'\""), choices, n=1) if choices else []
         text += f"; did you mean {near[0]}?" if near else ""
     return f"{where}: {text}" if where else text
+
+
+def user_error_within(error: BaseException) -> UserError:
+    """The sentence behind an error from building a config's classes: jsonargparse wraps what their `__init__` says."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UserError):
+            return cause
+        cause, innermost = cause.__cause__ or cause.__context__, cause
+    return ConfigError(first_sentence(str(innermost)) or type(innermost).__name__)
+
+
+def refuse_nulls(block: Any, key: str) -> None:
+    """Raise ConfigError for a null where the class takes none: jsonargparse lets it pass any type."""
+    class_path, given = getattr(block, "class_path", None), getattr(block, "init_args", None)
+    if not isinstance(class_path, str) or given is None:
+        return
+    module, _, name = class_path.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    for argument, value in vars(given).items():
+        parameter = parameters.get(argument)
+        if value is None and parameter is not None and parameter.default is not None:
+            annotation = str(parameter.annotation)
+            if not any(word in annotation for word in ("None", "Optional", "Any")):
+                raise ConfigError(f"{key}.init_args.{argument} must not be null; leave it out for its default")
+
+
+def first_sentence(text: str) -> str:
+    """The first line of an error, without Lightning's pointers to its documentation."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line.partition(" Find a complete list")[0]
 
 
 def _given_value(message: str) -> str | None:
@@ -147,6 +188,8 @@ def _leaves(message: str, parser: argparse.ArgumentParser) -> Iterable[Leaf]:
 
 
 def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: argparse.ArgumentParser) -> Leaf:
+    if found := _CALLABLE.match(body):  # an optimizer or a schedule
+        return _describe(found["reason"], path, found["cls"] or class_path, parser)
     if found := _UNKNOWN_OPTION.match(body):
         name, group = found["name"] or found["option"], found["group"]
         if group and body.startswith("Group"):
@@ -158,6 +201,8 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
     if found := _NO_CLASS.search(body):
         name = found["name"] or found["module"] or found["attribute"]
         near = get_close_matches(name.split(".")[-1], _known_classes(), n=1)
+        if near == [name]:
+            return Leaf(1, path, class_path, f"{name} is a class of another kind than the one wanted here")
         return Leaf(1, path, class_path, f"there is no class {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     if found := _WRONG_TYPE.match(body):
         wanted = _type_name(found["type"])
@@ -232,5 +277,7 @@ def _known_classes() -> list[str]:
 def _type_name(text: str) -> str:
     plain = text.removeprefix("<class '").removesuffix("'>")
     plain = plain.replace("typing.Literal", "one of ").replace("collections.abc.", "").replace("typing.", "")
+    if plain.startswith(("Sequence", "List", "list")):
+        return "a list"
     words = {"NoneType": "null", "int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
     return words.get(plain, plain)

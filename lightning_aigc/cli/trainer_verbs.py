@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import sys
 import warnings
 
+from lightning_aigc.cli.config_errors import first_sentence
 from lightning_aigc.errors import UserError
 
 UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
@@ -17,6 +19,8 @@ def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after an error in the user's hands, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
     _quiet_known_warnings()
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
     from lightning_aigc.cli.aigc_cli import AIGCCLI
 
     sys.argv = [sys.argv[0], *arguments]  # subprocess ranks start from it again
@@ -24,6 +28,14 @@ def run_trainer_verb(arguments: list[str]) -> int:
         AIGCCLI()
     except UserError as error:
         print(f"error: {_without_worker_traceback(str(error))}", file=sys.stderr)
+        return 1
+    except MisconfigurationException as error:
+        print(f"error: {first_sentence(str(error))}", file=sys.stderr)
+        return 1
+    except (pickle.UnpicklingError, EOFError) as error:
+        print(
+            f"error: the checkpoint of ckpt_path cannot be read ({type(error).__name__}); give another", file=sys.stderr
+        )
         return 1
     except OSError as error:
         if error.errno not in UNWRITABLE:

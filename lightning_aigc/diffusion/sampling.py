@@ -16,25 +16,38 @@ from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.errors import SamplingTooSlow
 
+LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four pictures of 512 px, one of 1024 px
+
 
 class TimeLimit:
-    """Watches a pipeline's denoising steps and stops it after the second one if all of them would take too long."""
+    """Stops a sampling that would take too long, after its second denoising step; the next one at once."""
 
-    def __init__(self, limit_s: float, total_steps: int, pictures: int) -> None:
-        self.limit_s, self.total_steps, self.pictures = limit_s, total_steps, pictures
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.seconds_per_picture: float | None = None
+        self._pictures = self._batch_size = self._steps = 0
         self._ends: list[float] = []
+
+    def begin(self, pictures: int, batch_size: int, steps: int) -> None:
+        """Raises: SamplingTooSlow if earlier pictures were so slow that these would pass the limit."""
+        self._pictures, self._batch_size, self._steps, self._ends = pictures, min(batch_size, pictures), steps, []
+        self._check()
 
     def __call__(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Diffusers' `callback_on_step_end`."""
         self._ends.append(time.perf_counter())
         if len(self._ends) == 2:  # the first step pays for warm-up
-            expected_s = (self._ends[1] - self._ends[0]) * self.total_steps
-            if expected_s > self.limit_s:
-                raise SamplingTooSlow(
-                    f"{self.pictures} sample pictures would take about {math.ceil(expected_s / 60)} minutes here, so"
-                    f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
-                )
+            self.seconds_per_picture = (self._ends[1] - self._ends[0]) * self._steps / self._batch_size
+            self._check()
         return tensors
+
+    def _check(self) -> None:
+        expected_s = (self.seconds_per_picture or 0.0) * self._pictures
+        if expected_s > self.limit_s:
+            raise SamplingTooSlow(
+                f"{self._pictures} sample pictures would take about {math.ceil(expected_s / 60)} minutes here, so"
+                f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
+            )
 
 
 @contextlib.contextmanager
@@ -51,6 +64,19 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextlib.contextmanager
+def on_device(device: torch.device, *modules: nn.Module) -> Iterator[None]:
+    """Within: the modules are on `device`; afterwards each is back where it was."""
+    homes = [next(module.parameters()).device for module in modules]
+    for module in modules:
+        module.to(device)
+    try:
+        yield
+    finally:
+        for module, home in zip(modules, homes, strict=True):
+            module.to(home)
+
+
 def generate(
     parts: Components,
     schedule_config: Mapping[str, Any],
@@ -60,12 +86,12 @@ def generate(
     device: torch.device,
     num_inference_steps: int,
     guidance_scale: float,
-    batch_size: int,
-    time_limit_s: float = math.inf,
+    time_limit: TimeLimit,
+    batch_size: int | None = None,
 ) -> Tensor:
     """Pictures float32 [N, 3, H, W] in 0..1 on the CPU. CPU generators draw the noise: seeds mean the same everywhere.
 
-    Raises: SamplingTooSlow once the first steps show that all of them would take longer than `time_limit_s`.
+    Raises: SamplingTooSlow once the first steps show that all of them would take longer than `time_limit`.
     """
     modules = {
         "unet": parts.unet,
@@ -80,21 +106,21 @@ def generate(
         extras = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     pipeline = parts.pipeline_class(**modules, scheduler=DDIMScheduler.from_config(schedule_config), **extras)
     pipeline.set_progress_bar_config(disable=True)
-    for module in (parts.unet, parts.vae, *parts.text_encoders):
-        module.to(device)
     has_mixed_dtypes = len({p.dtype for m in (parts.unet, *parts.text_encoders) for p in m.parameters()}) > 1
     autocast = torch.autocast(device.type, dtype=parts.unet.conv_in.weight.dtype, enabled=has_mixed_dtypes)
-    batches = math.ceil(len(prompts) / batch_size)
-    watch = TimeLimit(time_limit_s, batches * num_inference_steps, len(prompts))
+    if batch_size is None:
+        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // int(parts.unet.config.sample_size) ** 2))
+    time_limit.begin(len(prompts), batch_size, num_inference_steps)
     pictures = []
-    with evaluating(parts.unet, parts.vae, *parts.text_encoders):
+    modules_used = (parts.unet, parts.vae, *parts.text_encoders)
+    with on_device(device, *modules_used), evaluating(*modules_used):
         for start in range(0, len(prompts), batch_size):
             generators = [torch.Generator("cpu").manual_seed(s) for s in seeds[start : start + batch_size]]
             with autocast:
                 latents = pipeline(
                     prompt=prompts[start : start + batch_size], generator=generators, output_type="latent",
                     num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
-                    callback_on_step_end=watch,
+                    callback_on_step_end=time_limit,
                 ).images  # fmt: skip
             # The pipeline would decode under autocast, in half precision: black pictures.
             with float32_region(device):

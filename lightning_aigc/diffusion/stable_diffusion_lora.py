@@ -6,9 +6,11 @@ Legend: B batch, C channels, H and W latent height and width, N pictures.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,11 +36,12 @@ from lightning_aigc.diffusion.objectives import (
     loss_weights,
     training_target,
 )
-from lightning_aigc.diffusion.sampling import generate
+from lightning_aigc.diffusion.sampling import TimeLimit, generate
 from lightning_aigc.diffusion.text import encode_prompts
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -141,6 +144,7 @@ class StableDiffusionLoRA(LightningModule):
         self.components: Components | None = None
         self.schedule: DDPMScheduler | None = None
         self.ema: EMAModel | None = None
+        self.sampling_limit = TimeLimit(sample_time_limit_s)
         self._check_arguments()
 
     @property
@@ -163,12 +167,20 @@ class StableDiffusionLoRA(LightningModule):
         for name in positive:
             if args[name] < 1:
                 raise ModelError(f"model.init_args.{name} must be at least 1, got {args[name]}")
+        # Written so that NaN fails too.
         for name in ("learning_rate", "text_encoder_lr", "snr_gamma", "lora_alpha", "huber_c", "max_train_steps"):
-            if args[name] is not None and args[name] <= 0:
-                raise ModelError(f"model.init_args.{name} must be above 0, got {args[name]}")
-        for name in ("prior_loss_weight", "noise_offset", "lr_warmup_steps", "lora_dropout"):
-            if args[name] < 0:
+            if args[name] is not None and not 0 < args[name] < math.inf:
+                raise ModelError(f"model.init_args.{name} must be above 0 and finite, got {args[name]}")
+        for name in ("prior_loss_weight", "noise_offset", "lr_warmup_steps", "guidance_scale"):
+            if not 0 <= args[name] < math.inf:
                 raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
+        for name in ("lora_dropout", "ema_decay"):
+            if not 0 <= args[name] < 1:
+                raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {args[name]}")
+        if args.checkpoints_total_limit < -1:
+            raise ModelError(
+                f"model.init_args.checkpoints_total_limit must be at least -1 (all), got {args.checkpoints_total_limit}"
+            )
         if args.snr_gamma is not None and args.debiased_estimation:
             raise ModelError(
                 "model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one"
@@ -176,6 +188,13 @@ class StableDiffusionLoRA(LightningModule):
         if args.vae_dtype not in ("float32", "bfloat16"):
             raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
         # Wrong names are refused before gigabytes are read.
+        schedule = self.build_lr_scheduler
+        if isinstance(schedule, str) and schedule not in SCHEDULES:
+            near = get_close_matches(schedule, SCHEDULES, n=1)
+            raise ModelError(
+                f"model.init_args.lr_scheduler must be one of {', '.join(SCHEDULES)}, or a class; got {schedule!r}"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
         lora_config(args.lora_targets, args.rank, self.lora_alpha)
 
     @property
@@ -210,7 +229,12 @@ class StableDiffusionLoRA(LightningModule):
         if args.gradient_checkpointing:
             parts.unet.enable_gradient_checkpointing()
             for encoder in self.text_encoders:
-                encoder.gradient_checkpointing_enable()  # type: ignore[operator]
+                # transformers 5 renamed it, and recomputes in train mode only; CLIP has no dropout of its own.
+                enable = (
+                    getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
+                )
+                enable()  # type: ignore[operator]
+                encoder.train()
         # `components` is a plain object: what it holds beside the U-Net stays out of the module tree, of DDP
         # and of checkpoints.
         self.components, self.unet = parts, parts.unet
@@ -293,7 +317,7 @@ class StableDiffusionLoRA(LightningModule):
         """The weighted diffusion loss of each example, float32 [B]."""
         assert self.schedule is not None and self.unet is not None
         args, parts = self.args, self._loaded()
-        moments = batch["latent_moments"] if "latent_moments" in batch else self.encode_pixels(batch["pixel_values"])
+        moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
         mean, log_variance = moments.to(self.device).chunk(2, dim=1)
         latents = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * torch.randn_like(mean)
         shift = getattr(parts.vae.config, "shift_factor", None) or 0.0
@@ -307,6 +331,19 @@ class StableDiffusionLoRA(LightningModule):
         target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
         loss_B = example_losses(predicted_BCHW, target_BCHW, args.loss_type, args.huber_c, batch.get("mask"))
         return loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
+
+    def _finite_moments(self, batch: dict[str, Any]) -> Tensor:
+        """Latent moments of pictures that no cache has checked."""
+        moments = self.encode_pixels(batch["pixel_values"])
+        is_finite_B = moments.isfinite().flatten(1).all(dim=1)
+        if not is_finite_B.all():
+            bad = is_finite_B.logical_not().nonzero().flatten().tolist()
+            names = [str(batch["names"][i]) if "names" in batch else f"number {i} of its batch" for i in bad]
+            raise ModelError(
+                f"the latents of {', '.join(names[:3])} are not finite and would ruin the training;"
+                " look at the picture, or set model.init_args.vae_dtype: float32"
+            )
+        return moments
 
     def _condition(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         if "prompt_embeds" in batch:
@@ -357,16 +394,16 @@ class StableDiffusionLoRA(LightningModule):
                 )
             return optimizer
         else:
-            total = int(self.trainer.estimated_stepping_batches) if self._trainer is not None else None
+            steps = self.trainer.estimated_stepping_batches if self._trainer is not None else math.inf
+            total = int(steps) if math.isfinite(steps) else None
             name = self.build_lr_scheduler
             if name == "constant" and args.lr_warmup_steps:
                 name = "constant_with_warmup"
-            try:
-                schedule = get_scheduler(
-                    name, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=total
+            if total is None and not name.startswith("constant"):
+                raise ModelError(
+                    f"model.init_args.lr_scheduler: {name} needs an end; set model.init_args.max_train_steps"
                 )
-            except ValueError as error:
-                raise ModelError(f"model.init_args.lr_scheduler: {error}") from error
+            schedule = get_scheduler(name, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
@@ -377,6 +414,19 @@ class StableDiffusionLoRA(LightningModule):
     def on_train_start(self) -> None:
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self._park_frozen_parts(batch)
+
+    def _park_frozen_parts(self, batch: dict[str, Any]) -> None:
+        """Leave what the caches made superfluous in host memory; sampling fetches it and brings it back."""
+        parts = self._loaded()
+        if "latent_moments" in batch:
+            parts.vae.to("cpu")
+        if "prompt_embeds" in batch:
+            for encoder in parts.text_encoders:
+                encoder.to("cpu")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -398,11 +448,13 @@ class StableDiffusionLoRA(LightningModule):
         seeds: Sequence[int],
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
-        batch_size: int = 8,
+        batch_size: int | None = None,
     ) -> Tensor:
         """One picture a prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal pictures.
 
-        Raises: ModelError if there are not as many seeds as prompts.
+        `batch_size` pictures are made at once; unset means as many as four of 512 px.
+
+        Raises: ModelError if there are not as many seeds as prompts; SamplingTooSlow past `sample_time_limit_s`.
         """
         if len(prompts) != len(seeds):
             raise ModelError(f"sample needs one seed a prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
@@ -418,7 +470,7 @@ class StableDiffusionLoRA(LightningModule):
                 num_inference_steps=num_inference_steps or args.num_inference_steps,
                 guidance_scale=args.guidance_scale if guidance_scale is None else guidance_scale,
                 batch_size=batch_size,
-                time_limit_s=args.sample_time_limit_s,
+                time_limit=self.sampling_limit,
             )
 
     # Saving ----------------------------------------------------------------------------------------------------------
@@ -465,13 +517,19 @@ class StableDiffusionLoRA(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._loaded()
-        names = {name for name, p in self.named_parameters() if p.requires_grad}
-        missing, foreign = names - checkpoint["state_dict"].keys(), checkpoint["state_dict"].keys() - names
+        wanted = {name: tuple(p.shape) for name, p in self.named_parameters() if p.requires_grad}
+        saved = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
+        advice = "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
+        missing, foreign = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
         if missing or foreign:
             raise ModelError(
-                f"the checkpoint holds {len(checkpoint['state_dict'])} weights, this model trains {len(names)}"
-                f" ({len(missing)} missing, {len(foreign)} unknown, such as {sorted(missing | foreign)[0]});"
-                " use the rank, lora_targets and train_text_encoder that it was trained with"
+                f"the checkpoint holds {len(saved)} weights, this model trains {len(wanted)}"
+                f" ({len(missing)} missing, {len(foreign)} unknown, such as {sorted(missing | foreign)[0]}); {advice}"
             )
+        for name, shape in wanted.items():
+            if saved[name] != shape:
+                raise ModelError(
+                    f"the checkpoint's {name} is {list(saved[name])}, this model's is {list(shape)}; {advice}"
+                )
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])

@@ -7,6 +7,7 @@ U-Net from nothing it did not learn to tell the things apart.
 from __future__ import annotations
 
 import copy
+import json
 import random
 from pathlib import Path
 from typing import cast
@@ -205,16 +206,18 @@ def train_unet(
 def save_pipeline(
     folder: Path, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, unet: UNet2DConditionModel
 ) -> None:
-    """An ordinary diffusers pipeline folder; the U-Net and the autoencoder in half precision.
-
-    The text encoder stays float32: transformers loads weights in their own dtype, diffusers in float32, and the
-    two would not meet.
-    """
+    """An ordinary diffusers pipeline folder with half-precision weights that load as float32 unless asked otherwise."""
+    modules = (unet, vae, text_encoder)
     pipeline = StableDiffusionPipeline(
         vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=unet,
         scheduler=DDIMScheduler(**SCHEDULER, set_alpha_to_one=False, steps_offset=1),
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
-    unet.half(), vae.half()
+    for module in modules:
+        module.half()
     pipeline.save_pretrained(folder)
-    unet.float(), vae.float()
+    for module in modules:
+        module.float()
+    # diffusers loads float32 by default, transformers whatever the config says: the two must meet.
+    config = folder / "text_encoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n")

@@ -29,7 +29,7 @@ def model_config(vocab_size: int, eos_id: int) -> dict[str, object]:
     return {
         "embed_dim": EMBED_DIM,
         "vision_cfg": {
-            "image_size": IMAGE_SIZE, "layers": [1, 1, 1, 1], "width": 16, "head_width": 16, "patch_size": None,
+            "image_size": IMAGE_SIZE, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16, "patch_size": None,
         },
         "text_cfg": {
             "context_length": MAX_TOKENS, "vocab_size": vocab_size, "hf_tokenizer_name": "tokenizer", "width": 64,

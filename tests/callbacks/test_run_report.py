@@ -1,0 +1,173 @@
+"""RunReport, SaveLoRA and RunProgress on a toy module, so that they are held to any LightningModule."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_aigc.callbacks import RunProgress, RunReport, SaveLoRA
+from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
+from lightning_aigc.errors import ModelError, SamplingTooSlow, UserError
+
+KEYS = {
+    "steps", "seconds", "peak_memory_mib", "clip_t_before", "clip_t_after", "clip_i_before", "clip_i_after",
+    "lora_file", "report",
+}  # fmt: skip
+
+
+class Painter(LightningModule):
+    """Learns one colour; `sample` shows it."""
+
+    output_name = "painter"
+    validation_prompts = ("a red mug on white", "a blue sock on sky")
+
+    def __init__(self, is_slow: bool = False) -> None:
+        super().__init__()
+        self.colour = nn.Parameter(torch.full((3, 1, 1), 0.5))
+        self.is_slow = is_slow
+        self.asked: list[tuple[list[str], list[int]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.colour - batch.view(-1, 1, 1, 1)).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+        if self.is_slow:
+            raise SamplingTooSlow("8 sample pictures would take about 90 minutes here")
+        self.asked.append((prompts, seeds))
+        torch.rand(1)  # a sampler that touches the global random state must not change the training
+        noise = torch.stack([torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(s)) for s in seeds])
+        return (self.colour.detach() + 0.1 * noise).clamp(0, 1)
+
+    def save_lora(self, path: Path, **metadata: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"steps": metadata["steps"]}))
+
+
+def fit(root: Path, *callbacks: Any, module: Painter | None = None, steps: int = 6, **trainer: Any) -> Painter:
+    module = module or Painter()
+    options = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    options |= {"default_root_dir": root, "accelerator": "cpu", "max_steps": steps, "max_epochs": -1} | trainer
+    loader = DataLoader(torch.linspace(0, 1, 8), batch_size=2)
+    Trainer(callbacks=list(callbacks), **options).fit(module, loader)
+    return module
+
+
+def test_every_fit_leaves_a_summary_with_the_promised_keys(tmp_path: Path) -> None:
+    fit(tmp_path, RunReport(clip_model="embedded:clip"), SaveLoRA())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.keys() >= KEYS
+    assert summary["steps"] == 6
+    assert -1 <= summary["clip_t_before"] <= 1 and summary["clip_t_after"] is not None
+    assert Path(summary["lora_file"]).is_file() and Path(summary["report"]).is_file()
+
+
+def test_before_and_after_use_the_same_prompts_and_seeds(tmp_path: Path) -> None:
+    module = fit(tmp_path, RunReport(num_images=5, seed=7))
+    (before, after) = module.asked
+    assert before == after
+    assert before[0] == [p for p in module.validation_prompts for _ in range(3)]  # five shared out over two, rounded up
+    assert before[1] == list(range(7, 13))
+
+
+def test_the_weights_end_the_same_with_and_without_a_report(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = fit(tmp_path / "a", steps=9)
+    torch.manual_seed(0)
+    reported = fit(tmp_path / "b", RunReport(clip_model="embedded:clip"), steps=9)
+    assert torch.equal(plain.colour, reported.colour)
+
+
+def test_a_missing_judge_costs_the_score_and_not_the_run(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no CLIP score"):
+        fit(tmp_path, RunReport(clip_model=str(tmp_path / "no_such_judge")))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["clip_t_after"] is None
+    assert "no CLIP score" in summary["notes"][0]
+
+
+def test_sampling_that_would_take_too_long_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="90 minutes"):
+        fit(tmp_path, RunReport(clip_model="embedded:clip"), module=Painter(is_slow=True))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["clip_t_before"] is None
+
+
+def test_the_page_opens_without_a_network_and_shows_pictures_and_curves(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("rank: 16  # <script>alert(1)</script>\n")
+    fit(tmp_path, RunReport(clip_model="embedded:clip"), steps=8)
+    page = (tmp_path / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["']?+(?!data:)""", page)
+    assert page.count('<img src="data:image/png;base64,') == 2 * 8
+    assert "<polyline" in page and "rank: 16" in page
+    assert "<script>" not in page
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    fit(tmp_path / "run", RunReport(), SaveLoRA(), fast_dev_run=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_lora_files_on_the_way_are_named_by_step(tmp_path: Path) -> None:
+    fit(tmp_path, SaveLoRA(every_n_steps=2), steps=5, accumulate_grad_batches=2)
+    names = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert names == ["painter.safetensors", "painter_step_000002.safetensors", "painter_step_000004.safetensors"]
+    assert json.loads((tmp_path / "painter.safetensors").read_text())["steps"] == 5
+
+
+def test_save_lora_says_what_a_module_lacks(tmp_path: Path) -> None:
+    class Mute(Painter):
+        save_lora = property()  # type: ignore[assignment]
+
+    with pytest.raises(ModelError, match="save_lora"):
+        fit(tmp_path, SaveLoRA(), module=Mute())
+
+
+def test_the_bar_counts_optimizer_steps_and_keeps_the_last_score(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bar = RunProgress()
+
+    bar.show({"clip_t": 0.25, "clip_i": 0.5})
+    fit(tmp_path, bar, steps=4, accumulate_grad_batches=2, enable_progress_bar=True)
+    last = capfd.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
+    assert "4/4" in last and "loss=" in last and "clip_t=0.250" in last and "clip_i" not in last
+
+
+def test_bad_numbers_of_images_are_refused() -> None:
+    with pytest.raises(UserError, match="num_images must be at least 1, got 0"):
+        RunReport(num_images=0)
+
+
+def test_a_curve_leaves_out_what_is_not_finite_and_needs_two_points() -> None:
+    assert curve([(0, float("nan")), (1, 2.0)], "loss") == ""
+    drawn = curve([(0, 1.0), (1, float("inf")), (2, 3.0)], "loss")
+    assert drawn.count(",") >= 2 and "inf" not in drawn and "nan" not in drawn
+
+
+def test_smoothing_is_the_mean_of_the_last_values() -> None:
+    assert smooth([(0, 1.0), (1, 3.0), (2, 5.0)], window=2) == [(0, 1.0), (1, 2.0), (2, 4.0)]
+
+
+def test_a_page_escapes_what_users_write() -> None:
+    grid = picture_grid([torch.zeros(3, 8, 8)], ['<b>"prompt"'], 1, "<i>")
+    page = render_page("<u>", {"a": "<s>"}, ["<note>"], [grid], [""], "<cfg>")
+    for raw in ("<b>", "<i>", "<u>", "<s>", "<note>", "<cfg>"):
+        assert raw not in page

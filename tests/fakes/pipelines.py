@@ -1,0 +1,128 @@
+"""Stable Diffusion and SDXL pipelines small enough for a step in milliseconds, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+WORDS = ["a", "red", "blue", "cup", "shoe", "zorp"]
+SIDE = 32
+"""Pixels of a picture: 16 latent pixels."""
+
+
+def make_tokenizer(folder: Path) -> CLIPTokenizer:
+    tokens = ["<|startoftext|>", "<|endoftext|>", *(f"{word}</w>" for word in WORDS)]
+    tokens += sorted({letter for word in WORDS for letter in word} | {f"{w[-1]}</w>" for w in WORDS})
+    merges = []
+    for word in WORDS:
+        pieces = [*word[:-1], f"{word[-1]}</w>"]
+        while len(pieces) > 1:  # join from the left: r e d</w>, re d</w>, red</w>
+            merges.append(f"{pieces[0]} {pieces[1]}")
+            pieces = [pieces[0] + pieces[1], *pieces[2:]]
+            tokens.append(pieces[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *dict.fromkeys(merges)]) + "\n")
+    return CLIPTokenizer.from_pretrained(folder, model_max_length=12)
+
+
+def make_text_encoder(tokenizer: CLIPTokenizer, with_projection: bool = False) -> CLIPTextModel:
+    torch.manual_seed(1 + with_projection)
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=12,
+        projection_dim=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config)
+
+
+def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
+    """Save a pipeline folder; returns it."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "sample_size": SIDE // 2,
+        "block_out_channels": (8, 16),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "layers_per_block": 1,
+        "attention_head_dim": 2,
+        "norm_num_groups": 4,
+        "cross_attention_dim": 16,
+    }
+    if sdxl:
+        shape |= {
+            "cross_attention_dim": 32,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 16 + 6 * 8,
+            "use_linear_projection": True,
+        }
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    parts: dict[str, Any] = {
+        "unet": UNet2DConditionModel(**shape),
+        "vae": AutoencoderKL(
+            block_out_channels=(8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=4,
+            latent_channels=4,
+        ),
+        "text_encoder": make_text_encoder(tokenizer),
+        "tokenizer": tokenizer,
+        "scheduler": DDIMScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            clip_sample=False,
+            steps_offset=1,
+            **scheduler,
+        ),
+    }
+    if sdxl:
+        encoder = make_text_encoder(tokenizer, with_projection=True)
+        pipeline = StableDiffusionXLPipeline(**parts, text_encoder_2=encoder, tokenizer_2=tokenizer)
+    else:
+        pipeline = StableDiffusionPipeline(
+            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def make_batch(
+    captions: Sequence[str] = ("a red cup", "a zorp shoe"), priors: int = 0, seed: int = 0
+) -> dict[str, Any]:
+    """A batch as ImageCaptionData makes it, the last `priors` of it class pictures."""
+    count = len(captions)
+    pixels: Tensor = torch.rand(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    sizes = torch.tensor([[SIDE, SIDE]] * count)
+    return {
+        "pixel_values": pixels,
+        "captions": list(captions),
+        "is_prior": torch.arange(count) >= count - priors,
+        "original_size": sizes,
+        "crop_top_left": torch.zeros_like(sizes),
+        "target_size": sizes,
+        "names": [f"{number}.png" for number in range(count)],
+    }

@@ -1,0 +1,106 @@
+"""Imports go one way: the arrows of the architecture, held by walking every import statement."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_kernels"
+
+# A room may import from rooms of a lower number only.
+FLOORS = {
+    "__main__": 6,
+    "cli": 5,
+    "diffusion": 4,
+    "data": 4,
+    "callbacks": 4,
+    "accelerators": 3,
+    "strategies": 3,
+    "precision": 3,
+    "checkpoint": 3,
+    "metrics": 3,
+    "gradient_sync": 2,
+    "schedulers": 2,
+    "devices": 1,
+    "errors": 0,
+    "_torchvision_import": 0,
+}
+# The scripts that make the embedded model may use what they like; nobody but `embedded` is used by others.
+FOR_ALL = {"tiny.embedded"}
+EXCEPTIONS = {
+    ("diffusion.default_callbacks", "callbacks"): "what every run has unless the user brought their own",
+}
+TOP = "lightning_aigc"
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Dotted names of everything that a file imports, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide their direction"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def wrong_imports(path: Path) -> list[str]:
+    here = module_name(path)
+    room = here.split(".")[0]
+    wrong = []
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != TOP or len(parts) < 2 or parts[1] in (room, "__version__"):
+            continue
+        there = parts[1]
+        if ".".join(parts[1:3]) in FOR_ALL or (here, there) in EXCEPTIONS or room == "tiny":
+            continue
+        if there not in FLOORS or room not in FLOORS or FLOORS[there] >= FLOORS[room]:
+            wrong.append(f"{here} imports {name}")
+    return wrong
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_rooms_import_only_from_the_floors_below(path: Path) -> None:
+    assert wrong_imports(path) == []
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {module_name(path).split(".")[0] for path in FILES}
+    assert rooms - FLOORS.keys() == {"tiny"}
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda p: p.stem)
+def test_kernels_do_not_know_the_lightning_side(path: Path) -> None:
+    above = {"lightning_aigc", "lightning", "pytorch_lightning", "diffusers", "transformers", "peft"}
+    assert [name for name in imports_of(path) if name.split(".")[0] in above] == []
+
+
+def test_importing_the_package_runs_the_torchvision_mend_only() -> None:
+    imported = {name for name in imports_of(PACKAGE / "__init__.py") if name.startswith(TOP)}
+    allowed = {"_torchvision_import", "accelerators", "strategies"}  # the last two register "npu" and "npu_sparse"
+    assert {name.split(".")[1] for name in imported} <= allowed
+
+
+def test_every_named_exception_is_still_needed() -> None:
+    for (module, room), reason in EXCEPTIONS.items():
+        path = PACKAGE / f"{module.replace('.', '/')}.py"
+        assert any(name.startswith(f"{TOP}.{room}") for name in imports_of(path)), f"drop it: {reason}"
+
+
+def test_the_walk_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "metrics" / "bad.py"
+    bad.parent.mkdir()
+    bad.write_text("def f() -> None:\n    from lightning_aigc.callbacks import SampleGrid\n")
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    assert wrong_imports(bad) == ["metrics.bad imports lightning_aigc.callbacks.SampleGrid"]
