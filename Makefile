@@ -25,7 +25,7 @@ check: $(READY)  ## lint and types
 check-demo: $(READY)  ## what the demo must reach, read from its summary.json
 	$(BIN)/python benchmarks/check_demo.py runs/demo/summary.json
 
-embedded: $(READY)  ## make the embedded models and pictures anew, about 75 minutes on one core
+embedded: $(READY)  ## make the embedded models and pictures anew, about an hour on one core
 	$(BIN)/python -m lightning_aigc.tiny.make build/tiny
 
 $(READY): pyproject.toml constraints.txt

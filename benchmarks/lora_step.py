@@ -11,7 +11,8 @@ with the number of each step. Blocks of steps alternate in one process. A step l
 one's, so it holds the loader, the hooks and the logging too.
 
 Prints one JSON row a case and appends it to benchmarks/results/DATE-lora_step.jsonl: median, quartiles, ratio (the
-median of ours over theirs, block by block), and how far the two loss curves are apart. Needs no network.
+median of ours over theirs, block by block), the same in CPU time, which other processes hardly disturb, and how far the
+two loss curves are apart. Needs no network.
 """
 
 from __future__ import annotations
@@ -185,12 +186,14 @@ class Alternate(Callback):
         self.theirs, self.block = theirs, block
         self.ours_s: list[list[float]] = [[]]
         self.theirs_s: list[list[float]] = []
+        self.ours_cpu_s: list[float] = []
+        self.theirs_cpu_s: list[float] = []
         self.our_losses: list[torch.Tensor] = []
         self.their_losses: list[float] = []
         self.loss: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.last_end = time.perf_counter()
+        self.last_end, self.last_cpu = time.perf_counter(), time.process_time()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(SEED_OF_STEPS + trainer.global_step)
@@ -199,17 +202,18 @@ class Alternate(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.our_losses.append(outputs["loss"].detach())
-        now = time.perf_counter()
-        self.ours_s[-1].append(now - self.last_end)
+        self.ours_s[-1].append(time.perf_counter() - self.last_end)
+        self.ours_cpu_s.append(time.process_time() - self.last_cpu)
         if len(self.ours_s[-1]) == self.block:
             block = []
             for _ in range(self.block):
-                start = time.perf_counter()
+                start, start_cpu = time.perf_counter(), time.process_time()
                 self.their_losses.append(next(self.theirs))
                 block.append(time.perf_counter() - start)
+                self.theirs_cpu_s.append(time.process_time() - start_cpu)
             self.theirs_s.append(block)
             self.ours_s.append([])
-        self.last_end = time.perf_counter()
+        self.last_end, self.last_cpu = time.perf_counter(), time.process_time()
 
 
 def run(case: str, cached: bool, given: argparse.Namespace) -> dict[str, Any]:
@@ -249,6 +253,8 @@ def summarize(case: str, measured: Alternate, given: argparse.Namespace) -> dict
     warm = given.warmup_blocks
     ours_s, theirs_s = measured.ours_s[warm : len(measured.theirs_s)], measured.theirs_s[warm:]
     ratios = [statistics.median(o) / statistics.median(t) for o, t in zip(ours_s, theirs_s, strict=True)]
+    skipped = warm * measured.block
+    cpu = [statistics.median(seconds[skipped:]) for seconds in (measured.ours_cpu_s, measured.theirs_cpu_s)]
     ours = torch.stack(measured.our_losses)[: len(measured.their_losses)].double()
     theirs = torch.tensor(measured.their_losses).double()
     apart = (ours - theirs).abs()
@@ -263,6 +269,8 @@ def summarize(case: str, measured: Alternate, given: argparse.Namespace) -> dict
         "theirs_ms": milliseconds(theirs_s),
         "ratio": round(statistics.median(ratios), 3),
         "ratio_of_blocks": [round(min(ratios), 3), round(max(ratios), 3)],
+        "cpu_ms": {"ours": round(1000 * cpu[0], 1), "theirs": round(1000 * cpu[1], 1)},
+        "cpu_ratio": round(cpu[0] / cpu[1], 3),
         "loss_max_abs_difference": float(f"{apart.max():.2e}"),
         "loss_mean_relative_difference": float(f"{(apart / theirs).mean():.2e}"),
         "loss_mean_ours": round(float(ours.mean()), 5),

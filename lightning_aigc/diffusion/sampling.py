@@ -104,7 +104,9 @@ def generate(
         extras: dict[str, Any] = {"add_watermarker": False}
     else:
         extras = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    pipeline = parts.pipeline_class(**modules, scheduler=DDIMScheduler.from_config(schedule_config), **extras)
+    # Latents are not confined to -1..1; a config that comes from another scheduler may not say so.
+    scheduler = DDIMScheduler.from_config(schedule_config, clip_sample=False)
+    pipeline = parts.pipeline_class(**modules, scheduler=scheduler, **extras)
     pipeline.set_progress_bar_config(disable=True)
     has_mixed_dtypes = len({p.dtype for m in (parts.unet, *parts.text_encoders) for p in m.parameters()}) > 1
     autocast = torch.autocast(device.type, dtype=parts.unet.conv_in.weight.dtype, enabled=has_mixed_dtypes)
