@@ -40,3 +40,9 @@ def require_encoder(model: object) -> Encoder:
         f"{type(model).__name__} cannot fill the caches: it lacks {', '.join(missing)}. Add the methods of "
         "lightning_aigc.data.Encoder, or set cache_latents and cache_text_embeddings of data.init_args to false"
     )
+
+
+def can_cache_captions(encoder: Encoder) -> bool:
+    """Whether a caption's embedding stays the same; a model that trains its text encoder says no by this method."""
+    method = getattr(encoder, "can_cache_captions", None)
+    return bool(method()) if callable(method) else True

@@ -19,7 +19,7 @@ from lightning_aigc.data.choices import MissingCaptions, check_choices
 from lightning_aigc.data.crop import crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
 from lightning_aigc.data.encoded import EmbeddingCache, EncodedTensors, LatentCache
-from lightning_aigc.data.encoder import Encoder, require_encoder
+from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_encoder
 from lightning_aigc.data.index import IndexSettings, TrainingIndex, build_index
 from lightning_aigc.data.machine import choose_workers, has_accelerator, memory_bytes
 from lightning_aigc.data.materialize import folder_from_dataset, folder_from_shards
@@ -177,6 +177,11 @@ class ImageCaptionData(LightningDataModule):
         rank, world_size = trainer.global_rank, trainer.world_size
         if self.cache_latents or self.cache_text_embeddings:
             encoder = require_encoder(trainer.lightning_module)
+            if self.cache_text_embeddings and not can_cache_captions(encoder):
+                raise DataError(
+                    "model.init_args.train_text_encoder changes the embeddings all the time, so they cannot be"
+                    " cached; set data.init_args.cache_text_embeddings: false"
+                )
             self._fill_caches(encoder, rank, world_size)
             trainer.strategy.barrier("caches")
             self._open_caches(encoder, trainer.num_devices)

@@ -10,19 +10,18 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
-from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named, float32_region
+from lightning_aigc.diffusion.arguments import check_arguments, check_trained_weights
 from lightning_aigc.diffusion.averaging import averaged, is_schedule_free
 from lightning_aigc.diffusion.components import Components, fingerprint, load_components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
@@ -36,12 +35,12 @@ from lightning_aigc.diffusion.objectives import (
     loss_weights,
     training_target,
 )
+from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
 from lightning_aigc.diffusion.sampling import TimeLimit, generate
 from lightning_aigc.diffusion.text import encode_prompts
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
-SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -145,7 +144,9 @@ class StableDiffusionLoRA(LightningModule):
         self.schedule: DDPMScheduler | None = None
         self.ema: EMAModel | None = None
         self.sampling_limit = TimeLimit(sample_time_limit_s)
-        self._check_arguments()
+        check_arguments(self.args, self.lora_alpha)
+        if isinstance(lr_scheduler, str):
+            check_schedule_name(lr_scheduler)  # before gigabytes are read
 
     @property
     def args(self) -> Any:
@@ -160,42 +161,6 @@ class StableDiffusionLoRA(LightningModule):
     @strict_loading.setter
     def strict_loading(self, value: bool) -> None:
         raise ModelError("StableDiffusionLoRA checks its own checkpoints; strict_loading cannot be set")
-
-    def _check_arguments(self) -> None:
-        args = self.args
-        positive = ("rank", "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
-        for name in positive:
-            if args[name] < 1:
-                raise ModelError(f"model.init_args.{name} must be at least 1, got {args[name]}")
-        # Written so that NaN fails too.
-        for name in ("learning_rate", "text_encoder_lr", "snr_gamma", "lora_alpha", "huber_c", "max_train_steps"):
-            if args[name] is not None and not 0 < args[name] < math.inf:
-                raise ModelError(f"model.init_args.{name} must be above 0 and finite, got {args[name]}")
-        for name in ("prior_loss_weight", "noise_offset", "lr_warmup_steps", "guidance_scale"):
-            if not 0 <= args[name] < math.inf:
-                raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
-        for name in ("lora_dropout", "ema_decay"):
-            if not 0 <= args[name] < 1:
-                raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {args[name]}")
-        if args.checkpoints_total_limit < -1:
-            raise ModelError(
-                f"model.init_args.checkpoints_total_limit must be at least -1 (all), got {args.checkpoints_total_limit}"
-            )
-        if args.snr_gamma is not None and args.debiased_estimation:
-            raise ModelError(
-                "model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one"
-            )
-        if args.vae_dtype not in ("float32", "bfloat16"):
-            raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
-        # Wrong names are refused before gigabytes are read.
-        schedule = self.build_lr_scheduler
-        if isinstance(schedule, str) and schedule not in SCHEDULES:
-            near = get_close_matches(schedule, SCHEDULES, n=1)
-            raise ModelError(
-                f"model.init_args.lr_scheduler must be one of {', '.join(SCHEDULES)}, or a class; got {schedule!r}"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
-        lora_config(args.lora_targets, args.rank, self.lora_alpha)
 
     @property
     def lora_alpha(self) -> float:
@@ -373,37 +338,14 @@ class StableDiffusionLoRA(LightningModule):
         return predicted_BCHW
 
     def configure_optimizers(self) -> Any:
-        args = self.args
         text = [p for p in self.text_encoders.parameters() if p.requires_grad]
         others = [p for p in self.trainable_parameters() if all(p is not q for q in text)]
-        groups: list[dict[str, Any]] = [{"params": others}]
-        if text:
-            groups.append({"params": text})
-        rates = [args.learning_rate, args.text_encoder_lr or args.learning_rate]
-        for group, rate in zip(groups, rates, strict=False):
-            if rate is not None:
-                group["lr"] = rate
-        optimizer = self.build_optimizer(groups)
-        if not isinstance(self.build_lr_scheduler, str):
-            schedule = self.build_lr_scheduler(optimizer)
-        elif is_schedule_free(optimizer):
-            if self.build_lr_scheduler != "constant" or args.lr_warmup_steps:
-                raise ModelError(
-                    f"{type(optimizer).__name__} schedules itself; set model.init_args.lr_scheduler: constant and"
-                    " lr_warmup_steps: 0, and give the optimizer its own warmup_steps"
-                )
+        rates = (self.args.learning_rate, self.args.text_encoder_lr or self.args.learning_rate)
+        optimizer = self.build_optimizer(parameter_groups([others, text], rates))
+        steps = self.trainer.estimated_stepping_batches if self._trainer is not None else math.inf
+        schedule = build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
+        if schedule is None:
             return optimizer
-        else:
-            steps = self.trainer.estimated_stepping_batches if self._trainer is not None else math.inf
-            total = int(steps) if math.isfinite(steps) else None
-            name = self.build_lr_scheduler
-            if name == "constant" and args.lr_warmup_steps:
-                name = "constant_with_warmup"
-            if total is None and not name.startswith("constant"):
-                raise ModelError(
-                    f"model.init_args.lr_scheduler: {name} needs an end; set model.init_args.max_train_steps"
-                )
-            schedule = get_scheduler(name, optimizer, num_warmup_steps=args.lr_warmup_steps, num_training_steps=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
@@ -517,19 +459,7 @@ class StableDiffusionLoRA(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._loaded()
-        wanted = {name: tuple(p.shape) for name, p in self.named_parameters() if p.requires_grad}
-        saved = {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
-        advice = "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
-        missing, foreign = wanted.keys() - saved.keys(), saved.keys() - wanted.keys()
-        if missing or foreign:
-            raise ModelError(
-                f"the checkpoint holds {len(saved)} weights, this model trains {len(wanted)}"
-                f" ({len(missing)} missing, {len(foreign)} unknown, such as {sorted(missing | foreign)[0]}); {advice}"
-            )
-        for name, shape in wanted.items():
-            if saved[name] != shape:
-                raise ModelError(
-                    f"the checkpoint's {name} is {list(saved[name])}, this model's is {list(shape)}; {advice}"
-                )
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        check_trained_weights(checkpoint["state_dict"], trained)
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])

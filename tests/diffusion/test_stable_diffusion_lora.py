@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_aigc.cli.aigc_cli import AIGCCLI
+from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.errors import ModelError
+from lightning_aigc.errors import DataError, ModelError
 from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
@@ -644,3 +645,26 @@ def test_the_exported_lora_draws_the_same_pictures_in_plain_diffusers(tmp_path: 
 def test_a_wrong_argument_is_refused_before_anything_is_read(argument: str, value: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         StableDiffusionLoRA("no/such/folder", **{argument: value})
+
+
+def test_cached_embeddings_and_a_trained_text_encoder_exclude_each_other(tmp_path: Path) -> None:
+    module = StableDiffusionLoRA("embedded:sd", train_text_encoder=True, max_train_steps=1)
+    data = ImageCaptionData("embedded:brand", resolution=64, cache_text_embeddings=True, cache_dir=str(tmp_path))
+    with pytest.raises(DataError, match="cache_text_embeddings: false"):
+        Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False).fit(module, data)
+
+
+def test_parts_that_the_caches_replace_wait_in_host_memory_and_still_sample(sd: str, tmp_path: Path) -> None:
+    module = make_module(sd)
+    parked: list[str] = []
+
+    class Spy(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            vae = module.components.vae  # type: ignore[union-attr]
+            vae.to = lambda *a, **k: (parked.append(str(a[0])), type(vae).to(vae, *a, **k))[1]
+
+    batch = make_batch()
+    batch["latent_moments"] = torch.randn(len(batch["captions"]), 8, SIDE // 2, SIDE // 2)
+    fit(module, tmp_path, Spy(), data=loader(batch))
+    assert parked[0] == "cpu"
+    assert module.sample(["a mug"], [0]).isfinite().all()

@@ -1,0 +1,55 @@
+"""Refuse arguments and checkpoints of a StableDiffusionLoRA that cannot work, before anything large is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_aigc.diffusion.lora_targets import lora_config
+from lightning_aigc.errors import ModelError
+
+
+def check_arguments(args: Any, lora_alpha: float) -> None:
+    """Raises: ModelError that names the first argument out of range, or two that exclude each other."""
+    positive = ("rank", "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
+    for name in positive:
+        if args[name] < 1:
+            raise ModelError(f"model.init_args.{name} must be at least 1, got {args[name]}")
+    # Written so that NaN fails too.
+    for name in ("learning_rate", "text_encoder_lr", "snr_gamma", "lora_alpha", "huber_c", "max_train_steps"):
+        if args[name] is not None and not 0 < args[name] < math.inf:
+            raise ModelError(f"model.init_args.{name} must be above 0 and finite, got {args[name]}")
+    for name in ("prior_loss_weight", "noise_offset", "lr_warmup_steps", "guidance_scale"):
+        if not 0 <= args[name] < math.inf:
+            raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
+    for name in ("lora_dropout", "ema_decay"):
+        if not 0 <= args[name] < 1:
+            raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {args[name]}")
+    if args.checkpoints_total_limit < -1:
+        raise ModelError(
+            f"model.init_args.checkpoints_total_limit must be at least -1 (all), got {args.checkpoints_total_limit}"
+        )
+    if args.snr_gamma is not None and args.debiased_estimation:
+        raise ModelError("model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one")
+    if args.vae_dtype not in ("float32", "bfloat16"):
+        raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
+    lora_config(args.lora_targets, args.rank, lora_alpha)
+
+
+def check_trained_weights(saved: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
+    """Raises: ModelError if a checkpoint's weights are not exactly those that this model trains."""
+    advice = "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
+    missing, foreign = trained.keys() - saved.keys(), saved.keys() - trained.keys()
+    if missing or foreign:
+        raise ModelError(
+            f"the checkpoint holds {len(saved)} weights, this model trains {len(trained)}"
+            f" ({len(missing)} missing, {len(foreign)} unknown, such as {sorted(missing | foreign)[0]}); {advice}"
+        )
+    for name, parameter in trained.items():
+        if saved[name].shape != parameter.shape:
+            raise ModelError(
+                f"the checkpoint's {name} is {list(saved[name].shape)}, this model's {list(parameter.shape)}; {advice}"
+            )

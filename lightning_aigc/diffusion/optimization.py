@@ -1,0 +1,59 @@
+"""Parameter groups with their own rates, and a schedule by name or by class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from diffusers.optimization import get_scheduler
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_aigc.diffusion.averaging import is_schedule_free
+from lightning_aigc.errors import ModelError
+
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
+
+
+def check_schedule_name(name: str) -> None:
+    """Raises: ModelError, with the nearest right one, for a name that is not in `SCHEDULES`."""
+    if name not in SCHEDULES:
+        near = get_close_matches(name, SCHEDULES, n=1)
+        raise ModelError(
+            f"model.init_args.lr_scheduler must be one of {', '.join(SCHEDULES)}, or a class; got {name!r}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+
+
+def parameter_groups(
+    groups: Sequence[list[nn.Parameter]], learning_rates: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """The groups that are not empty, each with its rate; None leaves the optimizer's own."""
+    pairs = zip(groups, learning_rates, strict=True)
+    return [{"params": group} | ({} if rate is None else {"lr": rate}) for group, rate in pairs if group]
+
+
+def build_schedule(
+    optimizer: Optimizer, scheduler: str | Callable[[Optimizer], Any], warmup_steps: int, total_steps: float
+) -> Any:
+    """A learning-rate scheduler stepped once an optimizer step; None for an optimizer that schedules itself.
+
+    Raises: ModelError for a name that needs an end where `total_steps` is infinite, or for a schedule-free optimizer.
+    """
+    if not isinstance(scheduler, str):
+        return scheduler(optimizer)
+    if is_schedule_free(optimizer):
+        if scheduler != "constant" or warmup_steps:
+            raise ModelError(
+                f"{type(optimizer).__name__} schedules itself; set model.init_args.lr_scheduler: constant and"
+                " lr_warmup_steps: 0, and give the optimizer its own warmup_steps"
+            )
+        return None
+    name = "constant_with_warmup" if scheduler == "constant" and warmup_steps else scheduler
+    has_end = math.isfinite(total_steps)
+    if not has_end and not name.startswith("constant"):
+        raise ModelError(f"model.init_args.lr_scheduler: {name} needs an end; set model.init_args.max_train_steps")
+    steps = int(total_steps) if has_end else None
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=steps)
