@@ -61,6 +61,7 @@ _CALLABLE = re.compile(
     r"(?:\. Got value: Namespace\(class_path='(?P<cls>[^']+)'.*)?$"
 )
 _WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
+_PYTHON_SPEAKING = re.compile(r"unsupported operand|not supported between|NoneType|object is not|has no attribute")
 _NOISE = (
     "Does not validate",
     "Subtypes:",
@@ -99,28 +100,14 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
     where = ".".join(leaf.path)
     text = leaf.text
     if leaf.rank == 2:  # every alternative of a union complained about the type: name them all, and the value once
-        wanted = list(
-            dict.fromkeys(
-                w
-                for each in leaves
-                if each.rank == 2 and each.path == leaf.path
-                for w in each.text.split("\0")[:1]
-                if w
-            )
-        )
-        given = next(
-            (
-                each.text.split("\0")[1]
-                for each in leaves
-                if each.rank == 2 and "\0" in each.text and each.text.split("\0")[1]
-            ),
-            None,
-        )
-        given = given or _given_value(message)
-        text = f"wanted {' or '.join(wanted)}" + (f", got {given}" if given else "")
-        choices = re.findall(r"'([^']+)'", " ".join(wanted))
-        near = get_close_matches(str(given).strip("'\""), choices, n=1) if choices else []
+        alike = [each.text.partition("\0") for each in leaves if each.rank == 2 and each.path == leaf.path]
+        wanted = " or ".join(dict.fromkeys(kind for kind, _, _ in alike if kind))
+        given = next((value for _, _, value in alike if value), None) or _given_value(message)
+        text = f"wanted {wanted}" + (f", got {given}" if given else "")
+        near = get_close_matches(str(given).strip("'\""), re.findall(r"'([^']+)'", wanted), n=1)
         text += f"; did you mean {near[0]}?" if near else ""
+    elif _PYTHON_SPEAKING.search(text):  # a parser of values tripped over this one
+        text = f"this value cannot be read: {_given_value(message) or text}"
     return f"{where}: {text}" if where else text
 
 

@@ -223,6 +223,7 @@ def spoil(data: st.DataObject, config: dict[str, Any]) -> None:
 @settings(
     max_examples=120,
     deadline=None,
+    derandomize=True,
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
