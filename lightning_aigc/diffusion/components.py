@@ -49,6 +49,15 @@ class Components:
         return StableDiffusionXLPipeline if self.family == "sdxl" else StableDiffusionPipeline
 
 
+def check_source(name_or_path: str) -> None:
+    """Look at a local folder without reading weights. Raises: ModelError if it cannot be a pipeline."""
+    path = resolve(name_or_path)
+    if path.is_dir():
+        _pipeline_class(path, name_or_path)
+    elif not path.exists() and name_or_path.startswith((".", "/", "~")):
+        raise ModelError(f"{KEY}: the folder or file {name_or_path} does not exist; check the spelling")
+
+
 def load_components(
     name_or_path: str,
     *,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_aigc.devices import autocast_dtype, dtype_named, float32_region
 from lightning_aigc.diffusion.arguments import check_arguments, check_trained_weights
 from lightning_aigc.diffusion.averaging import averaged, is_schedule_free
-from lightning_aigc.diffusion.components import Components, fingerprint, load_components
+from lightning_aigc.diffusion.components import Components, check_source, fingerprint, load_components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
 from lightning_aigc.diffusion.lora_metadata import hash_base_model
 from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
@@ -144,6 +144,7 @@ class StableDiffusionLoRA(LightningModule):
         self.schedule: DDPMScheduler | None = None
         self.ema: EMAModel | None = None
         self.sampling_limit = TimeLimit(sample_time_limit_s)
+        check_source(pretrained_model_name_or_path)
         check_arguments(self.args, self.lora_alpha)
         if isinstance(lr_scheduler, str):
             check_schedule_name(lr_scheduler)  # before gigabytes are read
@@ -354,6 +355,9 @@ class StableDiffusionLoRA(LightningModule):
         return default_callbacks(self, self.trainer)
 
     def on_train_start(self) -> None:
+        if self.trainer.world_size > 1:
+            # Every rank was seeded alike, for equal LoRA weights; from here each draws noise and timesteps of its own.
+            torch.manual_seed(torch.initial_seed() + self.global_rank)
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
 

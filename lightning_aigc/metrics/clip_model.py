@@ -6,6 +6,7 @@ import difflib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class CLIPModel:
                 open_clip.load_checkpoint(self.model, str(weights_file), strict=True)
             self.tokenizer: Any = open_clip.get_tokenizer(source)
         except Exception as error:  # open_clip, its hub client and pickle raise nearly everything
-            reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+            reason = shorten(str(error).strip().partition("\n")[0], 200, placeholder=" ...") or type(error).__name__
             architecture = "state_dict" in str(error) or "size mismatch" in str(error)
             hint = f"the weights are of another architecture than {name}" if architecture else _REMEDY
             raise ModelError(

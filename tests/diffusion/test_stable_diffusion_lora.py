@@ -668,3 +668,22 @@ def test_parts_that_the_caches_replace_wait_in_host_memory_and_still_sample(sd: 
     fit(module, tmp_path, Spy(), data=loader(batch))
     assert parked[0] == "cpu"
     assert module.sample(["a mug"], [0]).isfinite().all()
+
+
+def test_ranks_draw_noise_of_their_own(sd: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = make_module(sd)
+    fit(module, tmp_path)
+    monkeypatch.setattr(type(module.trainer), "world_size", 2)
+    drawn = []
+    for rank in (0, 1):
+        torch.manual_seed(7)
+        monkeypatch.setattr(type(module), "global_rank", rank)
+        module.on_train_start()
+        drawn.append(torch.randn(4))
+    assert not torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("name", ["./no_such_folder", "~/no/such/model", "/no/such/model.safetensors"])
+def test_a_local_model_that_is_not_there_is_refused_on_construction(name: str) -> None:
+    with pytest.raises(ModelError, match=r"pretrained_model_name_or_path.*does not exist"):
+        StableDiffusionLoRA(name)
