@@ -107,7 +107,8 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
         near = get_close_matches(str(given).strip("'\""), re.findall(r"'([^']+)'", wanted), n=1)
         text += f"; did you mean {near[0]}?" if near else ""
     elif _PYTHON_SPEAKING.search(text):  # a parser of values tripped over this one
-        text = f"this value cannot be read: {_given_value(message) or text}"
+        given = _given_value(message)
+        text = "this value cannot be read" + (f": {given}" if given else "")
     return f"{where}: {text}" if where else text
 
 

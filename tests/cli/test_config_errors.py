@@ -57,7 +57,7 @@ ON_THE_LINE = {
         "--model.init_args.optimizer=AdamWW",
         "model.init_args.optimizer: there is no class 'AdamWW'",
     ),
-    "a value that trips the parser": ("--seed_everything=?", "seed_everything: this value cannot be read: ?"),
+    "a value that trips the parser": ("--seed_everything=?", "seed_everything: this value cannot be read"),
     "text for a whole number": (
         "--model.init_args.rank=three",
         "model.init_args.rank: wanted a whole number, got three",
