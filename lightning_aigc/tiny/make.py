@@ -1,7 +1,6 @@
 """Make the embedded models and pictures: `python -m lightning_aigc.tiny.make OUTPUT [--scale 0.05]`.
 
-At scale 1 it writes what ships with the package, in about an hour on one CPU core (a GPU is used where there is
-one only by running it there; the script itself is device-blind on purpose: one result everywhere). A smaller scale
+At scale 1 it writes what ships with the package, in about an hour on one CPU core. A smaller scale
 shortens every training stage in proportion.
 """
 
