@@ -41,8 +41,8 @@ def run_trainer_verb(arguments: list[str]) -> int:
         if error.errno not in UNWRITABLE:
             raise
         print(
-            f"error: cannot write {error.filename or 'a file of this run'}: {error.strerror}; free some space, or set"
-            " trainer.default_root_dir to a folder that can be written",
+            f"error: cannot write {error.filename or 'a file of this run'}: {error.strerror}; look at the folders of"
+            " trainer.default_root_dir and data.init_args.cache_dir: free some space there, or set others",
             file=sys.stderr,
         )
         return 1
