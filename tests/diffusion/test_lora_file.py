@@ -16,16 +16,10 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from fakes.pipelines import assemble, make_text_encoder
 from peft import LoraConfig
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from lightning_aigc.cli import export
 from lightning_aigc.diffusion import lora_bytes, lora_names
@@ -73,42 +67,8 @@ def make_unet(sdxl: bool = False) -> UNet2DConditionModel:
     ).eval()
 
 
-def make_text_encoder(with_projection: bool = False) -> nn.Module:
-    torch.manual_seed(1 + with_projection)
-    config = CLIPTextConfig(
-        vocab_size=60,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=12,
-        projection_dim=16,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config).eval()
-
-
 def make_pipeline(folder: Path, sdxl: bool = False) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
-    torch.manual_seed(2)
-    vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
-    vocabulary = {"<|startoftext|>": 0, "<|endoftext|>": 1, "a</w>": 2}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = CLIPTokenizer.from_pretrained(folder)
-    parts = {
-        "vae": vae,
-        "unet": make_unet(sdxl),
-        "text_encoder": make_text_encoder(),
-        "tokenizer": tokenizer,
-        "scheduler": DDIMScheduler(steps_offset=1, clip_sample=False),
-    }
-    if sdxl:
-        return StableDiffusionXLPipeline(
-            **parts, text_encoder_2=make_text_encoder(with_projection=True), tokenizer_2=tokenizer
-        )
-    return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    return assemble(folder, make_unet(sdxl), sdxl)
 
 
 def adapt(model: nn.Module, targets: list[str], **options: object) -> nn.Module:

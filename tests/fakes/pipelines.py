@@ -40,10 +40,10 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(folder, model_max_length=12)
 
 
-def make_text_encoder(tokenizer: CLIPTokenizer, with_projection: bool = False) -> CLIPTextModel:
+def make_text_encoder(with_projection: bool = False) -> CLIPTextModel:
     torch.manual_seed(1 + with_projection)
     config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=60,  # room for every token of the tokenizer
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
@@ -54,7 +54,7 @@ def make_text_encoder(tokenizer: CLIPTokenizer, with_projection: bool = False) -
         eos_token_id=1,
         pad_token_id=1,
     )
-    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config)
+    return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config).eval()
 
 
 def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
@@ -78,9 +78,17 @@ def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
             "projection_class_embeddings_input_dim": 16 + 6 * 8,
             "use_linear_projection": True,
         }
+    assemble(folder, UNet2DConditionModel(**shape), sdxl, **scheduler).save_pretrained(folder)
+    return folder
+
+
+def assemble(
+    folder: Path, unet: UNet2DConditionModel, sdxl: bool = False, **scheduler: Any
+) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
+    """A pipeline around this U-Net; the tokenizer's files go to `folder`."""
     tokenizer = make_tokenizer(folder / "tokenizer")
     parts: dict[str, Any] = {
-        "unet": UNet2DConditionModel(**shape),
+        "unet": unet,
         "vae": AutoencoderKL(
             block_out_channels=(8, 8),
             down_block_types=("DownEncoderBlock2D",) * 2,
@@ -88,7 +96,7 @@ def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
             norm_num_groups=4,
             latent_channels=4,
         ),
-        "text_encoder": make_text_encoder(tokenizer),
+        "text_encoder": make_text_encoder(),
         "tokenizer": tokenizer,
         "scheduler": DDIMScheduler(
             beta_start=0.00085,
@@ -100,14 +108,9 @@ def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
         ),
     }
     if sdxl:
-        encoder = make_text_encoder(tokenizer, with_projection=True)
-        pipeline = StableDiffusionXLPipeline(**parts, text_encoder_2=encoder, tokenizer_2=tokenizer)
-    else:
-        pipeline = StableDiffusionPipeline(
-            **parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False
-        )
-    pipeline.save_pretrained(folder)
-    return folder
+        encoder = make_text_encoder(with_projection=True)
+        return StableDiffusionXLPipeline(**parts, text_encoder_2=encoder, tokenizer_2=tokenizer)
+    return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
 
 
 def make_batch(
