@@ -44,6 +44,12 @@ OTHER_DIALECTS = {
     "cache_latents_to_disk": "cache_latents",
 }
 
+# A key that stands in the other block is answered with its place.
+BLOCKS = {
+    "model": "lightning_aigc.diffusion.StableDiffusionLoRA",
+    "data": "lightning_aigc.data.ImageCaptionData",
+}
+
 _KEY = re.compile(r'^Parser key "(?P<key>[^"]+)":?(?P<rest>.*)$')
 _CLASS = re.compile(r"^Problem with given class_path '(?P<cls>[^']+)':")
 _UNKNOWN_OPTION = re.compile(
@@ -205,6 +211,9 @@ def _unknown(name: str, class_path: str | None, where: str, parser: argparse.Arg
     known = _init_args(class_path) if class_path else _option_names(parser, where)
     if last in OTHER_DIALECTS and (OTHER_DIALECTS[last] in known or not _looks_local(OTHER_DIALECTS[last])):
         return f"{owner} has no key {name!r}; it is called {OTHER_DIALECTS[last]} here"
+    for block, owner_class in BLOCKS.items():
+        if class_path is not None and last in _init_args(owner_class) and last not in known:
+            return f"{owner} has no key {name!r}; it is {block}.init_args.{last}"
     first, dot, _ = name.partition(".")
     if not class_path and dot and first not in known:
         name = first  # `modle.init_args.rank`: the block is wrong, not the key in it

@@ -57,6 +57,10 @@ ON_THE_LINE = {
         "--model.init_args.optimizer=AdamWW",
         "model.init_args.optimizer: there is no class 'AdamWW'",
     ),
+    "a key of the other block": (
+        "--model.init_args.resolution=512",
+        "StableDiffusionLoRA has no key 'resolution'; it is data.init_args.resolution",
+    ),
     "a value that trips the parser": ("--seed_everything=?", "seed_everything: this value cannot be read"),
     "text for a whole number": (
         "--model.init_args.rank=three",
