@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_aigc.errors import ModelError
 
 
 class SaveLoRA(Callback):
-    """Saves `<default_root_dir>/<output_name>.safetensors` at the end, and one a step count on the way.
+    """Saves `<default_root_dir>/<output_name>.safetensors` at the end, and one a step count on the way and on Ctrl-C.
 
     Works with any LightningModule that has `save_lora(path, **metadata)`.
 
@@ -48,6 +49,12 @@ class SaveLoRA(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_off:
             self._write(trainer, pl_module, "")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        step = trainer.global_step
+        if isinstance(exception, KeyboardInterrupt) and not self._is_off and step > self._last_step:
+            self._write(trainer, pl_module, f"_step_{step:06d}")
+            rank_zero_info(f"saved {self.file_path(trainer, pl_module, f'_step_{step:06d}')}")
 
     def file_path(self, trainer: Trainer, pl_module: LightningModule, suffix: str = "") -> Path:
         """Where a file goes: the final one, or with `_step_000100` one on the way."""

@@ -132,6 +132,18 @@ def test_lora_files_on_the_way_are_named_by_step(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "painter.safetensors").read_text())["steps"] == 5
 
 
+def test_a_run_that_is_interrupted_keeps_its_lora(tmp_path: Path) -> None:
+    class Interrupted(Painter):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.global_step == 3:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(SystemExit):
+        fit(tmp_path, SaveLoRA(every_n_steps=100), module=Interrupted(), steps=8)
+    assert [p.name for p in tmp_path.glob("*.safetensors")] == ["painter_step_000003.safetensors"]
+
+
 def test_save_lora_says_what_a_module_lacks(tmp_path: Path) -> None:
     class Mute(Painter):
         save_lora = property()  # type: ignore[assignment]
