@@ -100,6 +100,7 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
             return
+        self._losses, self._scores, self._before, self._measured = [], [], {}, {}  # one report may serve two fits
         if self._judge is not None:
             self._judge.to(pl_module.device)
             reference_images = getattr(getattr(trainer, "datamodule", None), "reference_images", None)
@@ -107,7 +108,7 @@ class RunReport(Callback):
                 self._judge.set_reference_images(reference_images(64).to(pl_module.device))
         self._measure(trainer, pl_module, "before")
         reset_peak_memory(pl_module.device)
-        self._start_step, self._started_at = trainer.global_step, time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -95,6 +95,14 @@ def test_the_weights_end_the_same_with_and_without_a_report(tmp_path: Path) -> N
     assert torch.equal(plain.colour, reported.colour)
 
 
+def test_a_second_fit_reports_nothing_of_the_first(tmp_path: Path) -> None:
+    reused, fresh = RunReport(), RunReport()
+    fit(tmp_path / "first", reused, steps=9)
+    fit(tmp_path / "second", reused, steps=4)
+    fit(tmp_path / "alone", fresh, steps=4)
+    assert reused.summary["final_loss"] == fresh.summary["final_loss"]
+
+
 def test_a_missing_judge_costs_the_score_and_not_the_run(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="no CLIP score"):
         fit(tmp_path, RunReport(clip_model=str(tmp_path / "no_such_judge")))
