@@ -1,0 +1,226 @@
+"""What one training step of a diffusion U-Net keeps and takes at each memory level, beside native and checkpointing.
+
+    python kernels/benchmarks/unet_step.py [--model sd15|sdxl] [--batch 1] [--lora 64|0] [--pixels 512] [--rounds 7]
+
+One U-Net with random weights from its config, in bf16 (`--dtype`), takes every variant in turn within each round, so
+that a change of the machine's pace meets all of them; the figures are medians of the rounds after one warm-up round.
+`kept` counts every storage that the forward pass leaves alive for backward, exactly. Before anything is reported, the
+loss of each variant must equal the native one within bf16's rounding. One JSON object a line goes to `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import UNet2DConditionModel
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lightning_aigc  # noqa: F401  # first: it mends torchvision's import
+from lightning_aigc.precision.swaps import swap_forwards
+
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+SD15 = {"sample_size": 64, "cross_attention_dim": 768}
+SDXL = {
+    "sample_size": 128,
+    "cross_attention_dim": 2048,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+VARIANTS = ("native", "balanced", "lean", "max", "checkpointing")
+
+
+def build(model: str, lora_rank: int, dtype: torch.dtype) -> nn.Module:
+    """The U-Net with random weights, LoRA on its attention or everything trainable."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    unet = UNet2DConditionModel(**(SDXL if model == "sdxl" else SD15))
+    torch.set_default_dtype(torch.float32)
+    if lora_rank:
+        unet.requires_grad_(False)
+        config = LoraConfig(r=lora_rank, target_modules=LORA_TARGETS, init_lora_weights=False)
+        unet = inject_adapter_in_model(config, unet)
+    return unet.train()
+
+
+def inputs_of(model: str, batch: int, pixels: int, dtype: torch.dtype, device: str) -> dict[str, object]:
+    """What the U-Net is called with."""
+    latent, width = pixels // 8, 2048 if model == "sdxl" else 768
+    given: dict[str, object] = {
+        "sample": torch.randn(batch, 4, latent, latent, dtype=dtype, device=device),
+        "timestep": torch.full((batch,), 500, device=device),
+        "encoder_hidden_states": torch.randn(batch, 77, width, dtype=dtype, device=device),
+    }
+    if model == "sdxl":
+        size = torch.tensor([[pixels, pixels, 0, 0, pixels, pixels]] * batch, dtype=dtype, device=device)
+        pooled = torch.randn(batch, 1280, dtype=dtype, device=device)
+        given["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": size}
+    return given
+
+
+class LiveStorages(TorchDispatchMode):
+    """Remembers, without keeping it alive, every storage that an operator made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.owned = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.owned:
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    def live_mib(self) -> float:
+        gc.collect()
+        return sum(nbytes for reference, nbytes in self.made.values() if not reference.expired()) / 2**20
+
+
+class Variant:
+    """The U-Net as one variant runs it: entered, and left as it was."""
+
+    def __init__(self, unet: nn.Module, name: str) -> None:
+        self.unet, self.name = unet, name
+
+    def __enter__(self) -> None:
+        if self.name == "checkpointing":
+            self.unet.enable_gradient_checkpointing()
+        elif self.name != "native":
+            self.swapped = swap_forwards(self.unet, memory=self.name)
+
+    def __exit__(self, *_: object) -> None:
+        if self.name == "checkpointing":
+            self.unet.disable_gradient_checkpointing()
+        elif self.name != "native":
+            self.swapped.restore()
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+
+
+def one_step(unet: nn.Module, given: dict[str, object], device: str) -> tuple[float, float, float]:
+    """Loss, seconds of wall clock and of this process's CPU for a forward and a backward pass."""
+    synchronize(device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    loss = unet(**given).sample.float().square().mean()
+    loss.backward()
+    synchronize(device)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    unet.zero_grad(set_to_none=True)
+    return loss.item(), wall, cpu
+
+
+def kept_mib(unet: nn.Module, given: dict[str, object]) -> float:
+    gc.collect()
+    with LiveStorages(unet) as storages:
+        output = unet(**given).sample
+        kept = storages.live_mib()
+    del output
+    return kept
+
+
+def peak_mib(device: str, step: Callable[[], object]) -> float | None:
+    """The device allocator's peak over a step, MiB; None on a CPU."""
+    if device == "cpu":
+        return None
+    module = getattr(torch, device)
+    module.reset_peak_memory_stats()
+    step()
+    return float(module.max_memory_allocated()) / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["sd15", "sdxl"], default="sd15")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--lora", type=int, default=64, help="LoRA rank; 0 trains every weight")
+    parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=7, help="0 counts what is kept and times nothing")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
+    options = parser.parse_args()
+
+    dtype = getattr(torch, options.dtype)
+    unet = build(options.model, options.lora, dtype).to(options.device)
+    given = inputs_of(options.model, options.batch, options.pixels, dtype, options.device)
+    kept, losses, walls, cpus, peaks = {}, {}, {}, {}, {}
+    for name in options.variants:
+        with Variant(unet, name):
+            kept[name] = kept_mib(unet, given)
+        walls[name], cpus[name] = [], []
+    for round_ in range(options.rounds + 1 if options.rounds else 0):
+        for name in options.variants:
+            with Variant(unet, name):
+                losses[name], wall, cpu = one_step(unet, given, options.device)
+                if round_ == 0:
+                    peaks[name] = peak_mib(options.device, lambda: one_step(unet, given, options.device))
+                else:
+                    walls[name].append(wall)
+                    cpus[name].append(cpu)
+    if losses and max(losses.values()) - min(losses.values()) > 0.02 * losses["native"]:
+        sys.exit(f"the variants' losses differ, nothing is reported: {losses}")
+    header = {
+        "benchmark": "unet_step",
+        "date": datetime.date.today().isoformat(),
+        "model": options.model,
+        "batch": options.batch,
+        "lora_rank": options.lora,
+        "pixels": options.pixels,
+        "dtype": options.dtype,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"cpu ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+    }
+    for name in options.variants:
+        row = header | {"variant": name, "kept_mib": round(kept[name], 1)}
+        row["kept_ratio"] = round(kept[name] / kept["native"], 3)
+        if options.rounds:
+            row["step_time_s"] = round(statistics.median(walls[name]), 3)
+            row["step_time_ratio"] = median_ratio(walls, name)
+            row["cpu_time_ratio"] = median_ratio(cpus, name)
+            row["step_time_spread_s"] = [round(min(walls[name]), 3), round(max(walls[name]), 3)]
+        if peaks.get(name):
+            row["peak_mib"] = round(peaks[name] or 0, 1)
+        print(json.dumps(row))
+        if options.output:
+            with options.output.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def median_ratio(seconds: dict[str, list[float]], name: str) -> float:
+    """Median over the rounds of a variant's time over native's in the same round."""
+    return round(
+        statistics.median(own / native for own, native in zip(seconds[name], seconds["native"], strict=True)), 3
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Compile Triton kernels for Ascend chips, and run what the compiler made of them, on a machine that has no Ascend.
+
+`python -m lightning_aigc_kernels.ascend` prints what each kernel needs on each chip. None of this runs on an NPU.
+"""
+
+from lightning_aigc_kernels.ascend.chips import GATE_TARGETS, Chip, chip
+from lightning_aigc_kernels.ascend.errors import (
+    AscendError,
+    AscendLowerError,
+    AscendToolchainError,
+    CPUExecutionError,
+    UBOverflow,
+)
+from lightning_aigc_kernels.ascend.gate import complaints, kernel_cases
+from lightning_aigc_kernels.ascend.lower import Lowered, UBBuffer, lower
+
+__all__ = [
+    "GATE_TARGETS",
+    "AscendError",
+    "AscendLowerError",
+    "AscendToolchainError",
+    "CPUExecutionError",
+    "Chip",
+    "Lowered",
+    "UBBuffer",
+    "UBOverflow",
+    "chip",
+    "complaints",
+    "kernel_cases",
+    "lower",
+]

@@ -1,0 +1,59 @@
+"""`python -m lightning_aigc_kernels.ascend`: every kernel on every chip, and exit code 1 when one may not pass."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning_aigc_kernels.ascend.chips import GATE_TARGETS
+from lightning_aigc_kernels.ascend.errors import AscendError, AscendLowerError
+from lightning_aigc_kernels.ascend.gate import complaints, kernel_cases
+from lightning_aigc_kernels.ascend.lower import lower
+from lightning_aigc_kernels.ascend.toolchain import require_toolchain
+
+ROW = "{:17} {:16} {:46} {:>9} {:>6} {:>5} {:>6} {:>7}  {}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table.
+
+    Returns: 0 when every kernel passes on every chip, 1 when one does not, 2 without the compilers.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lightning_aigc_kernels.ascend", description=__doc__)
+    default = ", ".join(GATE_TARGETS)
+    parser.add_argument("--target", action="append", help=f"a chip; may be repeated (default: {default})")
+    parser.add_argument("--kernel", default="", help="only kernels whose op or name contains this")
+    options = parser.parse_args(arguments)
+    try:
+        require_toolchain()
+    except AscendError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(ROW.format("chip", "op", "kernel", "UB bytes", "share", "notes", "scalar", "seconds", "verdict"))
+    failures = 0
+    for target in options.target or GATE_TARGETS:
+        for op, case in kernel_cases():
+            if options.kernel not in f"{op} {case.name}":
+                continue
+            try:
+                lowered = lower(case.function, case.signature, case.constants, target)
+            except AscendLowerError as error:
+                numbers, wrong = ("-",) * 5, [str(error)]
+            else:
+                numbers = (
+                    f"{lowered.ub_peak_bytes:,}",
+                    f"{lowered.ub_share:.0%}",
+                    str(len(lowered.notes)),
+                    str(len(lowered.scalar_loops)),
+                    f"{sum(lowered.seconds.values()):.2f}",
+                )
+                wrong = complaints(lowered)
+            failures += bool(wrong)
+            print(ROW.format(target, op, case.name, *numbers, "; ".join(wrong) or "ok"))
+    print(f"{failures} failed" if failures else "all pass")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

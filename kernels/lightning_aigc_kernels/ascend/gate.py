@@ -1,0 +1,34 @@
+"""Every Triton kernel of the package, and what it must pass before it may run on an Ascend chip."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from lightning_aigc_kernels.ascend.lower import Lowered
+from lightning_aigc_kernels.launch import KernelCase
+
+OPS = ("group_norm_silu", "geglu", "keep_largest")
+UB_SHARE_LIMIT = 0.85
+"""What lies above is left for the compiler versions to come."""
+
+
+def kernel_cases() -> Iterator[tuple[str, KernelCase]]:
+    """Each op's name with each of its cases.
+
+    Raises: ImportError where no Triton is installed.
+    """
+    for op in OPS:
+        for case in importlib.import_module(f"lightning_aigc_kernels.{op}.kernel").KERNELS:
+            yield op, case
+
+
+def complaints(lowered: Lowered) -> list[str]:
+    """Why the gate stays shut for a lowered kernel; empty when it opens."""
+    found = [f"the compiler gave something up: {note}" for note in lowered.notes]
+    if lowered.scalar_loops:
+        found.append(f"{len(lowered.scalar_loops)} accesses run one element at a time: {lowered.scalar_loops[0]}")
+    if lowered.ub_share > UB_SHARE_LIMIT:
+        used = f"{lowered.ub_peak_bytes} of {lowered.ub_limit_bytes} bytes of the unified buffer"
+        found.append(f"{used} are used, more than {UB_SHARE_LIMIT:.0%}; use a smaller tile")
+    return found

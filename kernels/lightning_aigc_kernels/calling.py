@@ -1,0 +1,90 @@
+"""What every op asks at its door: the dtype to compute in, who computes, and whether it may be called at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+KERNEL_DEVICES = ("cuda", "npu")
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class FallbackWarning(UserWarning):
+    """A fast kernel could not serve an input; the reference did."""
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that an op's products run in: autocast's on x's device when that is on, else x's own."""
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Within: the dtypes that an op chose stand, autocast or not."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def refuse_functorch(op: str) -> None:
+    """Raises: RuntimeError inside torch.func's grad, vmap, jvp and their like, which these ops have no rules for."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"lightning_aigc::{op} has no torch.func rules (grad, vmap, jvp), got a call inside one; "
+            "use torch.autograd, or memory='off' to train this model with its own forward"
+        )
+
+
+def without_values(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape in one number's memory, for a result that nobody will read."""
+    return like.new_empty((), dtype=dtype).expand(tuple(shape))
+
+
+def check_density(density: float, of: str) -> None:
+    """Raises: ValueError for a share of kept entries outside (0, 1]."""
+    if not 0 < density <= 1:
+        raise ValueError(f"{of} must be in (0, 1], got {density}; use 1 to keep every entry")
+
+
+def kernel_for(op: str, x: Tensor) -> ModuleType | None:
+    """`<op>/kernel.py` when it serves x's device and dtype, else None: the reference does. Says once why not."""
+    if x.device.type not in KERNEL_DEVICES:
+        return None
+    reason = why_no_kernel(op)
+    if reason is None and x.dtype not in KERNEL_DTYPES:
+        reason = f"it computes in float32 and got {x.dtype}"
+    if reason is not None:
+        _say_once(op, x.device.type, reason)
+        return None
+    return _kernel_module(op)
+
+
+@functools.cache
+def why_no_kernel(op: str) -> str | None:
+    """Why `<op>/kernel.py` cannot be used here, None when it can."""
+    if importlib.util.find_spec(f"lightning_aigc_kernels.{op}.kernel") is None:
+        return "it has none"
+    try:
+        _kernel_module(op)
+    except Exception as error:  # a Triton of the other vendor breaks in its own ways
+        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
+def _kernel_module(op: str) -> ModuleType:
+    return importlib.import_module(f"lightning_aigc_kernels.{op}.kernel")
+
+
+@functools.cache
+def _say_once(op: str, device: str, reason: str) -> None:
+    message = f"lightning_aigc::{op} runs its plain torch reference on {device}; its Triton kernel cannot: {reason}"
+    warnings.warn(message, FallbackWarning, stacklevel=3)

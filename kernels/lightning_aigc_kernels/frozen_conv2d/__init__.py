@@ -1,0 +1,192 @@
+"""Convolution and linear layer whose weight is frozen: nothing of the input is kept, only its shape.
+
+Native autograd keeps a convolution's input whatever the weight needs, and under autocast a half-precision copy of every
+frozen weight. Both are left out here: backward reads the weight itself. Convolution and matrix product are the device's
+own on cpu, cuda and npu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_aigc_kernels.calling import compute_dtype, refuse_functorch, without_autocast, without_values
+
+__all__ = ["frozen_conv2d", "frozen_linear"]
+
+
+def frozen_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+    *,
+    skip_product: bool = False,
+) -> Tensor:
+    """conv2d(x, weight, bias) whose backward gives x's gradient and keeps nothing of x's size.
+
+    Args: x [N, C, H, W]; weight [D, C / groups, KH, KW]; all in the dtype of autocast where that is on.
+        `skip_product` returns numbers without meaning, for a forward pass repeated for what backward needs of it alone.
+    Raises: ValueError when weight or bias require a gradient; RuntimeError under torch.func.
+    """
+    refuse_functorch("frozen_conv2d")
+    _check_frozen("frozen_conv2d", weight, bias)
+    with without_autocast(x):
+        y: Tensor = _conv2d(
+            x, weight, bias, list(stride), list(padding), list(dilation), groups, _dtype_under(x, weight), skip_product
+        )
+    return y
+
+
+def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(x, weight, bias) that keeps the weight alone, not autocast's copy of it.
+
+    Args: x [..., C]; weight [D, C].
+    Raises: ValueError when weight or bias require a gradient; RuntimeError under torch.func.
+    """
+    refuse_functorch("frozen_linear")
+    _check_frozen("frozen_linear", weight, bias)
+    with without_autocast(x):
+        y: Tensor = _linear(x, weight, bias, _dtype_under(x, weight))
+    return y
+
+
+def _check_frozen(op: str, weight: Tensor, bias: Tensor | None) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{op} gives no gradient of {name}, which requires one; freeze it or use torch's own")
+
+
+def _dtype_under(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Autocast's dtype; without autocast x's, which must then be the weight's, as for torch's own."""
+    dtype = compute_dtype(x)
+    if not torch.is_autocast_enabled(x.device.type) and weight.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}; use one dtype or autocast")
+    return dtype
+
+
+@torch.library.custom_op("lightning_aigc::frozen_conv2d", mutates_args=())
+def _conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+    skip_product: bool,
+) -> Tensor:
+    if skip_product:
+        return without_values(x, conv2d_output_shape(x.shape, weight.shape, stride, padding, dilation), dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return F.conv2d(x.to(dtype), weight.to(dtype), bias, stride, padding, dilation, groups)
+
+
+@torch.library.custom_op("lightning_aigc::frozen_conv2d_backward", mutates_args=())
+def _conv2d_backward(
+    dy: Tensor,
+    weight: Tensor,
+    input_shape: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return conv2d_input_gradient(dy, weight.to(dy.dtype), input_shape, stride, padding, dilation, groups).to(dtype)
+
+
+def conv2d_input_gradient(
+    dy: Tensor,
+    weight: Tensor,
+    input_shape: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """The gradient of a convolution's input from its shape alone; no autograd."""
+    unread = dy.new_empty(1).expand(input_shape)  # the backward of the input never looks at the input's values
+    dx: Tensor = torch.ops.aten.convolution_backward(
+        dy, unread, weight, None, stride, padding, dilation, False, (0, 0), groups, (True, False, False)
+    )[0]
+    return dx
+
+
+def conv2d_output_shape(
+    x_shape: Sequence[int], weight_shape: Sequence[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> list[int]:
+    """[N, D, H', W'] of a convolution."""
+    pixels = [
+        (x_shape[2 + i] + 2 * padding[i] - dilation[i] * (weight_shape[2 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
+    ]
+    return [x_shape[0], weight_shape[0], *pixels]
+
+
+@_conv2d.register_fake
+def _(x, weight, bias, stride, padding, dilation, groups, dtype, skip_product):  # type: ignore[no-untyped-def]
+    if skip_product:
+        return without_values(x, conv2d_output_shape(x.shape, weight.shape, stride, padding, dilation), dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return torch.empty_like(F.conv2d(x.to(dtype), weight.to(dtype), bias, stride, padding, dilation, groups))
+
+
+@_conv2d_backward.register_fake
+def _(dy, weight, input_shape, stride, padding, dilation, groups, dtype):  # type: ignore[no-untyped-def]
+    return dy.new_empty(input_shape, dtype=dtype)
+
+
+def _setup_conv2d(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, *ctx.geometry, _, _ = inputs
+    ctx.input_shape, ctx.input_dtype = x.shape, x.dtype
+    ctx.save_for_backward(weight)
+
+
+def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (weight,) = ctx.saved_tensors
+    return _conv2d_backward(dy, weight, list(ctx.input_shape), *ctx.geometry, ctx.input_dtype), *(None,) * 8
+
+
+_conv2d.register_autograd(_conv2d_autograd, setup_context=_setup_conv2d)
+
+
+@torch.library.custom_op("lightning_aigc::frozen_linear", mutates_args=())
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+@torch.library.custom_op("lightning_aigc::frozen_linear_backward", mutates_args=())
+def _linear_backward(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (dy @ weight.to(dy.dtype)).to(dtype)
+
+
+@_linear.register_fake
+def _(x, weight, bias, dtype):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
+@_linear_backward.register_fake
+def _(dy, weight, dtype):  # type: ignore[no-untyped-def]
+    return dy.new_empty((*dy.shape[:-1], weight.shape[1]), dtype=dtype)
+
+
+def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, _ = inputs
+    ctx.input_dtype = x.dtype
+    ctx.save_for_backward(weight)
+
+
+def _linear_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (weight,) = ctx.saved_tensors
+    return _linear_backward(dy, weight, ctx.input_dtype), None, None, None
+
+
+_linear.register_autograd(_linear_autograd, setup_context=_setup_linear)

@@ -1,0 +1,225 @@
+"""GroupNorm, an optional timestep scale and shift, and SiLU as one op that keeps its input and the group statistics.
+
+Native autograd keeps the input, the normalised tensor and often the activated one. Here backward computes both again,
+element by element, and gives the gradients of the input and of the affine in one pass. The reference serves every
+device; Triton serves cuda and npu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc_kernels.calling import check_density, compute_dtype, kernel_for, refuse_functorch, without_autocast
+from lightning_aigc_kernels.group_norm_silu import reference
+
+__all__ = ["group_norm_silu"]
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+    input_grad_density: float = 1.0,
+) -> Tensor:
+    """silu(group_norm(x) * (1 + scale) + shift), keeping x and the statistics of its groups for backward.
+
+    Args: x [N, C, ...]; weight and bias [C]; scale and shift [N, C], the timestep's; `silu=False` leaves the activation
+        out. An `input_grad_density` below 1 passes on only that share of the input's gradient, the largest magnitudes
+        of each sample's group: lossy, off by default.
+    Returns: x's shape, in autocast's dtype where autocast is on, else in x's.
+    Raises: ValueError when the groups do not divide the channels or a shape does not fit; RuntimeError under
+        torch.func.
+    """
+    refuse_functorch("group_norm_silu")
+    check(x, weight, bias, num_groups, scale, shift)
+    check_density(input_grad_density, "input_grad_density")
+    dtype = compute_dtype(x)
+    with without_autocast(x):
+        y: Tensor = _op(x, weight, bias, scale, shift, num_groups, eps, silu, input_grad_density)[0]
+    return y.to(dtype)
+
+
+def check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, scale: Tensor | None, shift: Tensor | None
+) -> None:
+    """Raises: ValueError for shapes that GroupNorm cannot take."""
+    if x.dim() < 2:
+        raise ValueError(f"group_norm_silu wants x [N, C, ...], got {tuple(x.shape)}")
+    samples, channels = x.shape[:2]
+    if groups < 1 or channels % groups:
+        raise ValueError(f"num_groups must divide the channels: got {groups} groups for {channels} channels")
+    for name, tensor, shape in (
+        ("weight", weight, (channels,)),
+        ("bias", bias, (channels,)),
+        ("scale", scale, (samples, channels)),
+        ("shift", shift, (samples, channels)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must be {shape} for x {tuple(x.shape)}, got {tuple(tensor.shape)}")
+
+
+@torch.library.custom_op("lightning_aigc::group_norm_silu", mutates_args=())
+def _op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    density: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(x, weight, bias, scale, shift, groups, eps, silu)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean_NG, rstd_NG by the best that x's device has; for other ops to build on, no autograd."""
+    kernel = kernel_for("group_norm_silu", x)
+    if kernel is None:
+        return reference.forward(x, weight, bias, scale, shift, groups, eps, silu)
+    affine = _effective_affine(x, weight, bias, scale, shift)
+    y, mean_NG, rstd_NG = kernel.forward(x.contiguous(), *affine, groups, eps, silu)
+    return y, mean_NG, rstd_NG
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    mean_NG: Tensor,
+    rstd_NG: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    need_affine: bool,
+    density: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias, scale and shift; with `need_affine` False the last four are None."""
+    dy = dy.to(x.dtype)
+    kernel = kernel_for("group_norm_silu", x)
+    if kernel is None:
+        return reference.backward(
+            dy, x, mean_NG, rstd_NG, weight, bias, scale, shift, groups, eps, silu, need_affine, density
+        )
+    affine = _effective_affine(x, weight, bias, scale, shift)
+    dx, slope_NC, offset_NC = kernel.backward(
+        dy.contiguous(), x.contiguous(), mean_NG, rstd_NG, *affine, groups, silu, need_affine, density
+    )
+    if not need_affine:
+        return dx, None, None, None, None
+    # The kernel sees weight * (1 + scale) and bias * (1 + scale) + shift; the chain rule takes its sums apart.
+    amplified = 1.0 if scale is None else 1 + scale.float()
+    dscale = None
+    if scale is not None:
+        dscale = slope_NC * (1.0 if weight is None else weight.float()) + (0.0 if bias is None else offset_NC * bias)
+    return (
+        dx,
+        None if weight is None else (slope_NC * amplified).sum(0),
+        None if bias is None else (offset_NC * amplified).sum(0),
+        dscale,
+        None if shift is None else offset_NC,
+    )
+
+
+def _effective_affine(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias float32 [N, C] with scale and shift folded in; shared by the samples (stride 0) without them."""
+    samples, channels = x.shape[:2]
+    weight_C = x.new_ones(channels, dtype=torch.float32) if weight is None else weight.float()
+    bias_C = x.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
+    weight_NC, bias_NC = weight_C.expand(samples, channels), bias_C.expand(samples, channels)
+    if scale is not None:
+        weight_NC, bias_NC = weight_NC * (1 + scale.float()), bias_NC * (1 + scale.float())
+    return weight_NC, bias_NC if shift is None else bias_NC + shift.float()
+
+
+@_op.register_fake
+def _(x, weight, bias, scale, shift, groups, eps, silu, density):  # type: ignore[no-untyped-def]
+    statistics = x.new_empty((x.shape[0], groups), dtype=statistics_dtype(x, weight))
+    return torch.empty_like(x), statistics, torch.empty_like(statistics)
+
+
+def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype that `forward` gives mean and rstd in."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    if kernel_for("group_norm_silu", x) is None and (x.device.type != "cpu" or weight is None):
+        return torch.float32 if x.device.type == "cuda" and half else x.dtype
+    return torch.float32 if half else x.dtype
+
+
+@torch.library.custom_op("lightning_aigc::group_norm_silu_backward", mutates_args=())
+def _backward_op(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    need_affine: bool,
+    density: float,
+) -> list[Tensor]:
+    """dx, and with `need_affine` the gradients of those of weight, bias, scale and shift that were given."""
+    grads = backward(dy, x, mean, rstd, weight, bias, scale, shift, groups, eps, silu, need_affine, density)
+    return [grad if of is None else grad.to(of.dtype) for grad, of in _present(grads, weight, bias, scale, shift)]
+
+
+def _present(grads: tuple[Tensor | None, ...], *parameters: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    dx, *others = grads
+    assert dx is not None
+    return [(dx, None)] + [(g, p) for g, p in zip(others, parameters, strict=True) if g is not None]
+
+
+@_backward_op.register_fake
+def _(dy, x, mean, rstd, weight, bias, scale, shift, groups, eps, silu, need_affine, density):  # type: ignore[no-untyped-def]
+    given = [p for p in (weight, bias, scale, shift) if p is not None] if need_affine else []
+    return [torch.empty_like(x), *(torch.empty_like(p) for p in given)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, scale, shift, *ctx.options = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(x, mean, rstd, weight, bias, scale, shift)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 9
+    x, mean, rstd, *parameters = ctx.saved_tensors
+    groups, eps, silu, density = ctx.options
+    need_affine = any(ctx.needs_input_grad[1:5])
+    grads = iter(_backward_op(dy, x, mean, rstd, *parameters, groups, eps, silu, need_affine, density))
+    dx = next(grads)
+    dparameters = (None if p is None or not need_affine else next(grads) for p in parameters)
+    return dx, *dparameters, None, None, None, None
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,80 @@
+"""A linear layer with or without a LoRA branch, forward and backward on plain matrices: what larger ops are made of.
+
+Dimensions: T tokens, C input features, D output features, R the LoRA's rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Projection(NamedTuple):
+    """y = x weight^T + bias + scale * (x down^T) up^T."""
+
+    weight: Tensor
+    """[D, C]"""
+    bias: Tensor | None = None
+    """[D]"""
+    down: Tensor | None = None
+    """[R, C], peft's lora_A; None without LoRA"""
+    up: Tensor | None = None
+    """[D, R], peft's lora_B"""
+    scale: float = 0.0
+    """lora_alpha / R, or what the LoRA variant makes of it"""
+
+    def to(self, dtype: torch.dtype) -> Projection:
+        """The same layer in another dtype; nothing is copied where it has it."""
+        bias, down, up = (None if t is None else t.to(dtype) for t in self[1:4])
+        return Projection(self.weight.to(dtype), bias, down, up, self.scale)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """What an op's schema carries; the scale goes apart."""
+        return self.weight, self.bias, self.down, self.up
+
+
+class ProjectionGradients(NamedTuple):
+    """Gradients in the order of a Projection's tensors, None where none was asked for."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    down: Tensor | None
+    up: Tensor | None
+
+
+Needs = tuple[bool, bool, bool, bool]
+"""Which of a Projection's tensors want a gradient."""
+
+
+def project(x_TC: Tensor, layer: Projection) -> Tensor:
+    """y_TD."""
+    y_TD = F.linear(x_TC, layer.weight, layer.bias)
+    if layer.down is not None and layer.up is not None:
+        y_TD.addmm_(x_TC @ layer.down.t(), layer.up.t(), alpha=layer.scale)
+    return y_TD
+
+
+def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -> Tensor:
+    """dx plus what this layer passes back: the sum grows inside the matrix products."""
+    dx_TC = dy_TD @ layer.weight if dx_TC is None else dx_TC.addmm_(dy_TD, layer.weight)
+    if layer.down is not None and layer.up is not None:
+        dx_TC.addmm_(dy_TD @ layer.up, layer.down, alpha=layer.scale)
+    return dx_TC
+
+
+def parameter_gradients(dy_TD: Tensor, x_TC: Tensor, layer: Projection, needs: Needs) -> ProjectionGradients:
+    """Gradients of weight, bias, down and up from the layer's input."""
+    weight, bias, down, up = needs
+    ddown_RC = dup_DR = None
+    if layer.down is not None and layer.up is not None:
+        if down:
+            ddown_RC = (dy_TD @ layer.up).mul_(layer.scale).t() @ x_TC
+        if up:
+            dup_DR = dy_TD.t() @ (x_TC @ layer.down.t()).mul_(layer.scale)
+    dweight_DC = dy_TD.t() @ x_TC if weight else None
+    dbias_D = dy_TD.sum(0) if bias and layer.bias is not None else None
+    return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)

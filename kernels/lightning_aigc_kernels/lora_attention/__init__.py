@@ -1,0 +1,264 @@
+"""LayerNorm, the q, k, v projections with their LoRA branches, attention and the output projection as one op.
+
+Native autograd keeps the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op keeps
+its input and the attention's output; q, k and v are computed again, or kept too where speed counts for more. The
+gradients of the LoRA's matrices are exact: nothing is approximated.
+
+Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc_kernels.calling import compute_dtype, refuse_functorch, without_autocast
+from lightning_aigc_kernels.keep_largest import keep_largest_per_head
+from lightning_aigc_kernels.linear_with_lora import (
+    Projection,
+    add_input_gradient,
+    parameter_gradients,
+    project,
+)
+from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
+from lightning_aigc_kernels.normalization import Norm, Normalized, normalize, normalize_backward
+
+__all__ = ["KnownAttention", "lora_attention"]
+
+KnownAttention = tuple[Tensor, Tensor, Tensor]
+"""An attention's output [N, T, C] and its two softmax tensors, from an earlier forward pass of the same inputs."""
+
+
+def lora_attention(
+    x: Tensor,
+    context: Tensor | None,
+    norm: Norm,
+    query: Projection,
+    key: Projection,
+    value: Projection,
+    out: Projection,
+    heads: int,
+    *,
+    keep_projections: bool = False,
+    grad_dtype: torch.dtype | None = None,
+    gradient_density: float = 1.0,
+    known: KnownAttention | None = None,
+) -> tuple[Tensor, KnownAttention]:
+    """out(attention(q, k, v)) of q from norm(x), k and v from the context or norm(x); without the residual.
+
+    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keep_projections` keeps q, k and v for backward
+        instead of computing them again; `grad_dtype` runs backward's products in that dtype, for a loss that is scaled
+        to fit it; `gradient_density` below 1 drops the smallest entries of dq, dk and dv (see
+        `sparse_attention_backward`); `known` spares the attention itself when its output is at hand.
+    Returns: y [N, T, C''], in autocast's dtype where that is on, else x's, and the attention's output for `known`.
+    Raises: ValueError when the heads do not divide the features; RuntimeError under torch.func.
+    """
+    refuse_functorch("lora_attention")
+    if query.weight.shape[0] % heads:
+        raise ValueError(f"heads must divide the query's features: got {heads} heads for {query.weight.shape[0]}")
+    layers = (query, key, value, out)
+    with without_autocast(x):
+        y, *made = _op(
+            x, context, norm.weight, norm.bias, *(t for layer in layers for t in layer.tensors),
+            *(known or (None,) * 3), norm.on, norm.eps, heads, [layer.scale for layer in layers], keep_projections,
+            compute_dtype(x), grad_dtype, gradient_density,
+        )  # fmt: skip
+    return y, known or (made[0].detach(), made[1].detach(), made[2].detach())
+
+
+@torch.library.custom_op("lightning_aigc::lora_attention", mutates_args=())
+def _op(
+    x: Tensor,
+    context: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight_q: Tensor,
+    bias_q: Tensor | None,
+    down_q: Tensor | None,
+    up_q: Tensor | None,
+    weight_k: Tensor,
+    bias_k: Tensor | None,
+    down_k: Tensor | None,
+    up_k: Tensor | None,
+    weight_v: Tensor,
+    bias_v: Tensor | None,
+    down_v: Tensor | None,
+    up_v: Tensor | None,
+    weight_out: Tensor,
+    bias_out: Tensor | None,
+    down_out: Tensor | None,
+    up_out: Tensor | None,
+    known_output: Tensor | None,
+    known_softmax1: Tensor | None,
+    known_softmax2: Tensor | None,
+    normed: bool,
+    eps: float,
+    heads: int,
+    scales: list[float],
+    keep_projections: bool,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
+    density: float,
+) -> list[Tensor]:
+    """y; unless known the attention's output and softmax; q, k and v if they are to be kept."""
+    tensors = (
+        weight_q, bias_q, down_q, up_q, weight_k, bias_k, down_k, up_k,
+        weight_v, bias_v, down_v, up_v, weight_out, bias_out, down_out, up_out,
+    )  # fmt: skip
+    *inward, out = _layers(tensors, scales, dtype)
+    if known_output is not None:
+        return [project(_rows(known_output), out).view(*x.shape[:-1], -1)]
+    qkv = _projections(x, context, Norm(norm_weight, norm_bias, eps, normed), inward, dtype)[1]
+    o_NHTD, softmax1, softmax2 = attend(*(_heads_first(rows, x.shape[0], heads) for rows in qkv))
+    o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape)
+    y = project(o_RC, out).view(*x.shape[:-1], -1)
+    return [y, o_RC.view(*x.shape[:-1], -1), softmax1, softmax2, *(qkv if keep_projections else ())]
+
+
+_op.register_fake(_op._init_fn)
+
+
+@torch.library.custom_op("lightning_aigc::lora_attention_backward", mutates_args=())
+def _backward_op(
+    dy: Tensor,
+    x: Tensor,
+    context: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    weight_q: Tensor,
+    bias_q: Tensor | None,
+    down_q: Tensor | None,
+    up_q: Tensor | None,
+    weight_k: Tensor,
+    bias_k: Tensor | None,
+    down_k: Tensor | None,
+    up_k: Tensor | None,
+    weight_v: Tensor,
+    bias_v: Tensor | None,
+    down_v: Tensor | None,
+    up_v: Tensor | None,
+    weight_out: Tensor,
+    bias_out: Tensor | None,
+    down_out: Tensor | None,
+    up_out: Tensor | None,
+    output: Tensor,
+    softmax1: Tensor,
+    softmax2: Tensor,
+    kept: list[Tensor],
+    needs: list[bool],
+    normed: bool,
+    eps: float,
+    heads: int,
+    scales: list[float],
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
+    density: float,
+) -> list[Tensor]:
+    """Gradients of those among x, context, the norm's two and the layers' sixteen tensors that `needs` names."""
+    grad_dtype = grad_dtype or dtype
+    samples = x.shape[0]
+    tensors = (
+        weight_q, bias_q, down_q, up_q, weight_k, bias_k, down_k, up_k,
+        weight_v, bias_v, down_v, up_v, weight_out, bias_out, down_out, up_out,
+    )  # fmt: skip
+    norm = Norm(norm_weight, norm_bias, eps, normed)
+    *inward, out = _layers(tensors, scales, grad_dtype)
+    needs_of: list[Any] = [tuple(needs[4 + 4 * i : 8 + 4 * i]) for i in range(4)]
+
+    normalized, qkv = _projections(x, context, norm, _layers(tensors, scales, dtype)[:3], dtype, tuple(kept))
+    dy_RC, o_RC = _rows(dy).to(grad_dtype), _rows(output).to(grad_dtype)
+    dout = parameter_gradients(dy_RC, o_RC, out, needs_of[3])
+    do_RC = add_input_gradient(None, dy_RC, out)
+    heads_first = [_heads_first(rows.to(grad_dtype), samples, heads) for rows in (do_RC, *qkv, o_RC)]
+    do, q, k, v, o = heads_first
+    dqkv_NHTD: tuple[Tensor, ...] = attend_backward(do, q, k, v, o, softmax1, softmax2)
+    del heads_first, do_RC, o_RC, qkv, do, q, k, v, o
+    if density < 1:
+        dqkv_NHTD = tuple(keep_largest_per_head(d, density) for d in dqkv_NHTD)
+    dqkv_RC = [d.transpose(1, 2).reshape(-1, layer.weight.shape[0]) for d, layer in zip(dqkv_NHTD, inward, strict=True)]
+    del dqkv_NHTD
+
+    normalized_RC = normalized.value.to(grad_dtype)
+    source_RC = normalized_RC if context is None else _rows(context).to(grad_dtype)
+    sources = normalized_RC, source_RC, source_RC
+    dlayers = [
+        parameter_gradients(d, source, layer, need)
+        for d, source, layer, need in zip(dqkv_RC, sources, inward, needs_of[:3], strict=True)
+    ]
+    dnormalized_RC = add_input_gradient(None, dqkv_RC[0], inward[0])
+    dcontext_RC = dnormalized_RC if context is None else None
+    if context is None or needs[1]:
+        for d, layer in zip(dqkv_RC[1:], inward[1:], strict=True):
+            dcontext_RC = add_input_gradient(dcontext_RC, d, layer)
+    dx_RC, dnorm_weight, dnorm_bias = normalize_backward(dnormalized_RC, _rows(x), norm, normalized, needs[2], needs[3])
+    dcontext = dcontext_RC.view(context.shape) if needs[1] and context is not None and dcontext_RC is not None else None
+    grads = (dx_RC.view(x.shape), dcontext, dnorm_weight, dnorm_bias, *(g for d in (*dlayers, dout) for g in d))
+    of = (x, context, norm_weight, norm_bias, *tensors)
+    return [
+        g.to(t.dtype) for g, t, need in zip(grads, of, needs, strict=True) if need and g is not None and t is not None
+    ]
+
+
+@_backward_op.register_fake
+def _(dy, x, context, norm_weight, norm_bias, *others):  # type: ignore[no-untyped-def]
+    tensors, needs = (x, context, norm_weight, norm_bias, *others[:16]), others[20]
+    return [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, known = inputs[:20], inputs[20:23]
+    normed, eps, heads, scales, _, dtype, grad_dtype, density = inputs[23:]
+    ctx.options = normed, eps, heads, scales, dtype, grad_dtype, density
+    _, *made = output
+    ctx.save_for_backward(*tensors, *(made if known[0] is None else known))
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    if grads[0] is None:
+        return (None,) * 31
+    saved = ctx.saved_tensors  # read once: under checkpointing a second reading is an error
+    tensors, (output, softmax1, softmax2, *kept) = saved[:20], saved[20:]
+    needs = list(ctx.needs_input_grad[:20])
+    given = iter(_backward_op(grads[0], *tensors, output, softmax1, softmax2, kept, needs, *ctx.options))
+    return *(next(given) if need else None for need in needs), *(None,) * 11
+
+
+_op.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _layers(tensors: Sequence[Any], scales: Sequence[float], dtype: torch.dtype) -> list[Projection]:
+    """The query, key, value and output layers of an op's flat arguments."""
+    layers = []
+    for i, scale in enumerate(scales):
+        weight, bias, down, up = tensors[4 * i : 4 * i + 4]
+        layers.append(Projection(weight, bias, down, up, scale).to(dtype))
+    return layers
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    return tokens.reshape(-1, tokens.shape[-1])
+
+
+def _heads_first(rows_RC: Tensor, samples: int, heads: int) -> Tensor:
+    return rows_RC.view(samples, -1, heads, rows_RC.shape[-1] // heads).transpose(1, 2)
+
+
+def _projections(
+    x: Tensor,
+    context: Tensor | None,
+    norm: Norm,
+    layers: Sequence[Projection],
+    dtype: torch.dtype,
+    kept: tuple[Tensor, ...] = (),
+) -> tuple[Normalized, tuple[Tensor, ...]]:
+    """The normalised x, and q, k, v as rows: as kept, or computed."""
+    normalized = normalize(_rows(x), norm, dtype)
+    if kept:
+        return normalized, kept
+    source_RC = normalized.value if context is None else _rows(context).to(dtype)
+    query, key, value = layers
+    return normalized, (project(normalized.value, query), project(source_RC, key), project(source_RC, value))

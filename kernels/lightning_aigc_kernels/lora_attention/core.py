@@ -1,0 +1,96 @@
+"""Softmax attention without masks, forward and backward, by the fused kernel of each device.
+
+Dimensions: N samples, H heads, T queries, S keys, D features of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+
+
+def attend(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The output [N, H, T, D] and two small tensors that `attend_backward` needs of the softmax."""
+    nothing = q_NHTD.new_empty(0)
+    which = _kernel(q_NHTD)
+    if which == "cpu_flash":
+        o_NHTD, lse_NHT = aten._scaled_dot_product_flash_attention_for_cpu(q_NHTD, k_NHSD, v_NHSD)
+        return o_NHTD, lse_NHT.contiguous(), nothing
+    if which == "cuda_flash":
+        o_NHTD, lse_NHT, *_, random_state, _, _ = aten._scaled_dot_product_flash_attention(q_NHTD, k_NHSD, v_NHSD)
+        return o_NHTD, lse_NHT, random_state
+    if which == "cuda_efficient":
+        o_NHTD, lse_NHT, *_ = aten._scaled_dot_product_efficient_attention(q_NHTD, k_NHSD, v_NHSD, None, True)
+        return o_NHTD, lse_NHT, nothing
+    if which == "npu":
+        o_NHTD, maximum, total, *_ = torch.ops.npu.npu_fusion_attention(
+            q_NHTD, k_NHSD, v_NHSD, q_NHTD.shape[1], "BNSD", scale=q_NHTD.shape[-1] ** -0.5
+        )
+        return o_NHTD, maximum, total
+    scores_NHTS = _scores(q_NHTD, k_NHSD)
+    lse_NHT = scores_NHTS.logsumexp(-1)
+    o_NHTD = (scores_NHTS - lse_NHT[..., None]).exp().to(v_NHSD.dtype) @ v_NHSD
+    return o_NHTD, lse_NHT, nothing
+
+
+def attend_backward(
+    do_NHTD: Tensor, q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, o_NHTD: Tensor, softmax1: Tensor, softmax2: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv."""
+    which = _kernel(q_NHTD)
+    if which == "cpu_flash":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do_NHTD, q_NHTD, k_NHSD, v_NHSD, o_NHTD, softmax1, 0.0, False
+        )
+        return dq, dk, dv
+    if which == "cuda_flash":
+        queries, keys = q_NHTD.shape[2], k_NHSD.shape[2]
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            do_NHTD, q_NHTD, k_NHSD, v_NHSD, o_NHTD, softmax1, None, None, queries, keys, 0.0, False,
+            softmax2, softmax2.new_empty(()),
+        )  # fmt: skip
+        return dq, dk, dv
+    if which == "cuda_efficient":
+        seed = torch.zeros((), dtype=torch.int64, device=q_NHTD.device)  # of a dropout that is off
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            do_NHTD, q_NHTD, k_NHSD, v_NHSD, None, o_NHTD, softmax1, seed, seed, 0.0, [True, True, True, False], False
+        )
+        return dq, dk, dv
+    if which == "npu":
+        dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
+            q_NHTD, k_NHSD, v_NHSD, do_NHTD, q_NHTD.shape[1], "BNSD",
+            softmax_max=softmax1, softmax_sum=softmax2, attention_in=o_NHTD, scale_value=q_NHTD.shape[-1] ** -0.5,
+        )  # fmt: skip
+        return dq, dk, dv
+    weights_NHTS = (_scores(q_NHTD, k_NHSD) - softmax1[..., None]).exp()
+    dweights_NHTS = (do_NHTD @ v_NHSD.transpose(-1, -2)).to(weights_NHTS.dtype)
+    delta_NHT1 = (do_NHTD.to(weights_NHTS.dtype) * o_NHTD.to(weights_NHTS.dtype)).sum(-1, keepdim=True)
+    dscores_NHTS = weights_NHTS * (dweights_NHTS - delta_NHT1) * q_NHTD.shape[-1] ** -0.5
+    dscores_NHTS, weights_NHTS = dscores_NHTS.to(q_NHTD.dtype), weights_NHTS.to(q_NHTD.dtype)
+    dv_NHSD = weights_NHTS.transpose(-1, -2) @ do_NHTD
+    return dscores_NHTS @ k_NHSD, dscores_NHTS.transpose(-1, -2) @ q_NHTD, dv_NHSD
+
+
+def _scores(q_NHTD: Tensor, k_NHSD: Tensor) -> Tensor:
+    """q k^T / sqrt(D), in float32 at least."""
+    wide = torch.promote_types(q_NHTD.dtype, torch.float32)
+    scale: float = q_NHTD.shape[-1] ** -0.5
+    return q_NHTD.to(wide) @ k_NHSD.to(wide).transpose(-1, -2) * scale
+
+
+def _kernel(q_NHTD: Tensor) -> str:
+    """Which attention serves these queries."""
+    device, features = q_NHTD.device.type, q_NHTD.shape[-1]
+    if q_NHTD.numel() == 0:
+        return "math"
+    if device == "cpu":
+        return "cpu_flash"
+    if device == "cuda" and q_NHTD.dtype in HALF and features % 8 == 0 and features <= 256:
+        return "cuda_flash"
+    if device == "cuda" and q_NHTD.dtype in (*HALF, torch.float32) and features % 8 == 0:
+        return "cuda_efficient"
+    fused_on_npu = device == "npu" and q_NHTD.dtype in HALF and hasattr(torch.ops.npu, "npu_fusion_attention")
+    return "npu" if fused_on_npu else "math"

@@ -1,0 +1,58 @@
+"""LayerNorm as larger ops use it: forward again from the input, and its backward, by the device's own kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Norm(NamedTuple):
+    """A LayerNorm over the last dimension; `on=False` passes its input through."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    on: bool = True
+
+
+class Normalized(NamedTuple):
+    """What LayerNorm made of x, in the dtype wanted, and what its backward needs."""
+
+    value: Tensor
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
+    """LayerNorm(x) in `dtype`; statistics in float32 where the device can."""
+    if not norm.on:
+        return Normalized(x_TC.to(dtype), None, None)
+    weight, bias = _affine(norm.weight, x_TC), _affine(norm.bias, x_TC)
+    value, mean, rstd = aten.native_layer_norm(x_TC, x_TC.shape[-1:], weight, bias, norm.eps)
+    return Normalized(value.to(dtype), mean, rstd)
+
+
+def normalize_backward(
+    dvalue_TC: Tensor, x_TC: Tensor, norm: Norm, made: Normalized, need_weight: bool, need_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias."""
+    dvalue_TC = dvalue_TC.to(x_TC.dtype)
+    if not norm.on:
+        return dvalue_TC, None, None
+    weight, bias = _affine(norm.weight, x_TC), _affine(norm.bias, x_TC)
+    mask = (True, need_weight, need_bias)
+    dx, dweight, dbias = aten.native_layer_norm_backward(
+        dvalue_TC, x_TC, x_TC.shape[-1:], made.mean, made.rstd, weight, bias, mask
+    )
+    return dx, dweight if need_weight else None, dbias if need_bias else None
+
+
+def _affine(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
+    if parameter_C is None:
+        return None
+    on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
+    return parameter_C.to(torch.float32 if on_cpu else x.dtype)

@@ -1,0 +1,51 @@
+"""Which modules' gradients stay whole: one set of name patterns for every lossy option, here and in gradient sync."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+
+class GradientProtection:
+    """Decides by dotted name whether a module's or parameter's gradient stays full-precision and dense.
+
+    A pattern is a glob over any run of a name's parts, and covers all that lies below: `vae.decoder` covers
+    `model.vae.decoder.conv_in.weight`, `mid_block.attentions` covers `unet.mid_block.attentions.0.norm`, and so do
+    `vae.decoder*` and `*mid_block.attentions*`.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        """Raises: ValueError for a bare string or an empty pattern."""
+        if isinstance(patterns, str):
+            raise ValueError(
+                f"protect wants a list of name patterns, got the string {patterns!r}; write [{patterns!r}]"
+            )
+        if not all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
+            raise ValueError(f"protect wants name patterns such as 'vae.decoder', got {list(patterns)}")
+        self.patterns = tuple(patterns)
+
+    def covers(self, name: str) -> bool:
+        """Whether the module or parameter of this dotted name is protected."""
+        return any(_matches(name, pattern) for pattern in self.patterns)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises: ValueError for a pattern that covers none of these names: most likely a spelling mistake."""
+        names = list(names)
+        for pattern in self.patterns:
+            if not any(_matches(name, pattern) for name in names):
+                close = difflib.get_close_matches(
+                    pattern, {".".join(n.split(".")[-2:]) for n in names}, n=3, cutoff=0.5
+                )
+                hint = f"; close names: {', '.join(close)}" if close else ""
+                raise ValueError(f"protect pattern {pattern!r} covers no module{hint}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    starts = range(len(parts))
+    return any(
+        fnmatch.fnmatchcase(".".join(parts[start:end]), pattern)
+        for start in starts
+        for end in range(start + 1, len(parts) + 1)
+    )

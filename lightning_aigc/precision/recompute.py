@@ -1,0 +1,77 @@
+"""Blocks that keep their inputs alone and run again in backward, without what backward does not read.
+
+torch.utils.checkpoint runs the block again; two things make the second run cheaper than the first. A long attention's
+output, small beside its cost, is kept and handed to the second run. And a block's last products are skipped there:
+backward reads only what went into them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_aigc_kernels.lora_attention import KnownAttention
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+LONG_ATTENTION_TOKENS = 512
+"""From here on an attention's output is kept: with T tokens it holds one number for every 2 T products it took."""
+
+
+class _Run:
+    """One block's first run or its repetition."""
+
+    def __init__(self, kept: list[KnownAttention], repeating: bool) -> None:
+        self.kept, self.repeating, self.position = kept, repeating, 0
+
+
+class _Current(threading.local):
+    run: _Run | None = None
+
+
+_current = _Current()  # backward of a CUDA device runs in a thread of its own
+
+
+def run_again_in_backward(block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """block(*inputs), of which backward keeps the inputs and what `remember` was given."""
+    kept: list[KnownAttention] = []
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        return _running(kept, repeating=False), _running(kept, repeating=True)
+
+    # The blocks draw no random numbers: those with an active dropout keep their own forward.
+    result: Tensor = checkpoint(
+        block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, determinism_check="none"
+    )
+    return result
+
+
+@contextlib.contextmanager
+def _running(kept: list[KnownAttention], repeating: bool) -> Iterator[None]:
+    outer, _current.run = _current.run, _Run(kept, repeating)
+    try:
+        yield
+    finally:
+        _current.run = outer
+
+
+def repeating() -> bool:
+    """Whether a block runs again for backward: results that nothing later keeps need no values."""
+    return _current.run is not None and _current.run.repeating
+
+
+def remember(attention: KnownAttention) -> None:
+    """Keep a first run's attention for the repetition, in the order of the calls."""
+    if _current.run is not None and not _current.run.repeating:
+        _current.run.kept.append(attention)
+
+
+def recall() -> KnownAttention | None:
+    """The attention that the first run kept at this place, None in a first run."""
+    run = _current.run
+    if run is None or not run.repeating:
+        return None
+    run.position += 1
+    return run.kept[run.position - 1]
