@@ -10,6 +10,10 @@ loss of each variant must equal the native one within bf16's rounding. One JSON 
 
 from __future__ import annotations
 
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+
 import argparse
 import datetime
 import gc
@@ -29,7 +33,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import lightning_aigc  # noqa: F401  # first: it mends torchvision's import
 from lightning_aigc.precision.swaps import swap_forwards
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -145,21 +145,22 @@ def norm_act_conv(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     *,
+    silu: bool = True,
     last: bool = False,
 ) -> Tensor:
-    """conv(silu(norm(x))) as one op, or as two when the convolution is no plain one (a LoRA on it, say)."""
+    """conv(silu(norm(x))) or conv(norm(x)) as one op; as two when the convolution is no plain one, with LoRA say."""
     try:
         check_conv2d(conv)
     except CannotSwapError:
         y = group_norm_silu(
-            x, norm.weight, norm.bias, norm.num_groups, norm.eps, scale=scale, shift=shift,
+            x, norm.weight, norm.bias, norm.num_groups, norm.eps, scale=scale, shift=shift, silu=silu,
             input_grad_density=choices.input_grad_density,
         )  # fmt: skip
         activated: Tensor = conv(y)
         return activated
     return group_norm_silu_conv2d(
         x, norm.weight, norm.bias, norm.num_groups, norm.eps, conv.weight, conv.bias, conv.stride, conv.padding,
-        conv.dilation, conv.groups, scale=scale, shift=shift, input_grad_density=choices.input_grad_density,
+        conv.dilation, conv.groups, scale=scale, shift=shift, silu=silu, input_grad_density=choices.input_grad_density,
         grad_dtype=choices.grad_dtype, skip_product=last and choices.repeats and recompute.repeating(),
     )  # fmt: skip
 
@@ -405,17 +406,56 @@ def _feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices) 
     return gated(x, layer_norm, layers, choices, last=choices.last_of_block)
 
 
-# Blocks that `max` runs again
+# Transformer2DModel: the norm and projections around its blocks
 
 
-def transformer(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Transformer2DModel with one block, run again as a whole: its first projection's result is not kept either."""
-    if kwargs.get("return_dict") is not False:
-        raise CannotSwapError("a named output")
-    own = type(self).forward
+def check_transformer(self: Any) -> None:
+    """Raises: CannotSwapError unless this diffusers Transformer2DModel takes pixels, as Stable Diffusion's do."""
+    if not self.is_input_continuous:
+        raise CannotSwapError("an input that is not pixels")
+    check_group_norm(self.norm)
 
-    def run(x: Tensor) -> Tensor:
-        output: Tensor = own(self, x, *args, **kwargs)[0]
-        return output
 
-    return lambda: (recompute.run_again_in_backward(run, hidden_states),)
+def transformer(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    timestep: Tensor | None = None,
+    added_cond_kwargs: dict[str, Tensor] | None = None,
+    class_labels: Tensor | None = None,
+    cross_attention_kwargs: dict[str, Any] | None = None,
+    attention_mask: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    return_dict: bool = True,
+) -> Any:
+    """Transformer2DModel: GroupNorm and first projection keep one tensor, and pixels become tokens without a copy."""
+    check_transformer(self)
+    if return_dict or cross_attention_kwargs or attention_mask is not None or encoder_attention_mask is not None:
+        raise CannotSwapError("a named output, processor arguments or masks")
+    if self.gradient_checkpointing:
+        raise CannotSwapError("gradient checkpointing")
+    _same_dtype(hidden_states, self.norm.weight)
+    choices = choices_of(self)
+
+    def run(x: Tensor, context: Tensor | None) -> Tensor:
+        height, width = x.shape[2:]
+        if self.use_linear_projection:
+            tokens = self.proj_in(_normalized(x, self.norm, choices).permute(0, 2, 3, 1).flatten(1, 2))
+        else:
+            tokens = norm_act_conv(x, self.norm, self.proj_in, choices, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
+        for block in self.transformer_blocks:
+            tokens = block(tokens, encoder_hidden_states=context, timestep=timestep, class_labels=class_labels)
+        if self.use_linear_projection:
+            tokens = self.proj_out(tokens)
+        pixels: Tensor = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+        return x + (pixels if self.use_linear_projection else self.proj_out(pixels))
+
+    if choices.repeats:
+        return lambda: (recompute.run_again_in_backward(run, hidden_states, encoder_hidden_states),)
+    return lambda: (run(hidden_states, encoder_hidden_states),)
+
+
+def _normalized(x: Tensor, norm: nn.GroupNorm, choices: Choices) -> Tensor:
+    return group_norm_silu(
+        x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu=False, input_grad_density=choices.input_grad_density
+    )

@@ -57,6 +57,7 @@ TABLE: dict[str, Row] = {
         24,
         {"balanced": 16, "lean": 5, "max": 2},
     ),
+    TRANSFORMER: Row(fused_blocks.check_transformer, fused_blocks.transformer, 2, {"balanced": 1, "lean": 1, "max": 1}),
     ATTENTION: Row(fused_blocks.check_attention, fused_blocks.attention, 6, {"balanced": 5, "lean": 2, "max": 2}),
     FEED_FORWARD: Row(_check_feed_forward, fused_blocks.feed_forward_block, 13, {"balanced": 9, "lean": 1, "max": 1}),
     CONV2D: Row(fused_blocks.check_frozen_conv, fused_blocks.convolution, 1, {"balanced": 0, "lean": 0, "max": 0}),
@@ -153,7 +154,7 @@ def swap_forwards(
         native += _weight(module) * row.native_units
         kept += _weight(module) * row.kept_units[memory]
     if memory == "max":
-        _repeat_blocks(model, swapped)
+        _repeat_blocks(model)
     swapped.saving = 1 - kept / native if native else 0.0
     return swapped
 
@@ -177,18 +178,18 @@ def _install(module: nn.Module, forward: Callable[..., Any], choices: Choices, s
     swapped._modules.append(module)
 
 
-def _repeat_blocks(model: nn.Module, swapped: Swapped) -> None:
+def _repeat_blocks(model: nn.Module) -> None:
     """Mark what is run again in backward: ResNet blocks, transformers of one block, else each transformer block."""
     inside: set[nn.Module] = set()
     module: Any
     for module in model.modules():
         choices = fused_blocks.choices_of(module)
-        if class_path(module) == TRANSFORMER and "forward" not in module.__dict__ and _is_one_block(module):
+        if class_path(module) == TRANSFORMER and choices.memory != "off" and _is_one_block(module):
             (block,) = module.transformer_blocks
             inside.add(block)
-            _choose(block, last_of_block=True)
-            _choose(module.proj_out, last_of_block=True)
-            _install(module, fused_blocks.transformer, Choices("max", repeats=True), swapped)
+            for last in (block, module.proj_out):
+                _choose(last, last_of_block=True)
+            _choose(module, repeats=True)
         elif class_path(module) == RESNET and choices.memory != "off":
             _choose(module, repeats=True)
         elif class_path(module) == TRANSFORMER_BLOCK and choices.memory != "off" and module not in inside:
@@ -196,10 +197,9 @@ def _repeat_blocks(model: nn.Module, swapped: Swapped) -> None:
 
 
 def _is_one_block(transformer: Any) -> bool:
-    """Whether nothing behind the one block's feed-forward keeps a tensor: its projections are swapped convolutions."""
-    blocks = list(transformer.transformer_blocks)
-    layers = (*blocks, transformer.proj_in, transformer.proj_out)
-    return len(blocks) == 1 and all(fused_blocks.choices_of(layer).memory != "off" for layer in layers)
+    """Whether nothing behind the one block's feed-forward keeps a tensor: the last layer is a swapped convolution."""
+    layers = (*transformer.transformer_blocks, transformer.proj_out)
+    return len(layers) == 2 and all(fused_blocks.choices_of(layer).memory != "off" for layer in layers)
 
 
 def _choose(module: nn.Module, **changes: Any) -> None:

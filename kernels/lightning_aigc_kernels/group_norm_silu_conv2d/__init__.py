@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_aigc_kernels import group_norm_silu as normalization
@@ -20,7 +19,7 @@ from lightning_aigc_kernels.calling import (
     without_autocast,
     without_values,
 )
-from lightning_aigc_kernels.frozen_conv2d import conv2d_input_gradient, conv2d_output_shape
+from lightning_aigc_kernels.frozen_conv2d import conv2d_input_gradient, conv2d_output_shape, convolve, lay_out
 
 __all__ = ["group_norm_silu_conv2d"]
 
@@ -89,8 +88,7 @@ def _op(
     if skip_product:
         shape = conv2d_output_shape(list(x.shape), list(weight.shape), stride, padding, dilation)
         return without_values(activated, shape, dtype), mean, rstd
-    bias = None if bias is None else bias.to(dtype)
-    return F.conv2d(activated.to(dtype), weight.to(dtype), bias, stride, padding, dilation, groups), mean, rstd
+    return convolve(activated, weight, bias, stride, padding, dilation, groups, dtype), mean, rstd
 
 
 @_op.register_fake
@@ -102,8 +100,7 @@ def _(  # type: ignore[no-untyped-def]
     if skip_product:
         y = without_values(x, conv2d_output_shape(x.shape, weight.shape, stride, padding, dilation), dtype)
     else:
-        bias = None if bias is None else bias.to(dtype)
-        y = torch.empty_like(F.conv2d(x.to(dtype), weight.to(dtype), bias, stride, padding, dilation, groups))
+        y = convolve(x, weight, bias, stride, padding, dilation, groups, dtype)
     return y, statistics, torch.empty_like(statistics)
 
 
@@ -140,8 +137,9 @@ def _backward_op(
         affine = norm_weight, norm_bias, scale, shift
         activated = normalization.forward(x, *affine, norm_groups, eps, silu)[0].to(dtype).to(grad_dtype)
         dactivated, dweight, dbias = torch.ops.aten.convolution_backward(
-            dy, activated, weight.to(grad_dtype), None if bias is None else bias.shape,
-            stride, padding, dilation, False, (0, 0), groups, (True, True, needs[5]),
+            lay_out(dy, weight), lay_out(activated, weight), weight.to(grad_dtype),
+            None if bias is None else bias.shape, stride, padding, dilation, False, (0, 0), groups,
+            (True, True, needs[5]),
         )  # fmt: skip
     else:
         dactivated = conv2d_input_gradient(dy, weight.to(grad_dtype), list(x.shape), *geometry)
