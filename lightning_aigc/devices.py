@@ -1,12 +1,17 @@
-"""The only file that knows npu, cuda and cpu apart: dtypes, memory, random state."""
+"""The only file that knows npu, cuda and cpu apart: dtypes, memory, loss scaling, random state."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import resource
 import sys
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,3 +54,45 @@ def peak_memory_mib(device: torch.device) -> float:
         return float(module.max_memory_allocated(device)) / 2**20  # type: ignore[attr-defined]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def grad_scaler(device_type: str) -> torch.amp.GradScaler:
+    """A dynamic loss scaler for float16 gradients on "cpu", "cuda" or "npu", with torch's defaults.
+
+    torch_npu brings its own: float16 saturates on some Ascend chips, and only theirs reads the overflow flag.
+    """
+    amp: Any = getattr(getattr(torch, "npu", None), "amp", None) if device_type == "npu" else None
+    scaler: torch.amp.GradScaler = amp.GradScaler() if hasattr(amp, "GradScaler") else torch.amp.GradScaler(device_type)
+    return scaler
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """Every random state that a training step on `device` draws from."""
+
+    device: torch.device
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    accelerator: Tensor | None
+
+
+def random_states(device: torch.device) -> RandomStates:
+    """Take the random states of python, numpy, torch's CPU and `device`; waits for nothing."""
+    backend = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    return RandomStates(
+        device,
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        None if backend is None else backend.get_rng_state(device),
+    )
+
+
+def restore_random_states(states: RandomStates) -> None:
+    """Put them back."""
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.set_rng_state(states.cpu)
+    if states.accelerator is not None:
+        torch.get_device_module(states.device).set_rng_state(states.accelerator, states.device)

@@ -14,6 +14,7 @@ NAMES = {
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": ["StableDiffusionLoRA"],
     "lightning_aigc.metrics": ["CLIPSimilarity", "clip_similarity"],
+    "lightning_aigc.precision": ["FusedBackwardPrecision"],
 }
 ARGUMENTS = {
     ("lightning_aigc.diffusion", "StableDiffusionLoRA"): [
@@ -40,6 +41,9 @@ ARGUMENTS = {
         "prompts", "every_n_steps", "seeds", "num_images", "seed", "columns", "directory",
     ],
     ("lightning_aigc.callbacks", "SaveLoRA"): ["every_n_steps", "output_name"],
+    ("lightning_aigc.precision", "FusedBackwardPrecision"): [
+        "precision", "memory", "protect", "strict", "input_grad_density", "attention_grad_density",
+    ],
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 def refuse_functorch(op: str) -> None:
     """Raises: RuntimeError inside torch.func's grad, vmap, jvp and their like, which these ops have no rules for."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             f"lightning_aigc::{op} has no torch.func rules (grad, vmap, jvp), got a call inside one; "
             "use torch.autograd, or memory='off' to train this model with its own forward"

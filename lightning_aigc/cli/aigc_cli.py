@@ -12,7 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 # Imported so that YAML may name every one of our classes without its path.
-from lightning_aigc import callbacks, data, diffusion  # noqa: F401
+from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.errors import ConfigError
 

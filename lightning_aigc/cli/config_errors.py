@@ -68,6 +68,7 @@ _CALLABLE = re.compile(
 )
 _WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
 _PYTHON_SPEAKING = re.compile(r"unsupported operand|not supported between|NoneType|object is not|has no attribute")
+_OTHER_KIND = " is a class of another kind than the one wanted here"
 _NOISE = (
     "Does not validate",
     "Subtypes:",
@@ -100,6 +101,9 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
         return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
     message = message.replace("are required: fit.", "are required: ")
     leaves = sorted(_leaves(message, parser), key=lambda leaf: leaf.rank)
+    # A class that one alternative of a union accepted, and found a wrong value in, is no wrong class.
+    accepted = {leaf.class_path.rpartition(".")[2] for leaf in leaves if leaf.class_path}
+    leaves = [leaf for leaf in leaves if leaf.text.removesuffix(_OTHER_KIND) not in accepted]
     if not leaves:
         return message.strip()
     leaf = leaves[0]
@@ -125,6 +129,11 @@ def user_error_within(error: BaseException) -> UserError:
         if isinstance(cause, UserError):
             return cause
         cause, innermost = cause.__cause__ or cause.__context__, cause
+    # Of a union's complaints only the class's own is in plain words; jsonargparse keeps it as text alone.
+    for line in str(error).splitlines():
+        text = line.strip().removeprefix("- ")
+        if line.lstrip().startswith("- ") and not text.startswith((*_NOISE, "Expected", "Import path")):
+            return ConfigError(text)
     return ConfigError(first_sentence(str(innermost)) or type(innermost).__name__)
 
 
@@ -196,7 +205,7 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
         name = found["name"] or found["module"] or found["attribute"]
         near = get_close_matches(name.split(".")[-1], _known_classes(), n=1)
         if near == [name]:
-            return Leaf(1, path, class_path, f"{name} is a class of another kind than the one wanted here")
+            return Leaf(1, path, class_path, f"{name}{_OTHER_KIND}")
         return Leaf(1, path, class_path, f"there is no class {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     if found := _WRONG_TYPE.match(body):
         wanted = _type_name(found["type"])
@@ -258,11 +267,12 @@ def _known_classes() -> list[str]:
     """Names of every class that YAML can name without its path."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.plugins import Precision
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     found: set[str] = set()
-    queue: list[Any] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler]
+    queue: list[Any] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler, Precision]
     while queue:
         for cls in queue.pop().__subclasses__():
             if cls.__name__ not in found and not cls.__name__.startswith("_"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_aigc_kernels.lora_attention import KnownAttention
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +37,9 @@ _current = _Current()  # backward of a CUDA device runs in a thread of its own
 
 def run_again_in_backward(block: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """block(*inputs), of which backward keeps the inputs and what `remember` was given."""
+    if torch.compiler.is_compiling():  # whose partitioner decides itself what a repeated run needs
+        compiled: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+        return compiled
     kept: list[KnownAttention] = []
 
     def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
@@ -59,19 +63,20 @@ def _running(kept: list[KnownAttention], repeating: bool) -> Iterator[None]:
 
 def repeating() -> bool:
     """Whether a block runs again for backward: results that nothing later keeps need no values."""
-    return _current.run is not None and _current.run.repeating
+    return not torch.compiler.is_compiling() and _current.run is not None and _current.run.repeating
 
 
 def remember(attention: KnownAttention) -> None:
     """Keep a first run's attention for the repetition, in the order of the calls."""
-    if _current.run is not None and not _current.run.repeating:
+    if not torch.compiler.is_compiling() and _current.run is not None and not _current.run.repeating:
         _current.run.kept.append(attention)
 
 
 def recall() -> KnownAttention | None:
     """The attention that the first run kept at this place, None in a first run."""
-    run = _current.run
-    if run is None or not run.repeating:
+    if not repeating():
         return None
+    run = _current.run
+    assert run is not None
     run.position += 1
     return run.kept[run.position - 1]

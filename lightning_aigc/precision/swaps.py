@@ -77,8 +77,19 @@ class Swapped:
     """Modules that keep their own forward, by class name and reason."""
     saving: float = 0.0
     """Expected share of the blocks' activations that is no longer kept, from channel counts alone."""
+    strict: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where the ops will run, as far as known."""
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
+
+    def settle(self, device: torch.device) -> None:
+        """Say where the ops will run.
+
+        Raises: ConfigError when the swaps are strict and that device has kernels which cannot run.
+        """
+        self.device = device
+        if self.strict and device.type in KERNEL_DEVICES and any(map(why_no_kernel, KERNELS)):
+            raise ConfigError(f"strict=True, but {kernels_on(device)}; install Triton for it, or strict=False")
 
     def restore(self) -> None:
         """Give the modules their own forwards back; harmless when done already."""
@@ -125,7 +136,8 @@ def swap_forwards(
     Raises: ConfigError for a protect pattern that covers no module; with `strict` for a module of the table that cannot
         be swapped and for a device whose kernels cannot run.
     """
-    swapped = Swapped(memory, device=next((p.device for p in model.parameters()), torch.device("cpu")))
+    swapped = Swapped(memory, strict=strict)
+    swapped.settle(next((p.device for p in model.parameters()), swapped.device))
     if memory == "off":
         return swapped
     protection = GradientProtection(protect)
@@ -133,8 +145,6 @@ def swap_forwards(
         protection.check(name for name, _ in model.named_modules())
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if strict and swapped.device.type in KERNEL_DEVICES and any(map(why_no_kernel, KERNELS)):
-        raise ConfigError(f"strict=True, but {kernels_on(swapped.device)}; install Triton for it, or strict=False")
     choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density)
     native = kept = 0.0
     for name, module, row in _candidates(model):

@@ -48,11 +48,12 @@ def feed_forward(
     Raises: RuntimeError under torch.func.
     """
     refuse_functorch("feed_forward")
+    dtype = compute_dtype(x)
     with without_autocast(x):
         y: Tensor = _op(
             x, norm.weight, norm.bias, *first.tensors, *second.tensors,
             norm.on, norm.eps, [first.scale, second.scale], activation,
-            keep_projection and not skip_product, compute_dtype(x), grad_dtype, skip_product,
+            keep_projection and not skip_product, dtype, grad_dtype, skip_product,
         )[0]  # fmt: skip
     return y
 

@@ -38,9 +38,10 @@ def frozen_conv2d(
     """
     refuse_functorch("frozen_conv2d")
     _check_frozen("frozen_conv2d", weight, bias)
+    dtype = _dtype_under(x, weight)
     with without_autocast(x):
         y: Tensor = _conv2d(
-            x, weight, bias, list(stride), list(padding), list(dilation), groups, _dtype_under(x, weight), skip_product
+            x, weight, bias, list(stride), list(padding), list(dilation), groups, dtype, skip_product
         )
     return y
 
@@ -53,8 +54,9 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """
     refuse_functorch("frozen_linear")
     _check_frozen("frozen_linear", weight, bias)
+    dtype = _dtype_under(x, weight)
     with without_autocast(x):
-        y: Tensor = _linear(x, weight, bias, _dtype_under(x, weight))
+        y: Tensor = _linear(x, weight, bias, dtype)
     return y
 
 
@@ -141,7 +143,7 @@ def conv2d_input_gradient(
         unread = dy.new_empty(()).expand(input_shape)
     dy = lay_out(dy, weight)
     dx: Tensor = torch.ops.aten.convolution_backward(
-        lay_out(dy, weight),
+        dy,
         unread,
         weight,
         None,

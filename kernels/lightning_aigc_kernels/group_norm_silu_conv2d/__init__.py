@@ -55,10 +55,11 @@ def group_norm_silu_conv2d(
     refuse_functorch("group_norm_silu_conv2d")
     normalization.check(x, norm_weight, norm_bias, num_groups, scale, shift)
     check_density(input_grad_density, "input_grad_density")
+    dtype = compute_dtype(x)
     with without_autocast(x):
         y: Tensor = _op(
             x, norm_weight, norm_bias, scale, shift, weight, bias, num_groups, eps, silu, input_grad_density,
-            list(stride), list(padding), list(dilation), groups, compute_dtype(x), grad_dtype, skip_product,
+            list(stride), list(padding), list(dilation), groups, dtype, grad_dtype, skip_product,
         )[0]  # fmt: skip
     return y
 

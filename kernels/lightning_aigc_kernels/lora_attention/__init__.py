@@ -1,7 +1,7 @@
 """LayerNorm, the q, k, v projections with their LoRA branches, attention and the output projection as one op.
 
 Native autograd keeps the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op keeps
-its input and the attention's output; q, k and v are computed again, or kept too where speed counts for more. The
+its input and the attention's output; q, k and v are computed again, or k and v kept too where speed counts for more. The
 gradients of the LoRA's matrices are exact: nothing is approximated.
 
 Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
@@ -49,8 +49,8 @@ def lora_attention(
 ) -> tuple[Tensor, KnownAttention]:
     """out(attention(q, k, v)) of q from norm(x), k and v from the context or norm(x); without the residual.
 
-    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keep_projections` keeps q, k and v for backward
-        instead of computing them again; `grad_dtype` runs backward's products in that dtype, for a loss that is scaled
+    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keep_projections` keeps k and v for backward instead
+        of computing them again (the query's product alone is repeated); `grad_dtype` runs backward's products in that dtype, for a loss that is scaled
         to fit it; `gradient_density` below 1 drops the smallest entries of dq, dk and dv (see
         `sparse_attention_backward`); `known` spares the attention itself when its output is at hand.
     Returns: y [N, T, C''], in autocast's dtype where that is on, else x's, and the attention's output for `known`.
@@ -60,11 +60,12 @@ def lora_attention(
     if query.weight.shape[0] % heads:
         raise ValueError(f"heads must divide the query's features: got {heads} heads for {query.weight.shape[0]}")
     layers = (query, key, value, out)
+    dtype = compute_dtype(x)
     with without_autocast(x):
         y, *made = _op(
             x, context, norm.weight, norm.bias, *(t for layer in layers for t in layer.tensors),
             *(known or (None,) * 3), norm.on, norm.eps, heads, [layer.scale for layer in layers], keep_projections,
-            compute_dtype(x), grad_dtype, gradient_density,
+            dtype, grad_dtype, gradient_density,
         )  # fmt: skip
     return y, known or (made[0].detach(), made[1].detach(), made[2].detach())
 
@@ -103,7 +104,7 @@ def _op(
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor]:
-    """y; unless known the attention's output and softmax; q, k and v if they are to be kept."""
+    """y; unless known the attention's output and softmax; k and v if they are to be kept."""
     tensors = (
         weight_q, bias_q, down_q, up_q, weight_k, bias_k, down_k, up_k,
         weight_v, bias_v, down_v, up_v, weight_out, bias_out, down_out, up_out,
@@ -115,7 +116,7 @@ def _op(
     o_NHTD, softmax1, softmax2 = attend(*(_heads_first(rows, x.shape[0], heads) for rows in qkv))
     o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape)
     y = project(o_RC, out).view(*x.shape[:-1], -1)
-    return [y, o_RC.view(*x.shape[:-1], -1), softmax1, softmax2, *(qkv if keep_projections else ())]
+    return [y, o_RC.view(*x.shape[:-1], -1), softmax1, softmax2, *(qkv[1:] if keep_projections else ())]
 
 
 _op.register_fake(_op._init_fn)
@@ -255,10 +256,10 @@ def _projections(
     dtype: torch.dtype,
     kept: tuple[Tensor, ...] = (),
 ) -> tuple[Normalized, tuple[Tensor, ...]]:
-    """The normalised x, and q, k, v as rows: as kept, or computed."""
+    """The normalised x, and q, k, v as rows: k and v as kept, or computed."""
     normalized = normalize(_rows(x), norm, dtype)
     if kept:
-        return normalized, kept
+        return normalized, (project(normalized.value, layers[0]), *kept)
     source_RC = normalized.value if context is None else _rows(context).to(dtype)
     query, key, value = layers
     return normalized, (project(normalized.value, query), project(source_RC, key), project(source_RC, value))

@@ -1,0 +1,55 @@
+"""Refuse arguments of a FusedBackwardPrecision that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from lightning_aigc.errors import ConfigError
+
+PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16-forward-fp16-backward"]
+MemoryLevel = Literal["off", "balanced", "lean", "max"]
+MemoryArgument = MemoryLevel | Literal[False]
+"""YAML 1.1 reads an unquoted `off` as false."""
+
+# What Lightning's own `precision` takes beside the full names.
+SHORT_NAMES = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+def check_arguments(
+    precision: object,
+    memory: object,
+    protect: object,
+    strict: object,
+    densities: dict[str, Any],
+) -> None:
+    """Raises: ConfigError that names the first argument that is wrong, or two that exclude each other."""
+    _check_choice("precision", precision, get_args(PrecisionName), SHORT_NAMES.get(str(precision)))
+    _check_choice("memory", memory, get_args(MemoryLevel))
+    if isinstance(protect, str) or not isinstance(protect, Sequence):
+        raise ConfigError(f"protect must be a list of module-name patterns, got {protect!r}; write [{protect!r}]")
+    for pattern in protect:
+        if not isinstance(pattern, str) or not pattern:
+            raise ConfigError(f"protect must hold module-name patterns such as 'vae.decoder', got {pattern!r}")
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict must be true or false, got {strict!r}")
+    for name, density in densities.items():
+        is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
+        if not is_number or not 0 < density <= 1:  # so written, NaN fails too
+            raise ConfigError(f"{name} must be in (0, 1], got {density!r}; 1 keeps every entry")
+        if density != 1 and memory == "off":
+            raise ConfigError(f"{name}={density} needs the fused backward, and memory='off' has none; use 'balanced'")
+    if precision == "bf16-forward-fp16-backward" and memory == "off":
+        raise ConfigError(
+            "bf16-forward-fp16-backward computes float16 products in the fused backward, and memory='off' has none;"
+            " use memory='balanced', or precision='bf16-mixed'"
+        )
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str], meant: str | None = None) -> None:
+    if isinstance(value, str) and value in choices:
+        return
+    near = [meant] if meant else get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")

@@ -1,0 +1,267 @@
+"""FusedBackwardPrecision: the Trainer's precision, and forwards whose backward keeps a fraction of the activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_aigc.devices import grad_scaler, random_states
+from lightning_aigc.precision.arguments import MemoryArgument, MemoryLevel, PrecisionName, check_arguments
+from lightning_aigc.precision.overflow import SkippedSteps
+
+if TYPE_CHECKING:
+    from lightning_aigc.precision.swaps import Swapped
+
+SWAPPED = "_fused_backward_swaps"
+"""Where a converted module keeps what was done to it: any plugin can undo it, and copies carry their own."""
+
+
+class FusedBackwardPrecision(Precision):
+    """Train in a given precision, with block forwards replaced by ones that keep less for backward.
+
+    `Trainer(plugins=[FusedBackwardPrecision("bf16-mixed")])`. It takes its own precision: leave the Trainer's
+    `precision` unset, or Lightning answers "Received both `precision=…` and `plugins=FusedBackwardPrecision(…)`".
+    Parameters and state_dict keys stay the model's own; the forwards come back at the end of the run.
+    Without a Trainer, `convert_module(model)` does the replacing and `teardown()` undoes it.
+
+    Under a dynamic loss scale (16-mixed, bf16-forward-fp16-backward) a gradient that is not finite skips the step and
+    halves the scale, as torch's GradScaler does; the step then runs once more, watched, and one line names the module
+    that first made such a value. A fused optimizer skips on the device without telling: there, the loss scale is
+    looked at now and then, and the line names no module.
+
+    Args:
+        precision: 32-true; bf16-mixed; 16-mixed, with a dynamic loss scale; bf16-true;
+            bf16-forward-fp16-backward: float32 weights, bfloat16 autocast, and the fused operators' backward products
+            in float16 under a dynamic loss scale.
+        memory: How much to recompute in backward. off: nothing is replaced, every bit as Lightning's own precision;
+            balanced: element-wise work only; lean: cheap products too; max: whole blocks.
+        protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
+            precision through every lossy option.
+        strict: Raise where a fast kernel cannot serve an input, instead of saying so once and running the reference.
+        input_grad_density: Share of the entries of GroupNorm+SiLU's input gradient that are kept, the largest;
+            1 keeps all.
+        attention_grad_density: Share of the entries of attention's dq, dk and dv that are kept per head; 1 keeps all.
+
+    Raises: ConfigError that names the wrong argument.
+    """
+
+    precision: PrecisionName  # type: ignore[assignment]  # one name more than Lightning's
+
+    def __init__(
+        self,
+        precision: PrecisionName = "bf16-mixed",
+        memory: MemoryArgument = "lean",
+        protect: Sequence[str] = (),
+        strict: bool = False,
+        input_grad_density: float = 1.0,
+        attention_grad_density: float = 1.0,
+    ) -> None:
+        if memory is False:
+            memory = "off"
+        densities = {"input_grad_density": input_grad_density, "attention_grad_density": attention_grad_density}
+        check_arguments(precision, memory, protect, strict, densities)
+        self.precision = precision
+        self.memory: MemoryLevel = memory
+        self.protect = tuple(protect)
+        self.strict = strict
+        self.input_grad_density = float(input_grad_density)
+        self.attention_grad_density = float(attention_grad_density)
+        self._stock: Precision | None = None
+        self._device: torch.device | None = None
+        self._module: nn.Module | None = None
+        self._saved_scaler: dict[str, Any] = {}
+        self._skipped = SkippedSteps(self.forward_context)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(precision={self.precision!r}, memory={self.memory!r})"
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler; None without one, and before the device is known."""
+        scaler: torch.amp.GradScaler | None = getattr(self._stock, "scaler", None)
+        return scaler
+
+    # The module and its device
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give the module its dtype and its fused forwards, in place; returns it. Twice is once."""
+        # diffusers logs a warning for every `to(dtype)`, needed or not.
+        if isinstance(module, LightningModule) or self.precision != "bf16-true" or not _is_all_bfloat16(module):
+            module = _deviceless(self.precision).convert_module(module)
+        self._module = module
+        restore_forwards(module)
+        if self.memory != "off":
+            from lightning_aigc.precision.swaps import swap_forwards
+
+            module.__dict__[SWAPPED] = swap_forwards(
+                module,
+                memory=self.memory,
+                protect=self.protect,
+                strict=self.strict,
+                grad_dtype=torch.float16 if self.precision == "bf16-forward-fp16-backward" else None,
+                input_grad_density=self.input_grad_density,
+                attention_grad_density=self.attention_grad_density,
+            )
+        return module
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        self._settle_on(_device_of(model))
+        module = self._module
+        swapped: Swapped | None = vars(module).get(SWAPPED) if module is not None else None
+        if swapped is not None and self._device is not None:
+            swapped.settle(self._device)  # Lightning moves the module after converting it
+            if isinstance(module, LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
+                rank_zero_info(swapped.summary())
+        return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Put the model's own forwards back; the loss scale stays for a next fit."""
+        if self._module is not None:
+            restore_forwards(self._module)
+        self._module = None
+        self._skipped.forget()
+
+    def _settle_on(self, device: torch.device) -> Precision:
+        """Lightning's own plugin for this precision on this device."""
+        if self._stock is None or self._device is None or self._device.type != device.type:
+            saved = self.state_dict()
+            self._stock = _stock_precision(self.precision, device.type)
+            if saved:
+                self.load_state_dict(saved)
+        self._device = device
+        return self._stock
+
+    def _settled(self) -> Precision:
+        if self._stock is not None:
+            return self._stock
+        if self._module is None:
+            raise RuntimeError("the device is not known yet; call convert_module(model) first, or let a Trainer do it")
+        return self._settle_on(_device_of(self._module))
+
+    # What Lightning's own plugin does
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return _deviceless(self.precision).tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return _deviceless(self.precision).module_init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        return _deviceless(self.precision).convert_input(data)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._settled().forward_context()
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Autocast, after taking the random states that a second run of this step would need."""
+        stock = self._settled()
+        if self.scaler is not None and self._device is not None:
+            self._skipped.step_states = random_states(self._device)
+        with stock.train_step_context():
+            yield
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # as its parent
+        return self._settled().pre_backward(tensor, module)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip unscaled gradients; refused for an optimizer that unscales them itself."""
+        self._settled().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stock.state_dict() if self._stock is not None else self._saved_scaler
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._stock is None:
+            self._saved_scaler = state_dict
+        elif state_dict:
+            self._stock.load_state_dict(state_dict)
+
+    # Overflow
+
+    def optimizer_step(  # type: ignore[override]  # as its parent
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Take the step, or skip it and say why where a gradient is not finite."""
+        stock = self._settled()
+        scaler = self.scaler
+        if scaler is None or not isinstance(optimizer, Optimizer):
+            return stock.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        stepped = has_loss = False
+
+        def watched() -> Any:
+            nonlocal has_loss
+            result = closure()
+            has_loss = result is not None or not model.automatic_optimization
+            return result
+
+        def note_step(*_: Any) -> None:
+            nonlocal stepped
+            stepped = True
+
+        # The scaler has waited for the flag already: whether it called the optimizer costs nothing to know.
+        handle = optimizer.register_step_pre_hook(note_step)
+        try:
+            result = stock.optimizer_step(optimizer, model=model, closure=watched, **kwargs)
+        finally:
+            handle.remove()
+        if _optimizer_handles_unscaling(optimizer):
+            self._skipped.look_at_scale(model, scaler)
+        elif stepped:
+            self._skipped.note_step_taken()
+        elif has_loss:
+            self._skipped.report(model, closure, scaler)
+        return result
+
+
+def restore_forwards(module: nn.Module) -> None:
+    """Give a module, and every part of it that was converted by itself, its own forwards back."""
+    for part in module.modules():
+        earlier: Swapped | None = part.__dict__.pop(SWAPPED, None)
+        if earlier is not None:
+            earlier.restore()
+
+
+def _is_all_bfloat16(module: nn.Module) -> bool:
+    tensors = (*module.parameters(), *module.buffers())
+    return all(tensor.dtype == torch.bfloat16 for tensor in tensors if tensor.is_floating_point())
+
+
+def _stock_precision(precision: PrecisionName, device_type: str) -> Precision:
+    if precision == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", device_type)
+    if precision == "16-mixed":
+        return MixedPrecision("16-mixed", device_type, grad_scaler(device_type))
+    if precision == "bf16-forward-fp16-backward":
+        plugin = MixedPrecision("bf16-mixed", device_type)
+        plugin.scaler = grad_scaler(device_type)  # its __init__ takes none beside bfloat16
+        return plugin
+    return _deviceless(precision)
+
+
+def _deviceless(precision: PrecisionName) -> Precision:
+    return HalfPrecision("bf16-true") if precision == "bf16-true" else Precision()
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensor: Tensor | None = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
+    return torch.device("cpu") if tensor is None else tensor.device

@@ -1,0 +1,82 @@
+"""Run a training step a second time, as it was and without a trace, to look into it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_aigc.devices import RandomStates, random_states, restore_random_states
+
+
+def step_arguments(closure: object) -> list[Any] | None:
+    """What Lightning gave to `training_step`: the batch and its number. None where the closure is not Lightning's.
+
+    Under manual optimization the closure is empty: such a step moves the weights itself and cannot run again.
+    """
+    step = getattr(closure, "_step_fn", None) if isinstance(closure, Closure) else None
+    given = getattr(step, "args", ())
+    return list(given[0].values()) if given and isinstance(given[0], dict) else None
+
+
+def loss_of(model: LightningModule, arguments: list[Any]) -> Tensor | None:
+    """The loss that the Trainer would send through backward, before loss scaling."""
+    # Not through the strategy: DistributedDataParallel's forward would wait for the other ranks.
+    output = model.training_step(*arguments)
+    return ClosureResult.from_training_step_output(output, model.trainer.accumulate_grad_batches).closure_loss
+
+
+@contextlib.contextmanager
+def without_trace(model: LightningModule, states: RandomStates) -> Iterator[None]:
+    """Within: the random states of then, and nothing is logged or compiled.
+
+    After: random states, buffers and torchmetrics as before. What `training_step` counts in attributes of its own is
+    counted twice.
+    """
+    now = random_states(states.device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    metrics = [(m, {name: _copy(getattr(m, name)) for name in _state_names(m)}) for m in model.modules()
+               if isinstance(m, Metric)]  # fmt: skip
+    restore_random_states(states)
+    try:
+        # Hooks added to a compiled module are not called.
+        with _muted(model), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        restore_random_states(now)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for metric, values in metrics:
+            for name, value in values.items():
+                setattr(metric, name, value)
+
+
+@contextlib.contextmanager
+def _muted(model: LightningModule) -> Iterator[None]:
+    """Within: `self.log` does nothing, or a mean over the epoch would hold this batch twice."""
+    own: dict[str, Any] = {name: vars(model)[name] for name in ("log", "log_dict") if name in vars(model)}
+    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    vars(model).update(log=nothing, log_dict=nothing)
+    try:
+        yield
+    finally:
+        for name in ("log", "log_dict"):
+            del vars(model)[name]
+        vars(model).update(own)
+
+
+def _state_names(metric: Metric) -> list[str]:
+    return [*metric._defaults, "_update_count", "_computed"]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,62 @@
+"""The formulas that kernels are held to, for autograd in any dtype, and how near to them a kernel must come."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def group_norm_silu_and_gradients(
+    dtype: torch.dtype,
+    eps: float,
+    x: Tensor,
+    weight_NC: Tensor,
+    bias_NC: Tensor,
+    dy: Tensor,
+    groups: int,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """act(GroupNorm(x) * weight + bias) computed in `dtype`, and autograd's gradients of x, weight and bias."""
+    leaves = [tensor.detach().to(dtype).contiguous().requires_grad_() for tensor in (x, weight_NC, bias_NC)]
+    samples, channels = x.shape[:2]
+    grouped = leaves[0].reshape(samples, groups, -1)
+    centred = grouped - grouped.mean(2, keepdim=True)
+    xhat = (centred / (centred.square().mean(2, keepdim=True) + eps).sqrt()).reshape(samples, channels, -1)
+    z = (xhat * leaves[1][..., None] + leaves[2][..., None]).reshape(x.shape)
+    y = F.silu(z) if silu else z
+    dx, dweight, dbias = torch.autograd.grad(y, leaves, dy.to(dtype))
+    return y.detach(), dx, dweight, dbias
+
+
+def geglu_and_gradient(
+    dtype: torch.dtype, projected: Tensor, dproduct: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """value * act(gate) of both halves of a row, computed in `dtype`, and autograd's gradient of the projection."""
+    leaf = projected.detach().to(dtype).requires_grad_()
+    value, gate = leaf.chunk(2, dim=1)
+    product = value * (F.gelu(gate) if activation == "gelu" else F.silu(gate))
+    (dprojected,) = torch.autograd.grad(product, leaf, dproduct.to(dtype))
+    return product.detach(), dprojected
+
+
+def largest_by_sorting(rows_RL: Tensor, density: float) -> Tensor:
+    """Each row's ceil(density * L) largest magnitudes, ties included, and zeros; NaN counts as infinite."""
+    magnitude = rows_RL.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    smallest_kept = magnitude.sort(dim=1, descending=True).values[:, math.ceil(density * rows_RL.shape[1]) - 1, None]
+    return torch.where(magnitude >= smallest_kept, rows_RL, 0)
+
+
+def assert_as_exact_as_eager(ours: Tensor, eager: Tensor, truth: Tensor, ratio: float) -> None:
+    """The largest error of `ours` is at most `ratio` times that of eager; eager is granted one rounding of its dtype.
+
+    `truth` is float64. A missing element (NaN) fails; so does a NaN where the truth has none.
+    """
+    assert ours.dtype == eager.dtype and truth.dtype == torch.float64
+    assert ours.shape == truth.shape
+    one_rounding = torch.finfo(ours.dtype).eps * truth.abs().amax().item()
+    allowed = ratio * max((eager.double() - truth).abs().amax().item(), one_rounding)
+    error = (ours.double() - truth).abs().amax().item()
+    assert error <= allowed, f"largest error {error:.3g}, allowed {allowed:.3g} ({ratio} times eager's)"

@@ -1,0 +1,248 @@
+"""A device "npu" made of Python, for machines without an Ascend: torch's PrivateUse1 backend over CPU tensors.
+
+A tensor on npu is a `NpuTensor` around a CPU tensor. Every operator runs on the CPU tensors inside and its results are
+wrapped again; autograd, modules and optimizers work because that happens below autograd. It shows which device code
+asks for, never a speed or an Ascend's numerics. `install()` cannot be undone: use it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+CAST_TO_HALF = (
+    *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "conv2d", "convolution"),
+    "scaled_dot_product_attention",
+)
+CAST_TO_FLOAT = ("layer_norm", "group_norm", "mse_loss", "softmax.int", "exp", "sum")
+"""Operators that autocast sends to float32: a part of torch_npu's list, enough for a U-Net."""
+
+
+class NpuModule(types.ModuleType):
+    """What becomes `torch.npu`: two devices, of which one is current."""
+
+    count = 2
+    current = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def init(self) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return self.count
+
+    def current_device(self) -> int:
+        return self.current
+
+    def set_device(self, device: Any) -> None:
+        self.current = device if isinstance(device, int) else torch.device(device).index or 0
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "FakeAscend910B"
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return {}
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    # Operators draw from the CPU's generator.
+    def get_rng_state(self, device: Any = "npu") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = "npu") -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+
+class NpuTensor(torch.Tensor):
+    """A tensor that says "npu" and computes on the CPU tensor inside."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor, index: int = 0) -> NpuTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inside.size(),
+            strides=inside.stride(),
+            storage_offset=inside.storage_offset(),
+            dtype=inside.dtype,
+            layout=inside.layout,
+            device=torch.device("npu", index),
+        )
+        tensor.inside = inside
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"NpuTensor({self.inside!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the real backend saves: by way of a CPU copy."""
+        if isinstance(self, torch.nn.Parameter):
+            return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+        arguments = (self.inside.detach(), self.dtype, str(self.device), self.requires_grad)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_on_cpu(op, args, kwargs or {})
+
+
+def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Unwrap, run, and wrap what belongs on the npu; a tensor that was changed in place stays the object it was."""
+    aten = torch.ops.aten
+    leaves = tree_leaves((args, kwargs))
+    given = [leaf for leaf in leaves if isinstance(leaf, NpuTensor)]
+    wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    result = op(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if op in (aten._local_scalar_dense.default, aten.is_pinned.default):
+        return result
+    if wanted is not None and wanted.type != "npu":  # .to("cpu")
+        return result
+    if op is aten.copy_.default and not isinstance(args[0], NpuTensor):
+        return args[0]
+    index = given[0].device.index if given else torch.npu.current_device()
+    if wanted is not None and wanted.index is not None:
+        index = wanted.index
+    same = {id(tensor.inside): tensor for tensor in given}
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, NpuTensor) or not isinstance(value, torch.Tensor):
+            return value
+        return same[id(value)] if id(value) in same else NpuTensor(value, index)
+
+    return tree_map(wrap, result)
+
+
+def install() -> None:
+    """Make the device "npu". Call it before anything asks for one; a second call does nothing."""
+    if isinstance(getattr(torch, "npu", None), NpuModule):
+        return
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        def is_available(self) -> bool:
+            return True
+
+        def is_built(self) -> bool:
+            return True
+
+        def has_primary_context(self, index: int) -> bool:
+            return True
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            return torch._C._autograd.DeviceType.PrivateUse1
+
+    module = NpuModule("torch.npu")
+    _setup_privateuseone_for_python_backend("npu", module, Hooks(), Guard())
+    sys.modules["torch.npu"] = torch.npu = module
+
+    _KEEP.extend([Hooks, Guard])  # torch holds no reference of its own
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(lambda op, *args, **kwargs: run_on_cpu(op, args, kwargs), "PrivateUse1")
+    no_cast = torch.library.Library("_", "IMPL")
+    no_cast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    casts = torch.library.Library("aten", "IMPL")
+    for name in CAST_TO_HALF:
+        casts.impl(name, _autocast(name, None), "AutocastPrivateUse1")
+    for name in CAST_TO_FLOAT:
+        casts.impl(name, _autocast(name, torch.float32), "AutocastPrivateUse1")
+    _KEEP.extend([everything, no_cast, casts])
+    for name in ("tensor", "as_tensor"):  # in C++ they refuse a device that Python made
+        setattr(torch, name, _made_on_cpu(getattr(torch, name)))
+    _register_hccl()
+
+
+_KEEP: list[Any] = []
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, NpuTensor):
+        return value.inside
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "npu" else value
+
+
+def _autocast(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+    """The operator on inputs cast to `dtype`, or to autocast's own."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wanted = dtype or torch.get_autocast_dtype("npu")
+
+        def cast(value: Any) -> Any:
+            is_npu_float = isinstance(value, torch.Tensor) and value.device.type == "npu" and value.is_floating_point()
+            return value.to(wanted) if is_npu_float and value.dtype != torch.float64 else value
+
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+    return run
+
+
+def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+        tensor = data if isinstance(data, NpuTensor) else make(data, *args, **kwargs)
+        tensor = tensor if device is None else tensor.to(device)
+        return tensor.detach().requires_grad_() if requires_grad else tensor
+
+    return made
+
+
+def _register_hccl() -> None:
+    """Process groups named hccl, which are Gloo's: their collectives unwrap an NpuTensor like any operator."""
+    import torch.distributed as dist
+
+    if hasattr(dist.Backend, "HCCL"):
+        return
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    dist.Backend.register_backend("hccl", make, devices=["npu", "cpu"])

@@ -1,0 +1,173 @@
+"""The linalg that Ascend's front end made of each kernel, run on the CPU, against float64 autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes.accuracy import (
+    assert_as_exact_as_eager,
+    geglu_and_gradient,
+    group_norm_silu_and_gradients,
+    largest_by_sorting,
+)
+from lightning_aigc_kernels.ascend import CPUExecutionError, kernel_cases, lower
+from lightning_aigc_kernels.ascend.cpu_execution import CPUKernel
+from lightning_aigc_kernels.ascend.gate import OPS
+from lightning_aigc_kernels.launch import KernelCase
+from torch import Tensor
+
+EPS = 1e-5
+# Here a tile's numbers are added one after the other, where torch and a vector core add in a tree: the worst float32
+# error seen is 7.1 times eager's, for a sum over 2500 pixels. Half precision results stay within one rounding.
+RATIOS = {torch.float32: 10.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+DTYPES = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32}
+# The two front ends: A2 and A3 share the first.
+TARGETS = ["Ascend910B1", "Ascend950PR_9589"]
+CASES = {op: [case for its_op, case in kernel_cases() if its_op == op] for op in OPS}
+
+
+def run(case: KernelCase, target: str, **arguments: Tensor | float) -> None:
+    """Lower the kernel, and run it with fewer programs than it has work for; outputs are written in place."""
+    lowered = lower(case.function, case.signature, case.constants, target)
+    values = [arguments[name] for name in case.function.arg_names if name in case.signature]  # type: ignore[attr-defined]
+    CPUKernel(lowered.linalg)(3, *(as_numpy(value) if isinstance(value, Tensor) else value for value in values))
+
+
+def as_numpy(tensor: Tensor) -> Any:
+    """A view of the tensor's memory; bfloat16 travels as its bits."""
+    assert tensor.is_contiguous()
+    return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def assert_exact(ours: Tensor, eager: Tensor, truth: Tensor) -> None:
+    assert_as_exact_as_eager(ours, eager.to(ours.dtype), truth, RATIOS[ours.dtype])
+
+
+def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """NaN, so that an element nobody writes cannot hide."""
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def sizes(constants: Mapping[str, int | bool]) -> tuple[int, int]:
+    """Channels of a group and pixels that need several tiles of a case and do not fill the last ones."""
+    return int(constants["BLOCK_K"]) * 2 + 1, int(constants["BLOCK_P"]) + (452 if constants["BLOCK_P"] == 2048 else -7)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["group_norm_silu"], ids=lambda case: case.name)
+def test_group_norm_silu(case: KernelCase, target: str) -> None:
+    dtype, silu = DTYPES[case.signature["x_ptr"]], bool(case.constants["SILU"])
+    channels, pixels = sizes(case.constants)
+    samples, groups = 2, 2
+    shape = (samples, groups * channels, pixels)
+    x, dy = (torch.randn(shape) * 2 + 5).to(dtype), torch.randn(shape).to(dtype)
+    weight, bias = torch.randn(shape[:2]), torch.randn(shape[:2])
+    arguments: list[Any] = [EPS, x, weight, bias, dy, groups, silu]
+    truth = group_norm_silu_and_gradients(torch.float64, *arguments)
+    eager = group_norm_silu_and_gradients(torch.float32, *arguments)
+    numbers = {"slabs": samples * groups, "groups": groups, "channels": channels, "pixels": pixels}
+    numbers |= {"weight_stride": groups * channels, "bias_stride": groups * channels}
+    inputs = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias}
+    if case.name.startswith("forward"):
+        y, mean, rstd = unwritten(*shape, dtype=dtype), unwritten(samples, groups), unwritten(samples, groups)
+        run(case, target, **inputs, y_ptr=y, mean_ptr=mean, rstd_ptr=rstd, **numbers, eps=EPS)
+        assert_exact(y, eager[0], truth[0])
+        torch.testing.assert_close(mean, x.float().view(samples, groups, -1).mean(2))
+        variance = x.double().view(samples, groups, -1).var(2, correction=0)
+        torch.testing.assert_close(rstd, (variance + EPS).rsqrt().float())
+        return
+    slabs = x.double().view(samples, groups, -1)
+    inputs |= {"dy_ptr": dy, "mean_ptr": slabs.mean(2).float()}
+    inputs |= {"rstd_ptr": (slabs.var(2, correction=0) + EPS).rsqrt().float()}
+    dx = unwritten(*shape, dtype=dtype)
+    sums = [unwritten(*shape[:2]), unwritten(*shape[:2])]
+    outputs = {"dx_ptr": dx, "weight_grad_ptr": sums[0], "bias_grad_ptr": sums[1]}
+    keep = math.ceil(0.3 * channels * pixels)
+    run(case, target, **inputs, **outputs, **numbers, keep=keep)
+    if case.constants["NEED_AFFINE"]:
+        for ours, theirs, exact in zip(sums, eager[2:], truth[2:], strict=True):
+            assert_exact(ours, theirs, exact)
+    else:
+        assert all(tensor.isnan().all() for tensor in sums)
+    if case.constants["SPARSE"]:
+        kept = dx.view(samples * groups, -1)
+        assert ((kept != 0).sum(1) >= keep).all() and ((kept != 0).sum(1) < keep * 1.1).all()  # the rest are ties
+        dense = torch.where(dx != 0, truth[1], 0)
+        # What was dropped is no larger than what was kept, up to one rounding.
+        dropped = torch.where(dx == 0, truth[1], 0).view_as(kept).abs().amax(1)
+        smallest = torch.where(kept != 0, kept.abs().double(), math.inf).amin(1)
+        assert (dropped <= smallest * (1 + 4 * torch.finfo(dtype).eps)).all()
+        assert_exact(dx, torch.where(dx != 0, eager[1], 0), dense)
+    else:
+        assert_exact(dx, eager[1], truth[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["geglu"], ids=lambda case: case.name)
+def test_geglu(case: KernelCase, target: str) -> None:
+    dtype, activation = DTYPES[case.signature["projected_ptr"]], "gelu" if case.constants["GELU"] else "silu"
+    rows = int(case.constants["BLOCK_R"]) * 2 + 3
+    features = int(case.constants["BLOCK_D"]) + (452 if case.constants["BLOCK_D"] >= 2048 else -7)
+    projected, dproduct = (torch.randn(rows, 2 * features) * 3).to(dtype), torch.randn(rows, features).to(dtype)
+    truth = geglu_and_gradient(torch.float64, projected, dproduct, activation)
+    eager = geglu_and_gradient(torch.float32, projected, dproduct, activation)
+    product, dprojected = unwritten(rows, features, dtype=dtype), unwritten(rows, 2 * features, dtype=dtype)
+    arguments = {"projected_ptr": projected, "product_ptr": product, "rows": rows, "features": features}
+    if case.name.startswith("forward"):
+        run(case, target, **arguments)
+    else:
+        run(case, target, **arguments, dproduct_ptr=dproduct, dprojected_ptr=dprojected)
+        assert_exact(dprojected, eager[1], truth[1])
+    if case.constants.get("NEED_PRODUCT", True):
+        assert_exact(product, eager[0], truth[0])
+    else:
+        assert product.isnan().all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["keep_largest"], ids=lambda case: case.name)
+def test_keep_largest(case: KernelCase, target: str) -> None:
+    dtype = DTYPES[case.signature["rows_ptr"]]
+    rows_RL = torch.randn(5, 4999).to(dtype)
+    rows_RL[1, 17], rows_RL[2, 4998], rows_RL[2, 0] = math.nan, math.inf, -math.inf
+    rows_RL[3] = rows_RL[3].round()  # ties
+    rows_RL[4, 1:] = 0
+    for density in (1e-9, 0.2, 0.8):
+        kept_RL = unwritten(5, 4999, dtype=dtype)
+        keep = math.ceil(density * 4999)
+        run(case, target, rows_ptr=rows_RL, kept_ptr=kept_RL, rows=5, length=4999, keep=keep)
+        torch.testing.assert_close(kept_RL, largest_by_sorting(rows_RL, density), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_nan_comes_out_of_the_forward() -> None:
+    case = next(case for case in CASES["group_norm_silu"] if case.name == "forward fp16 8x256")
+    x = torch.randn(1, 4, 300).half()
+    x[0, 3, 299] = math.nan
+    y, mean, rstd = unwritten(1, 4, 300, dtype=torch.float16), unwritten(1, 2), unwritten(1, 2)
+    affine = torch.ones(1, 4)
+    numbers = {"slabs": 2, "groups": 2, "channels": 2, "pixels": 300, "weight_stride": 0, "bias_stride": 0, "eps": EPS}
+    pointers = {"x_ptr": x, "weight_ptr": affine, "bias_ptr": affine, "y_ptr": y, "mean_ptr": mean, "rstd_ptr": rstd}
+    run(case, "Ascend910B1", **pointers, **numbers)
+    assert y[0, 2:].isnan().all() and not y[0, :2].isnan().any()
+
+
+def test_wrong_arguments_are_refused_before_memory_is_touched() -> None:
+    case = CASES["keep_largest"][0]
+    kernel = CPUKernel(lower(case.function, case.signature, case.constants).linalg)
+    half = np.zeros(8, np.float16)
+    with pytest.raises(CPUExecutionError, match=r"takes 5 arguments \(float16, float16, i32, i32, i32\), got 2"):
+        kernel(1, half, half)
+    with pytest.raises(CPUExecutionError, match=r"argument 1 must be a contiguous float16 array, got float32 \(4,\)"):
+        kernel(1, half, half.astype(np.float32), 1, 8, 4)
+    with pytest.raises(CPUExecutionError, match="argument 0 must be a contiguous float16 array, got float16"):
+        kernel(1, half[::2], half, 1, 4, 2)

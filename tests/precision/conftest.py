@@ -1,0 +1,25 @@
+"""What the tests of the precision plugin share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the plugin said so far, a list that grows."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if any(word in record.getMessage() for word in ("skipped", "swapped", "loss scale")):
+                said.append(record.getMessage())
+
+    handler = Keep()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)

@@ -1,0 +1,92 @@
+"""Two ranks on gloo skip the same step, and one line is written between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import torch
+import lightning_aigc
+from fakes.trainings import Regression, fit, make_batches
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+from lightning_aigc.precision import FusedBackwardPrecision
+
+class Steep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1e9
+
+class SteepOnRankOne(nn.Module):
+    step = 0
+    def forward(self, x):
+        return Steep.apply(x) if module.global_rank == 1 and module.trainer.global_step == 2 else x
+
+class Spread(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch + self.global_rank, batch_idx)
+
+def run(plugin):
+    global module
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), SteepOnRankOne(), nn.Linear(8, 8)]
+    module = Spread(layers)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    trainer = fit(plugin, module, make_batches(5), strategy=strategy, devices=2, use_distributed_sampler=False,
+                  gradient_clip_val=0.5)
+    return [p.tolist() for p in module.parameters()], trainer.scaler.get_scale(), trainer.global_rank
+
+class Picture(Regression):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch + self.global_rank).reshape(-1, 8, 1, 1), batch_idx)
+
+def run_convolutions(memory):
+    torch.manual_seed(0)
+    frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+    module = Picture([nn.Conv2d(8, 8, 1), nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), frozen)])
+    strategy = DDPStrategy(process_group_backend="gloo")
+    fit(FusedBackwardPrecision("32-true", memory=memory), module, make_batches(5), strategy=strategy, devices=2,
+        use_distributed_sampler=False)
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+ours, scale, rank = run(FusedBackwardPrecision("16-mixed", memory="off"))
+theirs, stock_scale, _ = run(MixedPrecision("16-mixed", "cpu"))
+close = torch.allclose(run_convolutions("lean"), run_convolutions("off"), atol=1e-6)
+Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps([ours == theirs, close, scale, stock_scale, ours]))
+"""
+
+
+def test_two_ranks_skip_the_same_step_and_the_rank_that_overflowed_names_the_module(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    script = tmp_path / "two_ranks.py"
+    script.write_text(SCRIPT)
+    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    same_as_stock, fused_as_off, scale, stock_scale, _ = ranks[0]
+    assert same_as_stock and fused_as_off
+    assert scale == stock_scale == 2.0**15
+    swapped = [line for line in done.stderr.splitlines() if "memory=lean: swapped" in line]
+    assert len(swapped) == 1
+    said = [line for line in (done.stderr + done.stdout).splitlines() if "skipped" in line]
+    assert len(said) == 1, said
+    assert "step 3 skipped: the backward pass of net.1 (SteepOnRankOne) computed a gradient" in said[0]

@@ -1,0 +1,91 @@
+"""The plugin from YAML, by its short name and by its path, through our command."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_aigc.cli import main
+
+
+def fit_from_yaml(folder: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> int:
+    config = {
+        "trainer": {
+            "plugins": plugin,
+            "max_steps": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "default_root_dir": str(folder / "run"),
+        }
+        | trainer,
+        "model": {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"},
+        "data": {"class_path": "lightning.pytorch.demos.boring_classes.BoringDataModule"},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config).replace("'off'", "off"))
+    monkeypatch.setattr(sys, "argv", ["lightning"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", str(path)])
+    return int(stop.value.code)
+
+
+@pytest.mark.parametrize("class_path", ["FusedBackwardPrecision", "lightning_aigc.precision.FusedBackwardPrecision"])
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_config_names_the_plugin(
+    class_path: str, as_list: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `memory: off` without quotes, which YAML 1.1 reads as false.
+    plugin = {"class_path": class_path, "init_args": {"precision": "bf16-mixed", "memory": "off", "protect": ["a.b"]}}
+    assert fit_from_yaml(tmp_path, [plugin] if as_list else plugin, monkeypatch) == 0
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["plugins"]
+    saved = saved[0] if as_list else saved
+    assert saved["class_path"] == "lightning_aigc.precision.FusedBackwardPrecision"
+    assert saved["init_args"]["protect"] == ["a.b"]
+
+
+@pytest.mark.parametrize(
+    ("init_args", "words"),
+    [
+        ({"precision": "bf16"}, ["precision", "bf16"]),
+        ({"memory": "leen"}, ["memory", "leen", "did you mean lean"]),
+        ({"memry": "lean"}, ["memry", "did you mean memory"]),
+        ({"input_grad_density": 2.0}, ["input_grad_density must be in (0, 1], got 2.0"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_in_yaml_is_one_line(
+    init_args: dict[str, Any],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plugin = {"class_path": "FusedBackwardPrecision", "init_args": init_args}
+    assert fit_from_yaml(tmp_path, [plugin], monkeypatch) in (1, 2)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+def test_a_misspelt_class_is_answered_with_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit_from_yaml(tmp_path, [{"class_path": "FusedBackwardPrecison"}], monkeypatch) == 2
+    assert "did you mean FusedBackwardPrecision?" in capsys.readouterr().err
+
+
+def test_a_precision_beside_the_plugin_is_answered_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = {"class_path": "FusedBackwardPrecision", "init_args": {"memory": "off"}}
+    assert fit_from_yaml(tmp_path, [plugin], monkeypatch, precision="bf16-mixed") == 1
+    error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
+    assert "Received both `precision=bf16-mixed` and `plugins=FusedBackwardPrecision(precision='bf16-mixed'" in error
