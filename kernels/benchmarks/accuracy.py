@@ -31,7 +31,9 @@ NEGLIGIBLE = 1e-4
 """A parameter whose gradient's norm is below this share of the largest one's is no candidate for the worst."""
 
 
-def gradients(unet: nn.Module, given: dict[str, object], target: Tensor, autocast: bool, kept: torch.dtype) -> dict[str, Tensor]:
+def gradients(
+    unet: nn.Module, given: dict[str, object], target: Tensor, autocast: bool, kept: torch.dtype
+) -> dict[str, Tensor]:
     """Every trainable parameter's gradient of the mean squared distance to the target, moved to `kept` as it comes."""
     found: dict[str, Tensor] = {}
     handles = []

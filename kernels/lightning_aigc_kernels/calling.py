@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -36,12 +36,29 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def refuse_functorch(op: str) -> None:
-    """Raises: RuntimeError inside torch.func's grad, vmap, jvp and their like, which these ops have no rules for."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    """Raises: RuntimeError inside torch.func's grad, vmap, jvp and their like, which these ops have no rules for.
+
+    Forward-mode autograd counts among them: a custom op would drop the tangent without a word.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         raise RuntimeError(
             f"lightning_aigc::{op} has no torch.func rules (grad, vmap, jvp), got a call inside one; "
             "use torch.autograd, or memory='off' to train this model with its own forward"
         )
+
+
+def no_second_derivative(op: str) -> Callable[..., None]:
+    """The backward of an op's backward: RuntimeError, with the op's name and the way out."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            f"lightning_aigc::{op} has no second derivative, got a backward pass through its gradient; "
+            "use memory='off' where a loss contains gradients (create_graph=True)"
+        )
+
+    return refuse
 
 
 def without_values(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

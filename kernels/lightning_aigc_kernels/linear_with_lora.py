@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_aigc_kernels.products import add_matmul_, linear, matmul
 
 
 class Projection(NamedTuple):
@@ -52,17 +53,17 @@ Needs = tuple[bool, bool, bool, bool]
 
 def project(x_TC: Tensor, layer: Projection) -> Tensor:
     """y_TD."""
-    y_TD = F.linear(x_TC, layer.weight, layer.bias)
+    y_TD = linear(x_TC, layer.weight, layer.bias)
     if layer.down is not None and layer.up is not None:
-        y_TD.addmm_(x_TC @ layer.down.t(), layer.up.t(), alpha=layer.scale)
+        add_matmul_(y_TD, matmul(x_TC, layer.down.t()), layer.up.t(), layer.scale)
     return y_TD
 
 
 def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -> Tensor:
     """dx plus what this layer passes back: the sum grows inside the matrix products."""
-    dx_TC = dy_TD @ layer.weight if dx_TC is None else dx_TC.addmm_(dy_TD, layer.weight)
+    dx_TC = matmul(dy_TD, layer.weight) if dx_TC is None else add_matmul_(dx_TC, dy_TD, layer.weight)
     if layer.down is not None and layer.up is not None:
-        dx_TC.addmm_(dy_TD @ layer.up, layer.down, alpha=layer.scale)
+        add_matmul_(dx_TC, matmul(dy_TD, layer.up), layer.down, layer.scale)
     return dx_TC
 
 
@@ -72,9 +73,9 @@ def parameter_gradients(dy_TD: Tensor, x_TC: Tensor, layer: Projection, needs: N
     ddown_RC = dup_DR = None
     if layer.down is not None and layer.up is not None:
         if down:
-            ddown_RC = (dy_TD @ layer.up).mul_(layer.scale).t() @ x_TC
+            ddown_RC = matmul(matmul(dy_TD, layer.up).mul_(layer.scale).t(), x_TC)
         if up:
-            dup_DR = dy_TD.t() @ (x_TC @ layer.down.t()).mul_(layer.scale)
-    dweight_DC = dy_TD.t() @ x_TC if weight else None
+            dup_DR = matmul(dy_TD.t(), matmul(x_TC, layer.down.t()).mul_(layer.scale))
+    dweight_DC = matmul(dy_TD.t(), x_TC) if weight else None
     dbias_D = dy_TD.sum(0) if bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)

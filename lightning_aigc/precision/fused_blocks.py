@@ -106,8 +106,6 @@ def check_resnet(self: Any) -> None:
     check_silu(self.nonlinearity)
     if self.upsample is not None or self.downsample is not None:
         raise CannotSwapError("it changes the resolution inside")
-    if self.time_embedding_norm not in ("default", "scale_shift"):
-        raise CannotSwapError(f"time_embedding_norm {self.time_embedding_norm}")
     refuse_dropout(self.dropout)
 
 
@@ -126,7 +124,7 @@ def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: A
             temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
             if self.time_embedding_norm == "default":
                 hidden = hidden + temb[:, :, None, None]
-            else:
+            elif self.time_embedding_norm == "scale_shift":
                 scale, shift = temb.chunk(2, dim=1)
         hidden = norm_act_conv(hidden, self.norm2, self.conv2, choices, scale, shift, last=True)
         x = x if self.conv_shortcut is None else self.conv_shortcut(x.contiguous() if self.training else x)

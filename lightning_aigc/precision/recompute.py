@@ -7,13 +7,12 @@ backward reads only what went into them.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from lightning_aigc_kernels.lora_attention import KnownAttention
 import torch
+from lightning_aigc_kernels.lora_attention import KnownAttention
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,10 +21,19 @@ LONG_ATTENTION_TOKENS = 512
 
 
 class _Run:
-    """One block's first run or its repetition."""
+    """One block's first run or a repetition: a context, entered anew for each repetition."""
 
     def __init__(self, kept: list[KnownAttention], repeating: bool) -> None:
-        self.kept, self.repeating, self.position = kept, repeating, 0
+        self.kept, self.repeating = kept, repeating
+        self.position = 0
+        self.outer: _Run | None = None
+
+    def __enter__(self) -> None:
+        self.position = 0
+        self.outer, _current.run = _current.run, self
+
+    def __exit__(self, *_: object) -> None:
+        _current.run = self.outer
 
 
 class _Current(threading.local):
@@ -42,23 +50,11 @@ def run_again_in_backward(block: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return compiled
     kept: list[KnownAttention] = []
 
-    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return _running(kept, repeating=False), _running(kept, repeating=True)
+    def contexts() -> tuple[_Run, _Run]:
+        return _Run(kept, repeating=False), _Run(kept, repeating=True)
 
-    # The blocks draw no random numbers: those with an active dropout keep their own forward.
-    result: Tensor = checkpoint(
-        block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, determinism_check="none"
-    )
+    result: Tensor = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
     return result
-
-
-@contextlib.contextmanager
-def _running(kept: list[KnownAttention], repeating: bool) -> Iterator[None]:
-    outer, _current.run = _current.run, _Run(kept, repeating)
-    try:
-        yield
-    finally:
-        _current.run = outer
 
 
 def repeating() -> bool:

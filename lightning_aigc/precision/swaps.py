@@ -156,6 +156,7 @@ def swap_forwards(
         except CannotSwapError as reason:
             swapped.left_alone[kind, str(reason)] += 1
             if strict:
+                swapped.restore()
                 raise ConfigError(f"strict=True, but {name} ({kind}) cannot be swapped: {reason}") from None
             native, kept = native + _weight(module) * row.native_units, kept + _weight(module) * row.native_units
             continue

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels import geglu
-from lightning_aigc_kernels.calling import compute_dtype, refuse_functorch, without_autocast, without_values
+from lightning_aigc_kernels.calling import (
+    compute_dtype,
+    no_second_derivative,
+    refuse_functorch,
+    without_autocast,
+    without_values,
+)
 from lightning_aigc_kernels.linear_with_lora import (
     Projection,
     add_input_gradient,
@@ -89,7 +95,7 @@ def _op(
     projected_T2D = project(normalized_TC, first)
     y_TC = project(geglu.forward(projected_T2D, activation), second)
     kept = projected_T2D if keep_projection else projected_T2D.new_empty(0)
-    return y_TC.view(*x.shape[:-1], -1), kept
+    return y_TC.view(*x.shape[:-1], weight2.shape[0]), kept
 
 
 @_op.register_fake
@@ -181,4 +187,5 @@ def _autograd(ctx: Any, dy: Tensor | None, _: object) -> tuple[Tensor | None, ..
     return dx, *(next(given) if need else None for need in needs), *(None,) * 8
 
 
+_backward_op.register_autograd(no_second_derivative("feed_forward"))
 _op.register_autograd(_autograd, setup_context=_setup_context)

@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import compute_dtype, refuse_functorch, without_autocast, without_values
+from lightning_aigc_kernels.calling import (
+    compute_dtype,
+    no_second_derivative,
+    refuse_functorch,
+    without_autocast,
+    without_values,
+)
+from lightning_aigc_kernels.products import linear, matmul, needs_float32
 
 __all__ = ["frozen_conv2d", "frozen_linear"]
 
@@ -38,11 +45,10 @@ def frozen_conv2d(
     """
     refuse_functorch("frozen_conv2d")
     _check_frozen("frozen_conv2d", weight, bias)
+    check_conv2d("frozen_conv2d", x, weight, groups)
     dtype = _dtype_under(x, weight)
     with without_autocast(x):
-        y: Tensor = _conv2d(
-            x, weight, bias, list(stride), list(padding), list(dilation), groups, dtype, skip_product
-        )
+        y: Tensor = _conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups, dtype, skip_product)
     return y
 
 
@@ -64,6 +70,13 @@ def _check_frozen(op: str, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(f"{op} gives no gradient of {name}, which requires one; freeze it or use torch's own")
+
+
+def check_conv2d(op: str, x: Tensor, weight: Tensor, groups: int) -> None:
+    """Raises: ValueError for an input that a convolution with this weight cannot take."""
+    if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1] * groups:
+        wanted = f"x [N, C, H, W] and weight [D, C / {groups}, KH, KW]"
+        raise ValueError(f"{op} wants {wanted}, got {tuple(x.shape)} and {tuple(weight.shape)}")
 
 
 def _dtype_under(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -105,7 +118,8 @@ def _conv2d_backward(
     groups: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    return conv2d_input_gradient(dy, weight.to(dy.dtype), input_shape, stride, padding, dilation, groups).to(dtype)
+    geometry = stride, padding, dilation, groups
+    return convolve_backward(dy, input_shape, weight, *geometry, need_weight=False, need_bias=False)[0].to(dtype)
 
 
 _conv2d_backward.register_fake(_conv2d_backward._init_fn)
@@ -122,40 +136,42 @@ def convolve(
     dtype: torch.dtype,
 ) -> Tensor:
     """conv2d in `dtype`, in the memory layout that x's device takes best; no autograd."""
-    x = lay_out(x.to(dtype), weight)
-    return F.conv2d(x, weight.to(dtype), None if bias is None else bias.to(dtype), stride, padding, dilation, groups)
+    x, weight, bias = lay_out(x.to(dtype), weight), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if needs_float32(x):
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    return F.conv2d(x, weight, bias, stride, padding, dilation, groups).to(dtype)
 
 
-def conv2d_input_gradient(
+def convolve_backward(
     dy: Tensor,
+    x: Tensor | Sequence[int],
     weight: Tensor,
-    input_shape: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     groups: int,
-) -> Tensor:
-    """The gradient of a convolution's input from its shape alone; no autograd."""
-    # The input's values are never looked at; a CPU reads its layout, without touching its memory.
-    if dy.device.type == "cpu":
-        unread = torch.empty(input_shape, dtype=dy.dtype, memory_format=_layout(input_shape, weight))
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of a convolution's input, weight and bias, in dy's dtype; no autograd.
+
+    Args: x is the input, or where the weight's gradient is not needed its shape alone.
+    """
+    dtype = dy.dtype
+    dy, weight = lay_out(dy, weight), weight.to(dtype)
+    if needs_float32(dy):
+        dy, weight = dy.float(), weight.float()
+    if isinstance(x, Tensor):
+        x = lay_out(x.to(dtype), weight).to(dy.dtype)
+    elif dy.device.type == "cpu":  # the input's values are never looked at; a CPU reads its layout alone
+        x = torch.empty(tuple(x), dtype=dy.dtype, memory_format=_layout(x, weight))
     else:
-        unread = dy.new_empty(()).expand(input_shape)
-    dy = lay_out(dy, weight)
-    dx: Tensor = torch.ops.aten.convolution_backward(
-        dy,
-        unread,
-        weight,
-        None,
-        stride,
-        padding,
-        dilation,
-        False,
-        (0, 0),
-        groups,
-        (True, False, False),
-    )[0]
-    return dx
+        x = dy.new_empty(()).expand(tuple(x))
+    mask = (True, need_weight, need_bias)
+    dx, dweight, dbias = torch.ops.aten.convolution_backward(
+        dy, x, weight, weight.shape[:1], stride, padding, dilation, False, (0, 0), groups, mask
+    )
+    return dx.to(dtype), dweight.to(dtype) if need_weight else None, dbias.to(dtype) if need_bias else None
 
 
 def lay_out(x: Tensor, weight: Tensor) -> Tensor:
@@ -195,17 +211,18 @@ def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _conv2d_backward(dy, weight, list(ctx.input_shape), *ctx.geometry, ctx.input_dtype), *(None,) * 8
 
 
+_conv2d_backward.register_autograd(no_second_derivative("frozen_conv2d"))
 _conv2d.register_autograd(_conv2d_autograd, setup_context=_setup_conv2d)
 
 
 @torch.library.custom_op("lightning_aigc::frozen_linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 @torch.library.custom_op("lightning_aigc::frozen_linear_backward", mutates_args=())
 def _linear_backward(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (dy @ weight.to(dy.dtype)).to(dtype)
+    return matmul(dy, weight.to(dy.dtype)).to(dtype)
 
 
 @_linear.register_fake
@@ -229,4 +246,5 @@ def _linear_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _linear_backward(dy, weight, ctx.input_dtype), None, None, None
 
 
+_linear_backward.register_autograd(no_second_derivative("frozen_linear"))
 _linear.register_autograd(_linear_autograd, setup_context=_setup_linear)

@@ -6,12 +6,13 @@ reference serves every device; Triton serves cuda and npu.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import kernel_for, refuse_functorch, without_autocast
+from lightning_aigc_kernels.calling import kernel_for, no_second_derivative, refuse_functorch, without_autocast
 from lightning_aigc_kernels.geglu import reference
 
 __all__ = ["Activation", "geglu", "swiglu"]
@@ -66,8 +67,7 @@ def backward(
 
 @torch.library.custom_op("lightning_aigc::geglu", mutates_args=())
 def _op(projected: Tensor, activation: str) -> Tensor:
-    rows = projected.reshape(-1, projected.shape[-1])
-    return forward(rows, activation).view(*projected.shape[:-1], projected.shape[-1] // 2)
+    return forward(_rows(projected), activation).view(*projected.shape[:-1], projected.shape[-1] // 2)
 
 
 @_op.register_fake
@@ -77,8 +77,11 @@ def _(projected, activation):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("lightning_aigc::geglu_backward", mutates_args=())
 def _backward_op(dproduct: Tensor, projected: Tensor, activation: str) -> Tensor:
-    rows = projected.reshape(-1, projected.shape[-1])
-    return backward(dproduct.reshape(-1, dproduct.shape[-1]), rows, activation, False)[0].view(projected.shape)
+    return backward(_rows(dproduct), _rows(projected), activation, False)[0].view(projected.shape)
+
+
+def _rows(features: Tensor) -> Tensor:
+    return features.reshape(math.prod(features.shape[:-1]), features.shape[-1])  # -1 would not do for an empty one
 
 
 @_backward_op.register_fake
@@ -96,4 +99,5 @@ def _autograd(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
     return _backward_op(dproduct, projected, ctx.activation), None
 
 
+_backward_op.register_autograd(no_second_derivative("geglu"))
 _op.register_autograd(_autograd, setup_context=_setup_context)

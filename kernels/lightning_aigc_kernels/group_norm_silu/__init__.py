@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import check_density, compute_dtype, kernel_for, refuse_functorch, without_autocast
+from lightning_aigc_kernels.calling import (
+    check_density,
+    compute_dtype,
+    kernel_for,
+    no_second_derivative,
+    refuse_functorch,
+    without_autocast,
+)
 from lightning_aigc_kernels.group_norm_silu import reference
 
 __all__ = ["group_norm_silu"]
@@ -57,6 +64,8 @@ def check(
     samples, channels = x.shape[:2]
     if groups < 1 or channels % groups:
         raise ValueError(f"num_groups must divide the channels: got {groups} groups for {channels} channels")
+    if weight is None and bias is not None:
+        raise ValueError("group_norm_silu wants a weight where there is a bias, got a bias alone; use a weight of ones")
     for name, tensor, shape in (
         ("weight", weight, (channels,)),
         ("bias", bias, (channels,)),
@@ -222,4 +231,5 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
     return dx, *dparameters, None, None, None, None
 
 
+_backward_op.register_autograd(no_second_derivative("group_norm_silu"))
 _op.register_autograd(_autograd, setup_context=_setup_context)

@@ -60,7 +60,7 @@ def backward(
             pixels = tuple(range(2, x.dim()))
             dscale_NC = (gradient * normalized).sum(pixels) if pixels else gradient * normalized
     if need_affine and shift_NC is not None:
-        dshift_NC = gradient.sum(tuple(range(2, x.dim()))) if x.dim() > 2 else gradient
+        dshift_NC = gradient.sum(tuple(range(2, x.dim()))) if x.dim() > 2 else gradient.clone()
     if scale_NC is not None:
         gradient = gradient * (1 + _over_pixels(scale_NC, x))
     samples, channels = x.shape[:2]

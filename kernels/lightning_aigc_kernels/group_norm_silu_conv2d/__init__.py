@@ -15,11 +15,17 @@ from lightning_aigc_kernels import group_norm_silu as normalization
 from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
+    no_second_derivative,
     refuse_functorch,
     without_autocast,
     without_values,
 )
-from lightning_aigc_kernels.frozen_conv2d import conv2d_input_gradient, conv2d_output_shape, convolve, lay_out
+from lightning_aigc_kernels.frozen_conv2d import (
+    check_conv2d,
+    conv2d_output_shape,
+    convolve,
+    convolve_backward,
+)
 
 __all__ = ["group_norm_silu_conv2d"]
 
@@ -54,6 +60,7 @@ def group_norm_silu_conv2d(
     """
     refuse_functorch("group_norm_silu_conv2d")
     normalization.check(x, norm_weight, norm_bias, num_groups, scale, shift)
+    check_conv2d("group_norm_silu_conv2d", x, weight, groups)
     check_density(input_grad_density, "input_grad_density")
     dtype = compute_dtype(x)
     with without_autocast(x):
@@ -132,19 +139,12 @@ def _backward_op(
     """dx, then the gradients of those parameters that `needs` names: the norm's two, scale, shift, weight, bias."""
     grad_dtype = grad_dtype or dtype
     dy = dy.to(grad_dtype)
-    geometry = stride, padding, dilation, groups
-    dweight = dbias = None
+    activated: Tensor | list[int] = list(x.shape)
     if needs[4]:
         affine = norm_weight, norm_bias, scale, shift
-        activated = normalization.forward(x, *affine, norm_groups, eps, silu)[0].to(dtype).to(grad_dtype)
-        dactivated, dweight, dbias = torch.ops.aten.convolution_backward(
-            lay_out(dy, weight), lay_out(activated, weight), weight.to(grad_dtype),
-            None if bias is None else bias.shape, stride, padding, dilation, False, (0, 0), groups,
-            (True, True, needs[5]),
-        )  # fmt: skip
-    else:
-        dactivated = conv2d_input_gradient(dy, weight.to(grad_dtype), list(x.shape), *geometry)
-        dbias = dy.sum((0, 2, 3)) if needs[5] else None
+        activated = normalization.forward(x, *affine, norm_groups, eps, silu)[0].to(dtype)
+    geometry = stride, padding, dilation, groups
+    dactivated, dweight, dbias = convolve_backward(dy, activated, weight, *geometry, needs[4], needs[5])
     need_affine = any(needs[:4])
     dx, *daffine = normalization.backward(
         dactivated, x, mean, rstd, norm_weight, norm_bias, scale, shift, norm_groups, eps, silu, need_affine, density
@@ -181,4 +181,5 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
     return dx, *(next(given) if need else None for need in needs), *(None,) * 11
 
 
+_backward_op.register_autograd(no_second_derivative("group_norm_silu_conv2d"))
 _op.register_autograd(_autograd, setup_context=_setup_context)

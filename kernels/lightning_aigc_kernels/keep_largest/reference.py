@@ -16,7 +16,8 @@ def keep_largest(rows_RL: Tensor, density: float) -> Tensor:
     if rows_RL.numel() == 0 or density == 1:
         return rows_RL.clone()
     length = rows_RL.shape[1]
-    magnitude_RL = rows_RL.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+    wide = torch.promote_types(rows_RL.dtype, torch.float32)  # a CPU has no kthvalue of half precision
+    magnitude_RL = rows_RL.abs().to(wide).nan_to_num_(nan=math.inf, posinf=math.inf)
     smallest_kept = length - math.ceil(density * length) + 1
-    threshold_R1 = torch.kthvalue(magnitude_RL.float(), smallest_kept, dim=1, keepdim=True).values
+    threshold_R1 = torch.kthvalue(magnitude_RL, smallest_kept, dim=1, keepdim=True).values
     return torch.where(magnitude_RL >= threshold_R1, rows_RL, 0.0)

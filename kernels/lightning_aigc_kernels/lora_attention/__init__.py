@@ -1,8 +1,8 @@
 """LayerNorm, the q, k, v projections with their LoRA branches, attention and the output projection as one op.
 
 Native autograd keeps the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op keeps
-its input and the attention's output; q, k and v are computed again, or k and v kept too where speed counts for more. The
-gradients of the LoRA's matrices are exact: nothing is approximated.
+its input and the attention's output; q, k and v are computed again, or k and v kept too where speed counts for more.
+The gradients of the LoRA's matrices are exact: nothing is approximated.
 
 Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
 """
@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import compute_dtype, refuse_functorch, without_autocast
+from lightning_aigc_kernels.calling import (
+    check_density,
+    compute_dtype,
+    no_second_derivative,
+    refuse_functorch,
+    without_autocast,
+)
 from lightning_aigc_kernels.keep_largest import keep_largest_per_head
 from lightning_aigc_kernels.linear_with_lora import (
     Projection,
@@ -49,16 +55,23 @@ def lora_attention(
 ) -> tuple[Tensor, KnownAttention]:
     """out(attention(q, k, v)) of q from norm(x), k and v from the context or norm(x); without the residual.
 
-    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keep_projections` keeps k and v for backward instead
-        of computing them again (the query's product alone is repeated); `grad_dtype` runs backward's products in that dtype, for a loss that is scaled
-        to fit it; `gradient_density` below 1 drops the smallest entries of dq, dk and dv (see
-        `sparse_attention_backward`); `known` spares the attention itself when its output is at hand.
+    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keep_projections` keeps k and v for backward
+        instead of computing them again (the query's product alone is repeated); `grad_dtype` runs backward's products
+        in that dtype, for a loss that is scaled to fit it; `gradient_density` below 1 drops the smallest entries of dq,
+        dk and dv (see `sparse_attention_backward`); `known` spares the attention itself when its output is at hand.
     Returns: y [N, T, C''], in autocast's dtype where that is on, else x's, and the attention's output for `known`.
-    Raises: ValueError when the heads do not divide the features; RuntimeError under torch.func.
+    Raises: ValueError when shapes do not fit or the heads do not divide the features; RuntimeError under torch.func.
     """
     refuse_functorch("lora_attention")
-    if query.weight.shape[0] % heads:
-        raise ValueError(f"heads must divide the query's features: got {heads} heads for {query.weight.shape[0]}")
+    check_density(gradient_density, "gradient_density")
+    if x.dim() != 3 or (context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0])):
+        got = f"{tuple(x.shape)}" if context is None else f"{tuple(x.shape)} and {tuple(context.shape)}"
+        raise ValueError(f"lora_attention wants x [N, T, C] and context [N, S, C'] or None, got {got}")
+    widths = [layer.weight.shape[0] for layer in (query, key, value)]
+    if widths[0] % heads or widths[2] % heads:
+        raise ValueError(f"heads must divide the query's and the value's features: got {heads} heads for {widths}")
+    if widths[0] != widths[1]:
+        raise ValueError(f"query and key must give as many features as one another, got {widths[0]} and {widths[1]}")
     layers = (query, key, value, out)
     dtype = compute_dtype(x)
     with without_autocast(x):
@@ -111,12 +124,12 @@ def _op(
     )  # fmt: skip
     *inward, out = _layers(tensors, scales, dtype)
     if known_output is not None:
-        return [project(_rows(known_output), out).view(*x.shape[:-1], -1)]
+        return [project(_rows(known_output), out).view(*x.shape[:-1], weight_out.shape[0])]
     qkv = _projections(x, context, Norm(norm_weight, norm_bias, eps, normed), inward, dtype)[1]
     o_NHTD, softmax1, softmax2 = attend(*(_heads_first(rows, x.shape[0], heads) for rows in qkv))
-    o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape)
-    y = project(o_RC, out).view(*x.shape[:-1], -1)
-    return [y, o_RC.view(*x.shape[:-1], -1), softmax1, softmax2, *(qkv[1:] if keep_projections else ())]
+    o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape[0], weight_v.shape[0])
+    y = project(o_RC, out).view(*x.shape[:-1], weight_out.shape[0])
+    return [y, o_RC.view(*x.shape[:-1], weight_v.shape[0]), softmax1, softmax2, *(qkv[1:] if keep_projections else ())]
 
 
 _op.register_fake(_op._init_fn)
@@ -179,7 +192,10 @@ def _backward_op(
     del heads_first, do_RC, o_RC, qkv, do, q, k, v, o
     if density < 1:
         dqkv_NHTD = tuple(keep_largest_per_head(d, density) for d in dqkv_NHTD)
-    dqkv_RC = [d.transpose(1, 2).reshape(-1, layer.weight.shape[0]) for d, layer in zip(dqkv_NHTD, inward, strict=True)]
+    dqkv_RC = [
+        d.transpose(1, 2).reshape(d.shape[0] * d.shape[2], layer.weight.shape[0])
+        for d, layer in zip(dqkv_NHTD, inward, strict=True)
+    ]
     del dqkv_NHTD
 
     normalized_RC = normalized.value.to(grad_dtype)
@@ -228,6 +244,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     return *(next(given) if need else None for need in needs), *(None,) * 11
 
 
+_backward_op.register_autograd(no_second_derivative("lora_attention"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
 
 
@@ -245,7 +262,8 @@ def _rows(tokens: Tensor) -> Tensor:
 
 
 def _heads_first(rows_RC: Tensor, samples: int, heads: int) -> Tensor:
-    return rows_RC.view(samples, -1, heads, rows_RC.shape[-1] // heads).transpose(1, 2)
+    tokens = rows_RC.shape[0] // samples if samples else 0
+    return rows_RC.view(samples, tokens, heads, rows_RC.shape[-1] // heads).transpose(1, 2)
 
 
 def _projections(

@@ -15,7 +15,8 @@ HALF = (torch.float16, torch.bfloat16)
 def attend(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The output [N, H, T, D] and two small tensors that `attend_backward` needs of the softmax."""
     nothing = q_NHTD.new_empty(0)
-    which = _kernel(q_NHTD)
+    which = _kernel(q_NHTD, k_NHSD, v_NHSD)
+    q_NHTD, k_NHSD, v_NHSD = _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
     if which == "cpu_flash":
         o_NHTD, lse_NHT = aten._scaled_dot_product_flash_attention_for_cpu(q_NHTD, k_NHSD, v_NHSD)
         return o_NHTD, lse_NHT.contiguous(), nothing
@@ -40,8 +41,10 @@ def attend_backward(
     do_NHTD: Tensor, q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, o_NHTD: Tensor, softmax1: Tensor, softmax2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv."""
-    which = _kernel(q_NHTD)
+    which = _kernel(q_NHTD, k_NHSD, v_NHSD)
+    do_NHTD, q_NHTD, k_NHSD, v_NHSD = _dense(do_NHTD), _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
     if which == "cpu_flash":
+        softmax1 = softmax1.to(torch.promote_types(q_NHTD.dtype, torch.float32))  # q may have come in another dtype
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do_NHTD, q_NHTD, k_NHSD, v_NHSD, o_NHTD, softmax1, 0.0, False
         )
@@ -81,10 +84,15 @@ def _scores(q_NHTD: Tensor, k_NHSD: Tensor) -> Tensor:
     return q_NHTD.to(wide) @ k_NHSD.to(wide).transpose(-1, -2) * scale
 
 
-def _kernel(q_NHTD: Tensor) -> str:
-    """Which attention serves these queries."""
+def _dense(heads_first: Tensor) -> Tensor:
+    """With a head's features side by side: the fused kernels do not ask, and read something else."""
+    return heads_first if heads_first.stride(-1) == 1 else heads_first.contiguous()
+
+
+def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
+    """Which attention serves these tensors; the fused ones divide by zero without keys."""
     device, features = q_NHTD.device.type, q_NHTD.shape[-1]
-    if q_NHTD.numel() == 0:
+    if q_NHTD.numel() == 0 or k_NHSD.numel() == 0 or v_NHSD.shape[-1] != features:
         return "math"
     if device == "cpu":
         return "cpu_flash"

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import check_density, compute_dtype, refuse_functorch, without_autocast
+from lightning_aigc_kernels.calling import (
+    check_density,
+    compute_dtype,
+    no_second_derivative,
+    refuse_functorch,
+    without_autocast,
+)
 from lightning_aigc_kernels.keep_largest import keep_largest_per_head
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 
@@ -27,9 +33,13 @@ def sparse_attention_backward(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, de
     """
     refuse_functorch("sparse_attention_backward")
     check_density(density, "density")
-    if not q_NHTD.dim() == k_NHSD.dim() == v_NHSD.dim() == 4:
-        got = ", ".join(str(tuple(t.shape)) for t in (q_NHTD, k_NHSD, v_NHSD))
-        raise ValueError(f"sparse_attention_backward wants q, k and v [N, H, T, D], got {got}")
+    q, k, v = q_NHTD.shape, k_NHSD.shape, v_NHSD.shape
+    if not len(q) == len(k) == len(v) == 4 or not (q[:2] == k[:2] == v[:2] and q[3] == k[3] and k[2] == v[2]):
+        got = ", ".join(str(tuple(shape)) for shape in (q, k, v))
+        raise ValueError(f"sparse_attention_backward wants q [N, H, T, D], k and v [N, H, S, D], got {got}")
+    if not q_NHTD.dtype == k_NHSD.dtype == v_NHSD.dtype and not torch.is_autocast_enabled(q_NHTD.device.type):
+        got = ", ".join(str(t.dtype) for t in (q_NHTD, k_NHSD, v_NHSD))
+        raise ValueError(f"sparse_attention_backward wants q, k and v of one dtype, got {got}; use autocast")
     if density == 1:
         return F.scaled_dot_product_attention(q_NHTD, k_NHSD, v_NHSD)
     dtype = compute_dtype(q_NHTD)
@@ -71,4 +81,5 @@ def _autograd(ctx: Any, do: Tensor | None, *_: object) -> tuple[Tensor | None, .
     return *_backward_op(do, *ctx.saved_tensors, ctx.density), None
 
 
+_backward_op.register_autograd(no_second_derivative("sparse_attention_backward"))
 _op.register_autograd(_autograd, setup_context=_setup_context)

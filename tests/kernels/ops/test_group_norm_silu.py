@@ -1,0 +1,227 @@
+"""group_norm_silu on plain torch: exact, as near as eager, keeping its input alone, and what it does with bad input."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from fakes.accuracy import largest_by_sorting
+from fakes.op_contract import (
+    Case,
+    assert_compiles,
+    assert_equals_autograd,
+    assert_honours_the_op_contract,
+    assert_no_worse_than_eager,
+    assert_passes_gradcheck,
+    assert_refuses_what_it_has_no_rules_for,
+    assert_right_without_gradients,
+    assert_same,
+    assert_shows_nan,
+    assert_takes_any_strides,
+    kept_numbers,
+    outcome,
+    outcome_of,
+)
+from lightning_aigc_kernels.group_norm_silu import group_norm_silu
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUPS, EPS = 3, 1e-5
+OPS = ["group_norm_silu", "group_norm_silu_backward"]
+PARAMETERS = {
+    "plain": (),
+    "weight": ("weight",),
+    "affine": ("weight", "bias"),
+    "affine+modulation": ("weight", "bias", "scale", "shift"),
+    "affine+scale": ("weight", "bias", "scale"),
+    "affine+shift": ("weight", "bias", "shift"),
+    "modulation": ("scale", "shift"),
+}
+
+
+def fused(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+    density: float = 1.0,
+) -> Tensor:
+    return group_norm_silu(
+        x, weight, bias, GROUPS, EPS, scale=scale, shift=shift, silu=silu, input_grad_density=density
+    )
+
+
+def eager(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:
+    y = F.group_norm(x, GROUPS, weight, bias, EPS)
+    pixels = (1,) * (x.dim() - 2)
+    if scale is not None:
+        y = y * (1 + scale.view(*scale.shape, *pixels))
+    if shift is not None:
+        y = y + shift.view(*shift.shape, *pixels)
+    return F.silu(y) if silu else y
+
+
+def case(
+    shape: tuple[int, ...] = (2, 6, 5, 7),
+    parameters: str = "affine+modulation",
+    trained: tuple[str, ...] | None = None,
+    silu: bool = True,
+) -> Case:
+    """`trained` None is everything."""
+    names = PARAMETERS[parameters]
+    sizes = {"weight": shape[1:2], "bias": shape[1:2], "scale": shape[:2], "shift": shape[:2]}
+    tensors: dict[str, Tensor | None] = {"x": torch.randn(shape, dtype=torch.float64) * 2 + 3}
+    tensors |= {name: torch.randn(sizes[name], dtype=torch.float64) for name in names}
+    chosen = ("x", *names) if trained is None else trained
+    return Case(partial(fused, silu=silu), partial(eager, silu=silu), tensors, chosen)
+
+
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "identity"])
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_output_and_gradients_equal_autograd(parameters: str, silu: bool) -> None:
+    assert_equals_autograd(case(parameters=parameters, silu=silu))
+    assert_equals_autograd(case(parameters=parameters, silu=silu, trained=("x",)))
+
+
+@pytest.mark.parametrize("trained", [("weight",), ("bias",), ("shift",), ("scale", "bias"), ("x", "scale")], ids=str)
+def test_any_subset_may_be_trained(trained: tuple[str, ...]) -> None:
+    assert_equals_autograd(case(trained=trained))
+
+
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "identity"])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 6, 5), (2, 3, 3, 2, 2), (3, 9, 1, 1)], ids=str)
+def test_any_number_of_dimensions(shape: tuple[int, ...], silu: bool) -> None:
+    assert_equals_autograd(case(shape, silu=silu))
+
+
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "identity"])
+def test_finite_differences_agree(silu: bool) -> None:
+    assert_passes_gradcheck(case((2, 6, 2, 3), silu=silu))
+
+
+@pytest.mark.parametrize("parameters", ["plain", "affine", "affine+modulation"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_it_honours_the_op_contract(parameters: str, layout: torch.memory_format) -> None:
+    given = case(parameters=parameters)
+    x = given.tensors["x"]
+    assert x is not None
+    given.tensors["x"] = x.contiguous(memory_format=layout)
+    assert_honours_the_op_contract(given, OPS)
+
+
+def test_it_honours_the_op_contract_for_scattered_input() -> None:
+    given = case(parameters="affine")
+    x = given.tensors["x"]
+    assert x is not None
+    given.tensors["x"] = x.transpose(2, 3)
+    assert_honours_the_op_contract(given, OPS)
+
+
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "identity"])
+@pytest.mark.parametrize("parameters", ["plain", "affine", "affine+modulation"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_no_worse_than_eager(dtype: torch.dtype, parameters: str, silu: bool) -> None:
+    assert_no_worse_than_eager(case((2, 12, 9, 11), parameters, silu=silu), dtype, RATIO)
+
+
+RATIO = 1.0
+AUTOCAST_RATIO = 1.0
+
+
+@pytest.mark.parametrize("parameters", ["affine", "affine+modulation"])
+def test_under_autocast_it_is_no_worse_than_eager(parameters: str) -> None:
+    assert_no_worse_than_eager(case((2, 12, 9, 11), parameters), torch.float32, AUTOCAST_RATIO, torch.bfloat16)
+
+
+@pytest.mark.parametrize("parameters", ["affine", "affine+modulation"])
+def test_it_keeps_its_input_alone(parameters: str) -> None:
+    given = case((2, 6, 16, 16), parameters)
+    x = given.tensors["x"]
+    assert x is not None
+    statistics = 2 * 2 * GROUPS
+    assert kept_numbers(given, fused, torch.float32) == statistics
+    assert kept_numbers(given, eager, torch.float32) >= x.numel() + statistics
+    # Autocast makes y a copy in its dtype; what stays beside it is still no tensor of x's size.
+    assert kept_numbers(given, fused, torch.float32, torch.bfloat16) == statistics
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (3, 6), (2, 6, 5)], ids=str)
+def test_any_strides_give_the_same(shape: tuple[int, ...]) -> None:
+    assert_takes_any_strides(case(shape))
+
+
+def test_channels_last_gives_the_same_and_stays() -> None:
+    given = case()
+    leaves = {name: None if t is None else t.clone() for name, t in given.tensors.items()}
+    leaves["x"] = leaves["x"].contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+    result = outcome_of(fused, leaves, given.trained)
+    assert_same(result, outcome(given, fused))
+    assert all(result[name].is_contiguous(memory_format=torch.channels_last) for name in ("y", "x"))
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 5, 7), (0, 6)], ids=str)
+def test_an_empty_batch_gives_empty_results(shape: tuple[int, ...]) -> None:
+    result = outcome(case(shape), fused)
+    assert result["y"].shape == result["x"].shape == shape and result["scale"].shape == (0, 6)
+    assert not result["weight"].any() and not result["bias"].any()
+
+
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_nan_comes_out(density: float) -> None:
+    given = case()
+    sparse = Case(partial(fused, density=density), eager, given.tensors, given.trained)
+    assert_shows_nan(sparse, "x", (1, 2, 3, 3))
+    assert_shows_nan(sparse, "weight", (4,))
+    assert_shows_nan(sparse, "shift", (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("density", [0.9, 0.25, 0.01])
+def test_below_density_1_each_group_keeps_its_largest_input_gradients(density: float, dtype: torch.dtype) -> None:
+    given = case()
+    dense, sparse = outcome(given, fused, dtype), outcome(given, partial(fused, density=density), dtype)
+    slabs = dense.pop("x").reshape(2 * GROUPS, -1)
+    assert torch.equal(sparse.pop("x").reshape(2 * GROUPS, -1), largest_by_sorting(slabs, density))
+    assert (largest_by_sorting(slabs, density) != 0).sum(1).min() >= math.ceil(density * slabs.shape[1])
+    assert all(torch.equal(sparse[name], dense[name]) for name in dense)
+
+
+def test_it_works_without_gradients() -> None:
+    assert_right_without_gradients(case())
+
+
+def test_it_refuses_what_it_has_no_rules_for() -> None:
+    assert_refuses_what_it_has_no_rules_for(case(), "group_norm_silu")
+
+
+def test_it_compiles() -> None:
+    assert_compiles(case())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, weight = torch.randn(2, 8, 3, 3), torch.randn(8)
+    with pytest.raises(ValueError, match="num_groups must divide the channels: got 3 groups for 8 channels"):
+        group_norm_silu(x, weight, weight, 3)
+    with pytest.raises(ValueError, match="got 0 groups for 8 channels"):
+        group_norm_silu(x, weight, weight, 0)
+    with pytest.raises(ValueError, match=r"bias must be \(8,\) for x \(2, 8, 3, 3\), got \(4,\)"):
+        group_norm_silu(x, weight, weight[:4], 2)
+    with pytest.raises(ValueError, match=r"scale must be \(2, 8\) for x \(2, 8, 3, 3\), got \(8,\)"):
+        group_norm_silu(x, weight, weight, 2, scale=weight)
+    with pytest.raises(ValueError, match="wants a weight where there is a bias, got a bias alone"):
+        group_norm_silu(x, None, weight, 2)
+    with pytest.raises(ValueError, match=r"group_norm_silu wants x \[N, C, ...\], got \(8,\)"):
+        group_norm_silu(weight, None, None, 2)
+    with pytest.raises(ValueError, match=r"input_grad_density must be in \(0, 1\], got 0; use 1 to keep every entry"):
+        group_norm_silu(x, weight, weight, 2, input_grad_density=0)

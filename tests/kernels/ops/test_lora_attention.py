@@ -1,0 +1,291 @@
+"""LayerNorm, q, k, v, attention and output as one op: exact, as near as eager, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fakes.op_contract import (
+    Case,
+    assert_compiles,
+    assert_equals_autograd,
+    assert_honours_the_op_contract,
+    assert_no_worse_than_eager,
+    assert_passes_gradcheck,
+    assert_refuses_what_it_has_no_rules_for,
+    assert_right_without_gradients,
+    assert_shows_nan,
+    assert_takes_any_strides,
+    kept_numbers,
+    outcome,
+)
+from lightning_aigc_kernels import lora_attention as op
+from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.lora_attention import lora_attention
+from lightning_aigc_kernels.normalization import Norm
+from torch import Tensor
+from torch.nn import functional as F
+
+HEADS, EPS, RANK, FEATURES = 2, 1e-5, 3, 8
+SCALES = {"q": 0.5, "k": 1.5, "v": 2.0, "out": 1.0}
+OPS = ["lora_attention", "lora_attention_backward"]
+NORM = ("norm_weight", "norm_bias")
+LORA = tuple(f"{kind}_{layer}" for layer in SCALES for kind in ("down", "up"))
+BIASES = tuple(f"bias_{layer}" for layer in SCALES)
+WEIGHTS = tuple(f"weight_{layer}" for layer in SCALES)
+TRAINED = {
+    "all": ("x", "context", *NORM, *WEIGHTS, *BIASES, *LORA),
+    "frozen": ("x",),
+    "lora": ("x", *LORA),
+    "lora alone": LORA,
+    "context": ("context", "up_k"),
+    "one of a pair": ("x", "up_q", "down_v", "weight_k", "bias_out", "norm_weight"),
+}
+
+
+def sizes(context_features: int | None) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {name: (FEATURES,) for name in NORM}
+    for layer in SCALES:
+        inputs = FEATURES if context_features is None or layer in ("q", "out") else context_features
+        outputs = FEATURES + 3 if layer == "out" else FEATURES
+        found |= {f"weight_{layer}": (outputs, inputs), f"bias_{layer}": (outputs,)}
+        found |= {f"down_{layer}": (RANK, inputs), f"up_{layer}": (outputs, RANK)}
+    return found
+
+
+def layers_of(given: dict[str, Tensor | None]) -> list[Projection]:
+    return [
+        Projection(*(given.get(f"{kind}_{layer}") for kind in ("weight", "bias", "down", "up")), scale)  # type: ignore[arg-type]
+        for layer, scale in SCALES.items()
+    ]
+
+
+def split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors among keyword arguments, and the rest."""
+    names = sizes(None)
+    return {n: v for n, v in given.items() if n in names}, {n: v for n, v in given.items() if n not in names}
+
+
+def fused(x: Tensor, context: Tensor | None = None, normed: bool = True, **given: Any) -> Tensor:
+    tensors, options = split(given)
+    norm = Norm(tensors.get("norm_weight"), tensors.get("norm_bias"), EPS, normed)
+    return lora_attention(x, context, norm, *layers_of(tensors), HEADS, **options)[0]
+
+
+def eager(x: Tensor, context: Tensor | None = None, normed: bool = True, **given: Any) -> Tensor:
+    h = F.layer_norm(x, x.shape[-1:], given.get("norm_weight"), given.get("norm_bias"), EPS) if normed else x
+
+    def linear(inputs: Tensor, layer: Projection) -> Tensor:
+        y = F.linear(inputs, layer.weight, layer.bias)
+        if layer.down is None or layer.up is None:
+            return y
+        return y + F.linear(F.linear(inputs, layer.down), layer.up) * layer.scale
+
+    def heads_first(rows: Tensor) -> Tensor:
+        return rows.view(*rows.shape[:2], HEADS, rows.shape[2] // HEADS).transpose(1, 2)
+
+    query, key, value, out = layers_of(given)
+    source = h if context is None else context
+    qkv = [heads_first(linear(inputs, layer)) for inputs, layer in ((h, query), (source, key), (source, value))]
+    o = F.scaled_dot_product_attention(*qkv)
+    return linear(o.transpose(1, 2).flatten(2), out)
+
+
+def case(
+    trained: str = "all",
+    cross: bool = False,
+    absent: tuple[str, ...] = (),
+    samples: int = 2,
+    tokens: int = 5,
+    op_only: dict[str, Any] | None = None,
+    **how: Any,
+) -> Case:
+    """`op_only` goes to the op alone; the context has other features and another length than x."""
+    tensors: dict[str, Tensor | None] = {"x": torch.randn(samples, tokens, FEATURES, dtype=torch.float64)}
+    if cross:
+        tensors["context"] = torch.randn(samples, 3, 6, dtype=torch.float64)
+    for name, size in sizes(6 if cross else None).items():
+        if name not in absent:
+            tensors[name] = torch.randn(size, dtype=torch.float64) / size[-1] ** 0.5
+    chosen = tuple(name for name in TRAINED[trained] if name in tensors)
+    return Case(partial(fused, **how, **(op_only or {})), partial(eager, **how), tensors, chosen)
+
+
+kinds = pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+keeps = pytest.mark.parametrize("keep", [False, True], ids=["computed again", "k and v kept"])
+
+
+@kinds
+@keeps
+@pytest.mark.parametrize("trained", TRAINED)
+def test_output_and_gradients_equal_autograd(trained: str, keep: bool, cross: bool) -> None:
+    if trained == "context" and not cross:
+        trained = "lora alone"
+    assert_equals_autograd(case(trained, cross, op_only={"keep_projections": keep}))
+
+
+@kinds
+@pytest.mark.parametrize("trained", ["all", "frozen"])
+@pytest.mark.parametrize(
+    "absent",
+    [LORA, LORA[:2], LORA[2:4], BIASES, BIASES[:3], NORM, NORM[1:]],
+    ids=["no LoRA", "none on q", "none on k", "no bias", "bias of out", "no affine", "no norm bias"],
+)
+def test_absent_parameters_are_left_out(absent: tuple[str, ...], trained: str, cross: bool) -> None:
+    assert_equals_autograd(case(trained, cross, absent))
+
+
+@kinds
+def test_an_attention_without_norm_takes_its_input_as_it_is(cross: bool) -> None:
+    assert_equals_autograd(case("all", cross, NORM, normed=False))
+
+
+@kinds
+def test_finite_differences_agree(cross: bool) -> None:
+    assert_passes_gradcheck(case("all", cross))
+
+
+@kinds
+@keeps
+def test_it_honours_the_op_contract(keep: bool, cross: bool) -> None:
+    assert_honours_the_op_contract(case("lora", cross, op_only={"keep_projections": keep}), OPS)
+
+
+RATIO = 1.0
+AUTOCAST_RATIO = 1.0
+
+
+@kinds
+@keeps
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_no_worse_than_eager(dtype: torch.dtype, keep: bool, cross: bool) -> None:
+    given = case("all", cross, samples=4, tokens=33, op_only={"keep_projections": keep})
+    assert_no_worse_than_eager(given, dtype, RATIO)
+
+
+@kinds
+def test_under_autocast_it_is_no_worse_than_eager(cross: bool) -> None:
+    given = case("all", cross, samples=4, tokens=33)
+    assert_no_worse_than_eager(given, torch.float32, AUTOCAST_RATIO, torch.bfloat16)
+
+
+def test_it_keeps_its_input_and_the_attention_output() -> None:
+    given = case("lora", samples=2, tokens=64)
+    block, lse = 2 * 64 * FEATURES, 2 * 64 * HEADS
+    kept = partial(kept_numbers, given, dtype=torch.float32)
+    assert kept(given.fused) == block + lse
+    assert kept(partial(given.fused, keep_projections=True)) == 3 * block + lse
+    assert kept(given.eager) >= 5 * block
+    # Under autocast in its dtype, float32 softmax sums beside; and no copy of a weight.
+    assert kept(given.fused, autocast=torch.bfloat16) == block / 2 + lse
+
+
+def test_backward_may_run_in_another_dtype() -> None:
+    """A wider one brings the gradients nearer to float64; their dtypes stay the parameters'."""
+    given = case(samples=4, tokens=33)
+    rounded = {name: None if t is None else t.bfloat16().double() for name, t in given.tensors.items()}
+    given = Case(given.fused, given.eager, rounded, given.trained)
+    truth = outcome(given, given.eager)
+    narrow = outcome(given, given.fused, torch.bfloat16)
+    wide = outcome(given, partial(given.fused, grad_dtype=torch.float32), torch.bfloat16)
+    assert torch.equal(narrow["y"], wide["y"])
+    for name in ("up_out", "weight_v"):
+        assert wide[name].dtype == torch.bfloat16
+        narrow_error, wide_error = ((made[name].double() - truth[name]).norm() for made in (narrow, wide))
+        assert wide_error < narrow_error, name
+
+
+@kinds
+@keeps
+def test_a_known_attention_is_not_computed_again(keep: bool, cross: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case("all", cross, op_only={"keep_projections": keep})
+    whole = outcome(given, given.fused)
+    tensors, _ = split(given.tensors)
+    norm = Norm(tensors["norm_weight"], tensors["norm_bias"], EPS)
+    call = partial(lora_attention, given.tensors["x"], given.tensors.get("context"), norm, *layers_of(tensors), HEADS)
+    _, known = call()
+    assert not any(t.requires_grad for t in known)
+
+    def attend(*_: Tensor) -> None:
+        raise AssertionError("the attention was computed again")
+
+    monkeypatch.setattr(op, "attend", attend)
+    assert call(known=known)[1] is known
+    again = outcome(given, partial(given.fused, known=known))
+    assert all(torch.equal(again[name], expected) for name, expected in whole.items())
+
+
+@kinds
+def test_any_strides_give_the_same(cross: bool) -> None:
+    assert_takes_any_strides(case("all", cross))
+
+
+@kinds
+@keeps
+@pytest.mark.parametrize(("samples", "tokens"), [(0, 5), (2, 0)], ids=["no samples", "no tokens"])
+def test_an_empty_batch_gives_empty_results(samples: int, tokens: int, keep: bool, cross: bool) -> None:
+    assert_equals_autograd(case("all", cross, samples=samples, tokens=tokens, op_only={"keep_projections": keep}))
+
+
+def test_a_context_without_tokens_gives_what_torch_gives() -> None:
+    given = case("all", True)
+    given.tensors["context"] = torch.randn(2, 0, 6, dtype=torch.float64)
+    assert_equals_autograd(given)
+
+
+@kinds
+@pytest.mark.parametrize("density", [1.0, 0.3])
+def test_nan_comes_out(density: float, cross: bool) -> None:
+    given = case("lora", cross, op_only={"gradient_density": density})
+    assert_shows_nan(given, "x", (1, 2, 3))
+    assert_shows_nan(given, "up_q", (1, 1))
+    if cross:
+        assert_shows_nan(given, "context", (0, 1, 1))
+
+
+@kinds
+def test_below_density_1_the_gradients_of_q_k_and_v_are_thinned_and_nothing_else(cross: bool) -> None:
+    given = case("all", cross)
+    dense, sparse = outcome(given, given.fused), outcome(given, partial(given.fused, gradient_density=0.3))
+    behind = ("y", "weight_out", "bias_out", "down_out", "up_out")
+    assert all(torch.equal(sparse[name], dense[name]) for name in behind)
+    assert not any(torch.equal(sparse[name], dense[name]) for name in ("x", "weight_q", "weight_k", "weight_v"))
+
+
+def test_it_works_without_gradients() -> None:
+    assert_right_without_gradients(case())
+
+
+@kinds
+def test_it_refuses_what_it_has_no_rules_for(cross: bool) -> None:
+    assert_refuses_what_it_has_no_rules_for(case("all", cross), "lora_attention")
+
+
+@kinds
+def test_it_compiles(cross: bool) -> None:
+    assert_compiles(case("lora", cross))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, none = torch.randn(2, 5, 8), Norm(on=False)
+    layer, narrow = Projection(torch.randn(8, 8)), Projection(torch.randn(6, 8))
+    with pytest.raises(ValueError, match="heads must divide the query's and the value's features: got 3 heads for"):
+        lora_attention(x, None, none, layer, layer, layer, layer, 3)
+    with pytest.raises(ValueError, match="query and key must give as many features as one another, got 8 and 6"):
+        lora_attention(x, None, none, layer, narrow, layer, layer, 2)
+    wanted = r"lora_attention wants x \[N, T, C\] and context \[N, S, C'\] or None, got "
+    with pytest.raises(ValueError, match=wanted + r"\(5, 8\)"):
+        lora_attention(x[0], None, none, layer, layer, layer, layer, 2)
+    with pytest.raises(ValueError, match=wanted + r"\(2, 5, 8\) and \(1, 10, 8\)"):
+        lora_attention(x, torch.randn(1, 10, 8), none, layer, layer, layer, layer, 2)
+    with pytest.raises(ValueError, match=r"gradient_density must be in \(0, 1\], got 0"):
+        lora_attention(x, None, none, layer, layer, layer, layer, 2, gradient_density=0)
+
+
+def test_values_may_be_wider_than_queries() -> None:
+    given = case("frozen", absent=LORA)
+    for name, size in {"weight_v": (12, 8), "bias_v": (12,), "weight_out": (11, 12)}.items():
+        given.tensors[name] = torch.randn(size, dtype=torch.float64)
+    assert_equals_autograd(given)

@@ -1,0 +1,335 @@
+"""The table of swaps: what it serves gives the gradients of the class's own forward, what it cannot is left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision.swaps import Swapped, swap_forwards
+
+LEVELS = ("balanced", "lean", "max")
+EXACT = 1e-9
+"""Relative difference that rounding in float64 stays under, through the deepest network here."""
+ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def make_unet(**changes: Any) -> UNet2DConditionModel:
+    torch.manual_seed(0)
+    config = {
+        "sample_size": 16,
+        "block_out_channels": (16, 32),
+        "cross_attention_dim": 24,
+        "attention_head_dim": 2,
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
+    return UNet2DConditionModel(**config | changes).train()
+
+
+def with_lora(model: nn.Module, targets: list[str] | None = None, **options: Any) -> nn.Module:
+    torch.manual_seed(1)
+    model.requires_grad_(False)
+    config = LoraConfig(r=3, target_modules=targets or ATTENTION, init_lora_weights=False, **options)
+    return inject_adapter_in_model(config, model)
+
+
+def call_unet(unet: nn.Module, **extra: Any) -> Tensor:
+    torch.manual_seed(2)
+    given = torch.randn(2, 4, 16, 16), torch.tensor([10, 900]), torch.randn(2, 5, 24)
+    output: Tensor = unet(*(t.to(next(unet.parameters()).device) for t in given), **extra).sample
+    return output
+
+
+def gradients(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    output = call(model)
+    torch.manual_seed(3)
+    (output * torch.randn(output.shape)).sum().backward()  # randn_like would draw in the order of the strides
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"output": output.detach()}
+
+
+def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    floor = 1e-4 * max(grad.norm() for grad in theirs.values())  # the gradient of a key's bias is rounding alone
+    return max(((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp_min(floor)).item() for n in theirs)
+
+
+def same_gradients(model: nn.Module, call: Callable[[nn.Module], Tensor], memory: str) -> Swapped:
+    """Assert that swapping changes no gradient beyond float64's rounding; the swaps, undone."""
+    wanted = gradients(model, call)
+    swapped = swap_forwards(model, memory=memory)  # type: ignore[arg-type]
+    ours = gradients(model, call)
+    swapped.restore()
+    assert worst_difference(ours, wanted) < EXACT
+    assert worst_difference(gradients(model, call), wanted) == 0  # restored
+    return swapped
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"use_linear_projection": True, "transformer_layers_per_block": 2},
+        {"resnet_time_scale_shift": "scale_shift"},
+        {"down_block_types": ("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D")},
+    ],
+    ids=["sd", "sdxl", "scale_shift", "resnet_down"],
+)
+def test_lora_gradients_are_those_of_the_unets_own_forward(memory: str, change: dict[str, Any]) -> None:
+    swapped = same_gradients(with_lora(make_unet(**change)), call_unet, memory)
+    assert swapped.blocks["ResnetBlock2D"] >= 4 and swapped.blocks["BasicTransformerBlock"] >= 3
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+def test_full_fine_tuning_gradients_are_those_of_the_unets_own_forward(memory: str) -> None:
+    same_gradients(make_unet(), call_unet, memory)
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize(
+    "targets",
+    [[*ATTENTION, "ff.net.0.proj", "ff.net.2"], ["conv1", "conv2", "conv_shortcut", "time_emb_proj"], ["proj_in", "to_q"]],
+    ids=["feed_forward", "convolutions", "projections"],
+)
+def test_lora_on_other_layers_is_trained_as_natively(memory: str, targets: list[str]) -> None:
+    same_gradients(with_lora(make_unet(), targets), call_unet, memory)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")  # merging is not the subject
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize(
+    "options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}, {"lora_bias": True}], ids=lambda o: next(iter(o))
+)
+def test_lora_variants_are_trained_as_natively(memory: str, options: dict[str, Any]) -> None:
+    def call(unet: nn.Module) -> Tensor:
+        torch.manual_seed(5)  # the same dropout masks in every run
+        given = torch.randn(2, 4, 16, 16), torch.tensor([10, 900]), torch.randn(2, 5, 24)
+        torch.manual_seed(6)
+        return unet(*given).sample  # type: ignore[no-any-return]
+
+    same_gradients(with_lora(make_unet(), **options), call, memory)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # two adapters are the subject
+@pytest.mark.parametrize("memory", LEVELS)
+def test_two_active_adapters_and_a_switched_off_one_are_trained_as_natively(memory: str) -> None:
+    unet: Any = with_lora(make_unet())
+    unet.add_adapter(LoraConfig(r=2, target_modules=ATTENTION, init_lora_weights=False), "second")
+    for active in (["default", "second"], ["second"], ["default"]):
+        unet.set_adapter(active)
+        same_gradients(unet, call_unet, memory)
+
+
+def test_gradients_reach_a_trained_text_encoder() -> None:
+    unet = with_lora(make_unet())
+    found = []
+    for memory in ("off", *LEVELS):
+        swapped = swap_forwards(unet, memory=memory)  # type: ignore[arg-type]
+        torch.manual_seed(2)
+        text = torch.randn(2, 5, 24, requires_grad=True)
+        unet(torch.randn(2, 4, 16, 16), torch.tensor([10, 900]), text).sample.square().sum().backward()
+        swapped.restore()
+        found.append({"text": text.grad})
+    assert all(worst_difference(own, found[0]) < EXACT for own in found[1:])
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+def test_the_vae_is_trained_as_natively(memory: str) -> None:
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4,
+    ).train()
+
+    def call(vae: Any) -> Tensor:
+        torch.manual_seed(2)
+        return vae.decode(vae.encode(torch.randn(2, 3, 16, 16)).latent_dist.mean).sample  # type: ignore[no-any-return]
+
+    swapped = same_gradients(vae, call, memory)
+    assert swapped.blocks["Attention"] == 2 and swapped.blocks["ResnetBlock2D"] >= 8
+
+
+def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], Tensor]:
+    def call(module: nn.Module) -> Tensor:
+        torch.manual_seed(2)
+        return module(*(torch.randn(shape) for shape in shapes), **kwargs)  # type: ignore[no-any-return]
+
+    return call
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1)),
+            call_with((2, 3, 6, 5)),
+        ),
+        (lambda: ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=6), call_with((2, 8, 6, 5), (2, 6))),
+        (lambda: ResnetBlock2D(in_channels=8, groups=4, temb_channels=None), call_with((2, 8, 6, 5), temb=None)),
+        (lambda: BasicTransformerBlock(16, 2, 8, cross_attention_dim=None), call_with((2, 7, 16))),
+        (lambda: FeedForward(16, activation_fn="geglu"), call_with((2, 7, 16))),
+        (lambda: FeedForward(16, activation_fn="swiglu", bias=False), call_with((2, 7, 16))),
+        (lambda: FeedForward(16, activation_fn="gelu"), call_with((2, 7, 16))),
+        (lambda: Attention(16, heads=2, dim_head=8), call_with((2, 7, 16))),
+        (lambda: Attention(16, cross_attention_dim=6, heads=2, dim_head=8), call_with((2, 7, 16), (2, 3, 6))),
+    ],
+    ids=["sequential", "resnet", "resnet-vae", "transformer", "geglu", "swiglu", "gelu", "attention", "cross-attention"],
+)
+def test_a_block_alone_is_trained_as_natively(
+    module: Callable[[], nn.Module], call: Callable[[nn.Module], Tensor], memory: str
+) -> None:
+    torch.manual_seed(0)
+    same_gradients(module(), call, memory)
+
+
+def test_masks_take_the_classes_own_forward() -> None:
+    unet = with_lora(make_unet())
+    mask = torch.tensor([[True, True, True, False, False]] * 2)
+    same_gradients(unet, lambda model: call_unet(model, encoder_attention_mask=mask), "lean")
+
+
+def test_gradient_checkpointing_beside_the_swaps_is_right() -> None:
+    unet: Any = with_lora(make_unet())
+    unet.enable_gradient_checkpointing()
+    for memory in LEVELS:
+        same_gradients(unet, call_unet, memory)
+
+
+def test_without_gradients_the_classes_own_forward_runs_to_the_bit() -> None:
+    unet = with_lora(make_unet())
+    with torch.no_grad():
+        wanted = call_unet(unet)
+    for memory in LEVELS:
+        swapped = swap_forwards(unet, memory=memory)  # type: ignore[arg-type]
+        with torch.no_grad():
+            assert torch.equal(call_unet(unet), wanted)
+        with torch.inference_mode():
+            assert torch.equal(call_unet(unet), wanted)
+        swapped.restore()
+
+
+def test_a_hook_on_an_inner_layer_still_fires() -> None:
+    unet: Any = with_lora(make_unet())
+    swapped = swap_forwards(unet, memory="lean")
+    seen = []
+    block = unet.mid_block.attentions[0].transformer_blocks[0]
+    for layer in (block.attn1.to_q, block.ff.net[2], unet.mid_block.resnets[0].conv1):
+        layer.register_forward_hook(lambda module, args, output: seen.append(type(module).__name__))
+    call_unet(unet)
+    swapped.restore()
+    assert len(seen) == 3
+
+
+def test_a_quantized_or_foreign_layer_is_left_alone() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return super().forward(input) * 2
+
+    torch.manual_seed(0)
+    block: Any = BasicTransformerBlock(16, 2, 8)
+    block.attn1.to_k = Doubled(16, 16, bias=False)
+    block.ff.net[0].proj = Doubled(16, 128)
+    same_gradients(block, call_with((2, 7, 16)), "lean")
+
+
+def test_counts_and_reasons_are_in_the_summary() -> None:
+    unet = with_lora(make_unet(down_block_types=("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D")))
+    swapped = swap_forwards(unet, memory="lean")
+    total = swapped.blocks.total()
+    assert f"swapped {total} of {total + 1} blocks" in swapped.summary()
+    assert swapped.summary().endswith("left alone: 1 ResnetBlock2D: it changes the resolution inside")
+    assert 0.6 < swapped.saving < 0.9
+    swapped.restore()
+
+
+def test_strict_names_what_cannot_be_swapped() -> None:
+    unet = make_unet(down_block_types=("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D"))
+    with pytest.raises(ConfigError, match=r"down_blocks\.0\.downsamplers\.0 \(ResnetBlock2D\).*resolution"):
+        swap_forwards(unet, memory="lean", strict=True)
+    assert not [module for module in unet.modules() if "forward" in vars(module)]
+
+
+def test_a_forward_that_somebody_else_replaced_stays() -> None:
+    block: Any = BasicTransformerBlock(16, 2, 8)
+    block.forward = lambda x: x
+    swapped = swap_forwards(block, memory="lean")
+    assert "its forward was replaced before" in swapped.summary()
+    swapped.restore()
+    assert block.forward(3) == 3
+
+
+def test_a_protected_module_stays_exact_under_every_lossy_option() -> None:
+    unet = with_lora(make_unet())
+    wanted = gradients(unet, call_unet)
+    lossy: dict[str, Any] = {"memory": "lean", "grad_dtype": torch.float16}
+    lossy |= {"input_grad_density": 0.5, "attention_grad_density": 0.5}
+    swapped = swap_forwards(unet, protect=["*"], **lossy)
+    assert worst_difference(gradients(unet, call_unet), wanted) < EXACT
+    swapped.restore()
+    swapped = swap_forwards(unet, **lossy)
+    assert worst_difference(gradients(unet, call_unet), wanted) > 0.05
+    swapped.restore()
+    # The last block of the backward's way in: nothing lossy lies between it and the loss.
+    swapped = swap_forwards(unet, protect=["up_blocks.1"], **lossy)
+    ours = gradients(unet, call_unet)
+    swapped.restore()
+    last = {name: grad for name, grad in wanted.items() if "up_blocks.1" in name}
+    assert worst_difference({name: ours[name] for name in last}, last) < EXACT
+
+
+def test_density_one_is_the_dense_gradient_to_the_bit() -> None:
+    unet = with_lora(make_unet())
+    swapped = swap_forwards(unet, memory="lean")
+    wanted = gradients(unet, call_unet)
+    swapped.restore()
+    swapped = swap_forwards(unet, memory="lean", input_grad_density=1.0, attention_grad_density=1.0)
+    assert worst_difference(gradients(unet, call_unet), wanted) == 0
+    swapped.restore()
+
+
+def test_swaps_leave_parameters_keys_and_copies_alone() -> None:
+    unet = with_lora(make_unet())
+    keys, parameters = list(unet.state_dict()), [id(p) for p in unet.parameters()]
+    swapped = swap_forwards(unet, memory="max")
+    assert list(unet.state_dict()) == keys and [id(p) for p in unet.parameters()] == parameters
+    twin = copy.deepcopy(unet)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert not torch.equal(call_unet(twin), call_unet(unet))
+    swapped.restore()
+
+
+def test_backward_can_run_twice_over_a_repeated_block() -> None:
+    unet = with_lora(make_unet())
+    swapped = swap_forwards(unet, memory="max")
+    loss = call_unet(unet).square().sum()
+    parameters = [p for p in unet.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    second = torch.autograd.grad(loss, parameters)
+    swapped.restore()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
