@@ -55,8 +55,11 @@ def test_a_config_parses_and_prints_itself_whole(
     assert printed["model"]["init_args"].items() >= given["model"]["init_args"].items()
     assert printed["data"]["init_args"].items() >= given["data"]["init_args"].items()
     for key, value in given["trainer"].items():
-        if key != "callbacks":
+        if key not in ("callbacks", "plugins"):
             assert printed["trainer"][key] == value
+    plugin = printed["trainer"]["plugins"]
+    assert plugin["class_path"] == "lightning_aigc.precision.FusedBackwardPrecision"
+    assert plugin["init_args"].items() >= given["trainer"]["plugins"]["init_args"].items()
 
 
 def test_the_demo_differs_from_the_real_config_in_values_only() -> None:

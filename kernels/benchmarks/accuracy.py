@@ -3,10 +3,10 @@
     python kernels/benchmarks/accuracy.py [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
 
 The SD1.5 U-Net of unet_step.py with random weights in each precision's dtype; the truth is native autograd on the same
-weights and inputs in float64. `error` is the relative L2 error of all gradients taken together, `worst_error` that of the
-worst parameter among those whose gradient is not negligible, `ratio` is error over native's error for the same inputs: the
-median over seeds, and their range. A ratio of one means that a level costs no accuracy; rounding is random, so ratios
-scatter about it. One JSON object a line goes to `--output`.
+weights and inputs in float64. `error` is the relative L2 error of all gradients taken together, `worst_error` that of
+the worst parameter among those whose gradient is not negligible, `ratio` is error over native's error for the same
+inputs: the median over seeds, and their range. A ratio of one means that a level costs no accuracy; rounding is random,
+so ratios scatter about it. One JSON object a line goes to `--output`.
 """
 
 from __future__ import annotations

@@ -39,29 +39,65 @@ class Row:
     """Raises CannotSwapError with the reason why a module of this kind keeps its own forward."""
     forward: Callable[..., Any]
     """The fused forward."""
+    unit: Callable[[Any], float]
+    """A module's tensor of its block's size, against others: channels times pixels, which in a U-Net fall by four where
+    channels double."""
     native_units: float
     """Tensors of the block's size that native autograd keeps, with LoRA on the attention."""
     kept_units: dict[str, float]
     """The same after the swap, by memory level."""
 
 
-def _check_feed_forward(module: nn.Module) -> None:
-    fused_blocks.feed_forward_layers(module)
-
-
 TABLE: dict[str, Row] = {
-    RESNET: Row(fused_blocks.check_resnet, fused_blocks.resnet, 6, {"balanced": 2, "lean": 2, "max": 1}),
+    RESNET: Row(
+        fused_blocks.check_resnet,
+        fused_blocks.resnet,
+        lambda module: 1 / module.out_channels,
+        6,
+        {"balanced": 2, "lean": 2, "max": 1},
+    ),
+    TRANSFORMER: Row(
+        fused_blocks.check_transformer,
+        fused_blocks.transformer,
+        lambda module: 1 / module.norm.num_channels,
+        2,
+        {"balanced": 1, "lean": 1, "max": 1},
+    ),
     TRANSFORMER_BLOCK: Row(
         fused_blocks.check_transformer_block,
         fused_blocks.transformer_block,
+        lambda module: 1 / module.dim,
         24,
-        {"balanced": 16, "lean": 5, "max": 2},
+        {"balanced": 14, "lean": 5, "max": 1.5},
     ),
-    TRANSFORMER: Row(fused_blocks.check_transformer, fused_blocks.transformer, 2, {"balanced": 1, "lean": 1, "max": 1}),
-    ATTENTION: Row(fused_blocks.check_attention, fused_blocks.attention, 6, {"balanced": 5, "lean": 2, "max": 2}),
-    FEED_FORWARD: Row(_check_feed_forward, fused_blocks.feed_forward_block, 13, {"balanced": 9, "lean": 1, "max": 1}),
-    CONV2D: Row(fused_blocks.check_frozen_conv, fused_blocks.convolution, 1, {"balanced": 0, "lean": 0, "max": 0}),
-    SEQUENTIAL: Row(fused_blocks.triples_of, fused_blocks.sequential, 3, {"balanced": 1, "lean": 1, "max": 1}),
+    ATTENTION: Row(
+        fused_blocks.check_attention,
+        fused_blocks.attention,
+        lambda module: 1 / module.query_dim,
+        6,
+        {"balanced": 4, "lean": 2, "max": 2},
+    ),
+    FEED_FORWARD: Row(
+        fused_blocks.feed_forward_layers,
+        fused_blocks.feed_forward_block,
+        lambda module: 1 / module.net[2].out_features,
+        13,
+        {"balanced": 9, "lean": 1, "max": 1},
+    ),
+    CONV2D: Row(
+        fused_blocks.check_frozen_conv,
+        fused_blocks.convolution,
+        lambda module: module.in_channels / max(module.in_channels, module.out_channels) ** 2,
+        1,
+        {"balanced": 0, "lean": 0, "max": 0},
+    ),
+    SEQUENTIAL: Row(
+        fused_blocks.triples_of,
+        fused_blocks.sequential,
+        lambda module: 1 / next(layer.num_channels for layer in module if type(layer) is nn.GroupNorm),
+        3,
+        {"balanced": 1, "lean": 1, "max": 1},
+    ),
 }
 """A module's exact class, by dotted name. Whether a swapped module's call is served is asked again at each call."""
 
@@ -147,27 +183,40 @@ def swap_forwards(
         raise ConfigError(str(error)) from None
     choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density)
     native = kept = 0.0
+    counted: set[nn.Module] = set()
     for name, module, row in _candidates(model):
         kind = type(module).__name__
+        inside = module in counted
+        counted.update(_parts_of(module))
         try:
             if "forward" in module.__dict__:
                 raise CannotSwapError("its forward was replaced before")
             row.check(module)
-        except CannotSwapError as reason:
-            swapped.left_alone[kind, str(reason)] += 1
+        except CannotSwapError as refusal:
+            reason = str(refusal)
             if strict:
                 swapped.restore()
                 raise ConfigError(f"strict=True, but {name} ({kind}) cannot be swapped: {reason}") from None
-            native, kept = native + _weight(module) * row.native_units, kept + _weight(module) * row.native_units
+            units = row.native_units
+        else:
+            _install(module, row.forward, choices.lossless() if protection.covers(name) else choices, swapped)
+            reason, units = "", row.kept_units[memory]
+        if inside:
             continue
-        _install(module, row.forward, choices.lossless() if protection.covers(name) else choices, swapped)
-        swapped.blocks[kind] += 1
-        native += _weight(module) * row.native_units
-        kept += _weight(module) * row.kept_units[memory]
+        if reason:
+            swapped.left_alone[kind, reason] += 1
+        else:
+            swapped.blocks[kind] += 1
+        native, kept = native + row.unit(module) * row.native_units, kept + row.unit(module) * units
     if memory == "max":
         _repeat_blocks(model)
     swapped.saving = 1 - kept / native if native else 0.0
     return swapped
+
+
+def _parts_of(module: nn.Module) -> set[nn.Module]:
+    """What a block's own row already speaks for; a transformer's blocks have rows of their own."""
+    return set() if class_path(module) == TRANSFORMER else set(module.modules()) - {module}
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
@@ -215,9 +264,3 @@ def _is_one_block(transformer: Any) -> bool:
 
 def _choose(module: nn.Module, **changes: Any) -> None:
     module.__dict__["_fused_backward"] = dataclasses.replace(fused_blocks.choices_of(module), **changes)
-
-
-def _weight(module: nn.Module) -> float:
-    """A block's share in what a U-Net keeps: its pixels fall by four where its channels double."""
-    widths = [p.shape[0] for p in module.parameters() if p.dim() == 1]
-    return 1 / max(widths) if widths else 0.0

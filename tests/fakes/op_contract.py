@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-
-from fakes.accuracy import assert_as_exact_as_eager
 
 Forward = Callable[..., Tensor]
 Outcome = dict[str, Tensor]
@@ -88,18 +88,28 @@ def assert_passes_gradcheck(case: Case) -> None:
 
 
 def assert_no_worse_than_eager(
-    case: Case, dtype: torch.dtype, ratio: float, autocast: torch.dtype | None = None
+    make: Callable[[], Case], dtype: torch.dtype, ratio: float, autocast: torch.dtype | None = None, seeds: int = 9
 ) -> None:
-    """Output and gradients are as near to float64 as eager's in the same dtype or under the same autocast."""
-    tensors = {name: None if t is None else t.to(dtype).double() for name, t in case.tensors.items()}
-    truth = outcome(Case(case.fused, case.eager, tensors, case.trained), case.eager)
-    ours, eager = (outcome(case, forward, dtype, autocast) for forward in (case.fused, case.eager))
-    for name, exact in truth.items():
-        assert ours[name].dtype == (autocast or dtype if name == "y" else dtype), name
-        try:
-            assert_as_exact_as_eager(ours[name], eager[name].to(ours[name].dtype), exact, ratio)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
+    """Output and each gradient lie at most `ratio` times as far from float64 as eager's, in the median over seeds.
+
+    Far is the L2 norm of the error, and eager is granted a quarter of one rounding of its dtype. One seed says little:
+    two sound summation orders differ by up to five times where a gradient is nearly zero.
+    """
+    ratios: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        case = make()
+        rounded = {name: None if t is None else t.to(dtype).double() for name, t in case.tensors.items()}
+        truth = outcome(Case(case.fused, case.eager, rounded, case.trained), case.eager)
+        ours, eager = (outcome(case, forward, dtype, autocast) for forward in (case.fused, case.eager))
+        for name, exact in truth.items():
+            assert ours[name].dtype == (autocast or dtype if name == "y" else dtype), name
+            theirs = (eager[name].to(ours[name].dtype).double() - exact).norm().item()
+            granted = torch.finfo(ours[name].dtype).eps / 4 * exact.norm().item()
+            error = (ours[name].double() - exact).norm().item()
+            ratios.setdefault(name, []).append(error / max(theirs, granted))
+    worst, name = max((statistics.median(values), name) for name, values in ratios.items())
+    assert worst <= ratio, f"{name} is {worst:.2f} times as far from float64 as eager's, {ratio} allowed"
 
 
 class _Storages(TorchDispatchMode):
@@ -158,7 +168,7 @@ def assert_honours_the_op_contract(case: Case, ops: Sequence[str]) -> None:
         def fresh(value: object, forward: bool = position == 0) -> object:
             if not isinstance(value, Tensor):
                 return value
-            copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+            copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value.detach())
             return copy.requires_grad_(forward and value.data_ptr() in trained)
 
         torch.library.opcheck(func, tree_map(fresh, args))
@@ -211,8 +221,11 @@ def assert_refuses_what_it_has_no_rules_for(case: Case, op: str, x: str = "x") -
         torch.func.grad(lambda given: call(given).sum())(tensor)
     with pytest.raises(RuntimeError, match=no_rules):
         torch.func.vmap(call)(tensor[None])
-    with pytest.raises(RuntimeError, match=no_rules), torch.autograd.forward_ad.dual_level():
-        call(torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor)))
+    with warnings.catch_warnings(), torch.autograd.forward_ad.dual_level():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch 2.13's own use of it
+        dual = torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(tensor))
+        with pytest.raises(RuntimeError, match=no_rules):
+            call(dual)
     leaf = tensor.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match=f"lightning_aigc::{op} has no second derivative, .* use memory='off'"):
@@ -220,7 +233,7 @@ def assert_refuses_what_it_has_no_rules_for(case: Case, op: str, x: str = "x") -
 
 
 def assert_shows_nan(case: Case, name: str, index: tuple[int, ...]) -> Outcome:
-    """Where plain torch gives NaN for a NaN in this place, so does the op; returns the op's outcome."""
+    """Where plain torch gives NaN for a NaN in this place, so does the op at least; returns the op's outcome."""
     poisoned = case.tensors[name]
     assert poisoned is not None
     poisoned = poisoned.clone()
@@ -228,6 +241,7 @@ def assert_shows_nan(case: Case, name: str, index: tuple[int, ...]) -> Outcome:
     case = Case(case.fused, case.eager, case.tensors | {name: poisoned}, case.trained)
     ours, theirs = outcome(case, case.fused), outcome(case, case.eager)
     for key, expected in theirs.items():
-        assert torch.equal(ours[key].isnan(), expected.isnan()), key
-    assert ours["y"].isnan().any() and all(ours[key].isnan().any() for key in case.trained)
+        hidden = expected.isnan() & ~ours[key].isnan()
+        assert not hidden.any(), f"{hidden.sum()} NaN hidden in {key}"
+    assert ours["y"].isnan().any() and any(ours[key].isnan().any() for key in case.trained)
     return ours

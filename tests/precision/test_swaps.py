@@ -109,7 +109,11 @@ def test_full_fine_tuning_gradients_are_those_of_the_unets_own_forward(memory: s
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize(
     "targets",
-    [[*ATTENTION, "ff.net.0.proj", "ff.net.2"], ["conv1", "conv2", "conv_shortcut", "time_emb_proj"], ["proj_in", "to_q"]],
+    [
+        [*ATTENTION, "ff.net.0.proj", "ff.net.2"],
+        ["conv1", "conv2", "conv_shortcut", "time_emb_proj"],
+        ["proj_in", "to_q"],
+    ],
     ids=["feed_forward", "convolutions", "projections"],
 )
 def test_lora_on_other_layers_is_trained_as_natively(memory: str, targets: list[str]) -> None:
@@ -119,7 +123,9 @@ def test_lora_on_other_layers_is_trained_as_natively(memory: str, targets: list[
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")  # merging is not the subject
 @pytest.mark.parametrize("memory", LEVELS)
 @pytest.mark.parametrize(
-    "options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}, {"lora_bias": True}], ids=lambda o: next(iter(o))
+    "options",
+    [{"lora_dropout": 0.5}, {"use_dora": True}, {"use_rslora": True}, {"lora_bias": True}],
+    ids=lambda o: next(iter(o)),
 )
 def test_lora_variants_are_trained_as_natively(memory: str, options: dict[str, Any]) -> None:
     def call(unet: nn.Module) -> Tensor:
@@ -188,7 +194,10 @@ def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], 
             lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 4, 3, padding=1)),
             call_with((2, 3, 6, 5)),
         ),
-        (lambda: ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=6), call_with((2, 8, 6, 5), (2, 6))),
+        (
+            lambda: ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=6),
+            call_with((2, 8, 6, 5), (2, 6)),
+        ),
         (lambda: ResnetBlock2D(in_channels=8, groups=4, temb_channels=None), call_with((2, 8, 6, 5), temb=None)),
         (lambda: BasicTransformerBlock(16, 2, 8, cross_attention_dim=None), call_with((2, 7, 16))),
         (lambda: FeedForward(16, activation_fn="geglu"), call_with((2, 7, 16))),
@@ -197,7 +206,17 @@ def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], 
         (lambda: Attention(16, heads=2, dim_head=8), call_with((2, 7, 16))),
         (lambda: Attention(16, cross_attention_dim=6, heads=2, dim_head=8), call_with((2, 7, 16), (2, 3, 6))),
     ],
-    ids=["sequential", "resnet", "resnet-vae", "transformer", "geglu", "swiglu", "gelu", "attention", "cross-attention"],
+    ids=[
+        "sequential",
+        "resnet",
+        "resnet-vae",
+        "transformer",
+        "geglu",
+        "swiglu",
+        "gelu",
+        "attention",
+        "cross-attention",
+    ],
 )
 def test_a_block_alone_is_trained_as_natively(
     module: Callable[[], nn.Module], call: Callable[[nn.Module], Tensor], memory: str

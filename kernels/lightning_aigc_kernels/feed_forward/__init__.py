@@ -167,7 +167,8 @@ def _(  # type: ignore[no-untyped-def]
     *options
 ):  # fmt: skip
     parameters = (norm_weight, norm_bias, weight1, bias1, down1, up1, weight2, bias2, down2, up2)
-    return [torch.empty_like(x), *(torch.empty_like(p) for p, need in zip(parameters, needs, strict=True) if need)]
+    given = (p for p, need in zip(parameters, needs, strict=True) if need)
+    return [x.new_empty(x.shape), *(p.new_empty(p.shape) for p in given)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -139,14 +139,15 @@ def backward(
     if not need_affine:
         return dx, None, None, None, None
     # The kernel sees weight * (1 + scale) and bias * (1 + scale) + shift; the chain rule takes its sums apart.
-    amplified = 1.0 if scale is None else 1 + scale.float()
     dscale = None
     if scale is not None:
-        dscale = slope_NC * (1.0 if weight is None else weight.float()) + (0.0 if bias is None else offset_NC * bias)
+        dscale = slope_NC if weight is None else slope_NC * weight
+        dscale = dscale if bias is None else torch.addcmul(dscale, offset_NC, bias.float())
+    amplify_NC = None if scale is None else 1 + scale.float()
     return (
         dx,
-        None if weight is None else (slope_NC * amplified).sum(0),
-        None if bias is None else (offset_NC * amplified).sum(0),
+        None if weight is None else (slope_NC if amplify_NC is None else slope_NC * amplify_NC).sum(0),
+        None if bias is None else (offset_NC if amplify_NC is None else offset_NC * amplify_NC).sum(0),
         dscale,
         None if shift is None else offset_NC,
     )
@@ -161,14 +162,21 @@ def _effective_affine(
     bias_C = x.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
     weight_NC, bias_NC = weight_C.expand(samples, channels), bias_C.expand(samples, channels)
     if scale is not None:
-        weight_NC, bias_NC = weight_NC * (1 + scale.float()), bias_NC * (1 + scale.float())
+        amplify_NC = 1 + scale.float()
+        weight_NC, bias_NC = weight_NC * amplify_NC, bias_NC if bias is None else bias_NC * amplify_NC
     return weight_NC, bias_NC if shift is None else bias_NC + shift.float()
 
 
 @_op.register_fake
 def _(x, weight, bias, scale, shift, groups, eps, silu, density):  # type: ignore[no-untyped-def]
     statistics = x.new_empty((x.shape[0], groups), dtype=statistics_dtype(x, weight))
-    return torch.empty_like(x), statistics, torch.empty_like(statistics)
+    return made_like(x), statistics, torch.empty_like(statistics)
+
+
+def made_like(x: Tensor) -> Tensor:
+    """An empty tensor as `forward` makes y and `backward` dx of x, strides included."""
+    layout = reference.layout(x) if kernel_for("group_norm_silu", x) is None else torch.contiguous_format
+    return torch.empty_like(x, memory_format=layout)
 
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -209,7 +217,7 @@ def _present(grads: tuple[Tensor | None, ...], *parameters: Tensor | None) -> li
 @_backward_op.register_fake
 def _(dy, x, mean, rstd, weight, bias, scale, shift, groups, eps, silu, need_affine, density):  # type: ignore[no-untyped-def]
     given = [p for p in (weight, bias, scale, shift) if p is not None] if need_affine else []
-    return [torch.empty_like(x), *(torch.empty_like(p) for p in given)]
+    return [made_like(x), *(p.new_empty(p.shape) for p in given)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

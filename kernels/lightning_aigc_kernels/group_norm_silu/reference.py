@@ -55,7 +55,7 @@ def backward(
         normalized = _normalize(x, weight_C, bias_C, groups, eps)[0]
         if silu:
             activated = _modulate(normalized, scale_NC, shift_NC, may_overwrite=not need_scale)
-            gradient = aten.silu_backward(dy.contiguous(memory_format=_layout(activated)), activated)
+            gradient = aten.silu_backward(dy.contiguous(memory_format=layout(activated)), activated)
         if need_scale:
             pixels = tuple(range(2, x.dim()))
             dscale_NC = (gradient * normalized).sum(pixels) if pixels else gradient * normalized
@@ -75,7 +75,7 @@ def backward(
     )
     if density < 1:
         dx = keep_largest(dx.reshape(samples * groups, -1), density).view_as(dx)
-    return dx.contiguous(memory_format=_layout(x)), dweight_C if mask[1] else None, dbias_C, dscale_NC, dshift_NC
+    return dx.contiguous(memory_format=layout(x)), dweight_C if mask[1] else None, dbias_C, dscale_NC, dshift_NC
 
 
 def _normalize(
@@ -95,7 +95,7 @@ def _affine(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
     if parameter_C is None:
         return None
     on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
-    return parameter_C.to(torch.float32 if on_cpu else x.dtype)
+    return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # the op does not ask for strides
 
 
 def _modulate(y: Tensor, scale_NC: Tensor | None, shift_NC: Tensor | None, may_overwrite: bool = True) -> Tensor:
@@ -111,10 +111,11 @@ def _over_pixels(per_channel_NC: Tensor, x: Tensor) -> Tensor:
     return per_channel_NC.to(x.dtype).view(*per_channel_NC.shape, *(1,) * (x.dim() - 2))
 
 
-def _layout(x: Tensor) -> torch.memory_format:
+def layout(x: Tensor) -> torch.memory_format:
+    """The memory format of what is made of x: channels_last stays, all else becomes contiguous."""
     dense = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if dense else torch.contiguous_format
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=_layout(x))
+    return x.contiguous(memory_format=layout(x))

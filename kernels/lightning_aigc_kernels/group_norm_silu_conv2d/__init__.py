@@ -108,7 +108,7 @@ def _(  # type: ignore[no-untyped-def]
     if skip_product:
         y = without_values(x, conv2d_output_shape(x.shape, weight.shape, stride, padding, dilation), dtype)
     else:
-        y = convolve(x, weight, bias, stride, padding, dilation, groups, dtype)
+        y = convolve(normalization.made_like(x), weight, bias, stride, padding, dilation, groups, dtype)
     return y, statistics, torch.empty_like(statistics)
 
 
@@ -152,7 +152,7 @@ def _backward_op(
     parameters = (norm_weight, norm_bias, scale, shift, weight, bias)
     grads = (*daffine, dweight, dbias)
     return [dx] + [
-        grad.to(of.dtype)
+        grad.to(of.dtype).contiguous()
         for grad, of, need in zip(grads, parameters, needs, strict=True)
         if need and grad is not None and of is not None
     ]
@@ -161,7 +161,8 @@ def _backward_op(
 @_backward_op.register_fake
 def _(dy, x, mean, rstd, norm_weight, norm_bias, scale, shift, weight, bias, needs, *options):  # type: ignore[no-untyped-def]
     parameters = (norm_weight, norm_bias, scale, shift, weight, bias)
-    return [torch.empty_like(x), *(torch.empty_like(p) for p, need in zip(parameters, needs, strict=True) if need)]
+    given = (p for p, need in zip(parameters, needs, strict=True) if need)
+    return [normalization.made_like(x), *(p.new_empty(p.shape) for p in given)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -222,7 +222,7 @@ def _backward_op(
 @_backward_op.register_fake
 def _(dy, x, context, norm_weight, norm_bias, *others):  # type: ignore[no-untyped-def]
     tensors, needs = (x, context, norm_weight, norm_bias, *others[:16]), others[20]
-    return [torch.empty_like(t) for t, need in zip(tensors, needs, strict=True) if need]
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

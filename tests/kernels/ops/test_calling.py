@@ -55,7 +55,9 @@ def test_a_gpu_has_the_kernel(kernel: ModuleType, dtype: torch.dtype) -> None:
 
 
 def test_float64_falls_back_and_says_so_once(kernel: ModuleType) -> None:
-    expected = "lightning_aigc::group_norm_silu runs its plain torch reference on cuda; .* float32 and got torch.float64"
+    expected = (
+        "lightning_aigc::group_norm_silu runs its plain torch reference on cuda; .* float32 and got torch.float64"
+    )
     with pytest.warns(FallbackWarning, match=expected):
         assert kernel_for("group_norm_silu", tensor_on("cuda", torch.float64)) is None
     with warnings.catch_warnings(record=True) as again:
@@ -90,9 +92,9 @@ def test_torch_func_and_forward_mode_are_refused_and_nothing_else() -> None:
         return x.sum()
 
     for transform in (torch.func.grad(call), torch.func.vmap(call), torch.func.jacrev(call)):
-        with pytest.raises(RuntimeError, match="lightning_aigc::some_op has no torch.func rules"):
+        with pytest.raises(RuntimeError, match=r"lightning_aigc::some_op has no torch\.func rules"):
             transform(torch.randn(2))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="no torch.func rules"):
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"no torch\.func rules"):
         call(torch.randn(2))
     refuse_functorch("some_op")
 

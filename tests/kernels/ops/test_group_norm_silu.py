@@ -24,6 +24,7 @@ from fakes.op_contract import (
     outcome,
     outcome_of,
 )
+from lightning_aigc_kernels import group_norm_silu as module
 from lightning_aigc_kernels.group_norm_silu import group_norm_silu
 from torch import Tensor
 from torch.nn import functional as F
@@ -132,16 +133,15 @@ def test_it_honours_the_op_contract_for_scattered_input() -> None:
 @pytest.mark.parametrize("parameters", ["plain", "affine", "affine+modulation"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_no_worse_than_eager(dtype: torch.dtype, parameters: str, silu: bool) -> None:
-    assert_no_worse_than_eager(case((2, 12, 9, 11), parameters, silu=silu), dtype, RATIO)
+    assert_no_worse_than_eager(lambda: case((2, 12, 9, 11), parameters, silu=silu), dtype, RATIO)
 
 
-RATIO = 1.0
-AUTOCAST_RATIO = 1.0
+RATIO = 1.1  # measured: 1.00 at most, the reference runs eager's own kernels
 
 
 @pytest.mark.parametrize("parameters", ["affine", "affine+modulation"])
 def test_under_autocast_it_is_no_worse_than_eager(parameters: str) -> None:
-    assert_no_worse_than_eager(case((2, 12, 9, 11), parameters), torch.float32, AUTOCAST_RATIO, torch.bfloat16)
+    assert_no_worse_than_eager(lambda: case((2, 12, 9, 11), parameters), torch.float32, RATIO, torch.bfloat16)
 
 
 @pytest.mark.parametrize("parameters", ["affine", "affine+modulation"])
@@ -225,3 +225,54 @@ def test_what_does_not_fit_is_named() -> None:
         group_norm_silu(weight, None, None, 2)
     with pytest.raises(ValueError, match=r"input_grad_density must be in \(0, 1\], got 0; use 1 to keep every entry"):
         group_norm_silu(x, weight, weight, 2, input_grad_density=0)
+
+
+class StandIn:
+    """What kernel.py computes, in plain float32: the kernel itself is tested where Triton is."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight_NC: Tensor, bias_NC: Tensor, groups: int, eps: float, silu: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert x.is_contiguous() and weight_NC.dtype == bias_NC.dtype == torch.float32
+        assert weight_NC.shape == bias_NC.shape == x.shape[:2]
+        y, mean, rstd = torch.ops.aten.native_group_norm(x, None, None, *x.shape[:2], x[0, 0].numel(), groups, eps)
+        y = y * weight_NC[..., None, None] + bias_NC[..., None, None]
+        return F.silu(y) if silu else y, mean, rstd
+
+    @staticmethod
+    def backward(
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight_NC: Tensor,
+        bias_NC: Tensor,
+        groups: int,
+        silu: bool,
+        need_affine: bool,
+        density: float,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        assert dy.is_contiguous() and density == 1
+        with torch.enable_grad():
+            leaves = [t.detach().clone().requires_grad_() for t in (x, weight_NC, bias_NC)]
+            y = F.group_norm(leaves[0], groups, None, None, EPS) * leaves[1][..., None, None]
+            y = y + leaves[2][..., None, None]
+            dx, slope, offset = torch.autograd.grad(F.silu(y) if silu else y, leaves, dy)
+        return (dx, slope, offset) if need_affine else (dx, None, None)
+
+
+@pytest.mark.parametrize("trained", [None, ("x",)], ids=["all", "frozen"])
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_around_a_kernel_the_gradients_of_scale_and_shift_are_right_too(
+    parameters: str, trained: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = case(parameters=parameters, trained=trained)
+    truth = outcome(given, eager)
+    monkeypatch.setattr(module, "kernel_for", lambda op, x: StandIn)
+    ours = outcome(given, fused, torch.float32)
+    assert_same({name: t.double() for name, t in ours.items()}, truth, eps=1e-5)
+    # Also what a compiler is told of it: the kernel makes contiguous results of any layout.
+    given.tensors["x"] = given.tensors["x"].float().contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+    single = {name: None if t is None else t.float() for name, t in given.tensors.items()}
+    assert_honours_the_op_contract(Case(fused, eager, single, given.trained), OPS)

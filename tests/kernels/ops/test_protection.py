@@ -57,5 +57,5 @@ def test_a_string_and_an_empty_pattern_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape(wanted)):
         GradientProtection("vae.decoder")
     for patterns in ([""], ["vae", " "], [3]):
-        with pytest.raises(ValueError, match="protect wants name patterns such as 'vae.decoder', got"):
+        with pytest.raises(ValueError, match=r"protect wants name patterns such as 'vae\.decoder', got"):
             GradientProtection(patterns)  # type: ignore[arg-type]

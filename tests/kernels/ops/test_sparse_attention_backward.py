@@ -40,7 +40,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def case(
-    density: float = NEARLY_1, queries: tuple[int, ...] = (2, 3, 5, 4), keys: int = 7, value_features: int = 4
+    density: float = NEARLY_1, queries: tuple[int, ...] = (2, 3, 5, 4), keys: int = 17, value_features: int = 4
 ) -> Case:
     shapes = (queries, (*queries[:2], keys, queries[3]), (*queries[:2], keys, value_features))
     tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in zip(NAMES, shapes, strict=True)}
@@ -88,17 +88,18 @@ def test_it_honours_the_op_contract(density: float) -> None:
     assert_honours_the_op_contract(case(density), OPS)
 
 
-RATIO = 1.0
+RATIO = 1.1  # measured: 1.00, the kernel is eager's own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_no_worse_than_eager(dtype: torch.dtype) -> None:
-    assert_no_worse_than_eager(case(queries=(2, 3, 33, 8), keys=17, value_features=8), dtype, RATIO)
+    assert_no_worse_than_eager(lambda: case(queries=(2, 3, 33, 8), value_features=8), dtype, RATIO)
 
 
 def test_under_autocast_it_is_no_worse_than_eager() -> None:
-    given = case(queries=(2, 3, 33, 8), keys=17, value_features=8)
-    assert_no_worse_than_eager(given, torch.float32, RATIO, torch.bfloat16)
+    assert_no_worse_than_eager(
+        lambda: case(queries=(2, 3, 33, 8), value_features=8), torch.float32, RATIO, torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("density", [NEARLY_1, 0.5])
@@ -133,8 +134,13 @@ def test_nan_comes_out(name: str, density: float) -> None:
     ours, theirs = outcome(given, given.fused), outcome(given, eager)
     assert all(torch.equal(ours[key].isnan(), theirs[key].isnan()) for key in theirs)
     assert ours["y"].isnan().any()
-    if name != "v":  # a NaN value leaves the softmax, and dv, alone
-        assert_shows_nan(case(density), name, (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan_comes_out_beside_few_keys_too(name: str) -> None:
+    """Where torch 2.13's fused attention on a CPU hides a NaN query."""
+    result = assert_shows_nan(case(0.5, keys=5), name, (1, 2, 3, 1))
+    assert result["y"][1, 2].isnan().any()
 
 
 def test_it_works_without_gradients() -> None:
@@ -158,5 +164,7 @@ def test_what_does_not_fit_is_named() -> None:
     for k, v in ((q[0], q[0]), (q[:1], q[:1]), (q[:, :1], q[:, :1]), (q[:, :, :3], q), (q[..., :3], q)):
         with pytest.raises(ValueError, match=wanted):
             sparse_attention_backward(q, k, v, 0.5)
-    with pytest.raises(ValueError, match="of one dtype, got torch.float32, torch.float64, torch.float32; use autocast"):
+    with pytest.raises(
+        ValueError, match=r"of one dtype, got torch.float32, torch.float64, torch.float32; use autocast"
+    ):
         sparse_attention_backward(q, q.double(), q, 0.5)
