@@ -3,11 +3,12 @@
     python kernels/benchmarks/launches.py [--batch 4] [--output launches.jsonl]
 
 Counted on a CPU, from the operators that reach the dispatcher; nothing is launched on a device. An operator that only
-allocates or makes a view counts nothing, any other one launch, and native_group_norm_backward as many as its CUDA source
-in torch 2.13 launches for more than one pixel: the sums over pixels, rstd * weight, the group's coefficients, dx, and, where
+allocates or makes a view counts nothing, any other one launch, and native_group_norm_backward as many as torch's CUDA
+source launches for more than one pixel: the sums over pixels, rstd * weight, the group's coefficients, dx, and, where
 asked for, dweight and dbias together. The fused side is the host code around the kernel run as it is, with a stand-in
 for the kernel that counts its one launch. Copies and zeros that a device's reductions add inside are counted on neither
-side. One JSON object a line goes to `--output`.
+side. Launches are no time: those on the host's side of the fused kernel handle [C] or [N, C] numbers, none of x's size.
+One JSON object a line goes to `--output`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_aigc_kernels import group_norm_silu as op
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_aigc_kernels import group_norm_silu as op
 
 GROUPS, EPS = 32, 1e-5
 

@@ -12,13 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from lightning_aigc_kernels.feed_forward import feed_forward
-from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d
-from lightning_aigc_kernels.group_norm_silu import group_norm_silu
-from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
-from lightning_aigc_kernels.linear_with_lora import Projection
-from lightning_aigc_kernels.lora_attention import lora_attention
-from lightning_aigc_kernels.normalization import Norm
 from torch import Tensor, nn
 
 from lightning_aigc.precision import recompute
@@ -33,6 +26,13 @@ from lightning_aigc.precision.layers import (
     refuse_dropout,
     refuse_hooks,
 )
+from lightning_aigc_kernels.feed_forward import feed_forward
+from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d
+from lightning_aigc_kernels.group_norm_silu import group_norm_silu
+from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
+from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.lora_attention import lora_attention
+from lightning_aigc_kernels.normalization import Norm
 
 Memory = Literal["off", "balanced", "lean", "max"]
 ATTENTION = "diffusers.models.attention_processor.Attention"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.normalization import Norm
-from torch import nn
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_aigc_kernels.lora_attention import KnownAttention
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from lightning_aigc_kernels.lora_attention import KnownAttention
 
 LONG_ATTENTION_TOKENS = 512
 """From here on an attention's output is kept: with T tokens it holds one number for every 2 T products it took."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning_aigc_kernels.calling import KERNEL_DEVICES, why_no_kernel
-from lightning_aigc_kernels.protection import GradientProtection
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import fused_blocks
 from lightning_aigc.precision.fused_blocks import ATTENTION, Choices, Memory
 from lightning_aigc.precision.layers import CannotSwapError, class_path
+from lightning_aigc_kernels.calling import KERNEL_DEVICES, why_no_kernel
+from lightning_aigc_kernels.protection import GradientProtection
 
 RESNET = "diffusers.models.resnet.ResnetBlock2D"
 TRANSFORMER_BLOCK = "diffusers.models.attention.BasicTransformerBlock"

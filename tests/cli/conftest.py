@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import yaml
-from fakes.pipelines import SIDE, make_pipeline
 from PIL import Image
 
+from fakes.pipelines import SIDE, make_pipeline
 from lightning_aigc.cli import main
 
 

@@ -17,10 +17,10 @@ import safetensors
 import safetensors.torch
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
-from fakes.pipelines import assemble, make_text_encoder
 from peft import LoraConfig
 from torch import nn
 
+from fakes.pipelines import assemble, make_text_encoder
 from lightning_aigc.cli import export
 from lightning_aigc.diffusion import lora_bytes, lora_names
 from lightning_aigc.diffusion.lora_file import convert, read_lora, save_lora

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
-from fakes.pipelines import SIDE, make_batch, make_pipeline
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fakes.pipelines import SIDE, make_batch, make_pipeline
 from lightning_aigc.cli.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from lightning_aigc_kernels.ascend import AscendToolchainError, CPUExecutionError, UBOverflow, chip, toolchain
 from lightning_aigc_kernels.ascend.__main__ import main
 from lightning_aigc_kernels.ascend.cpu_execution import _entry

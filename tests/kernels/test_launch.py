@@ -1,6 +1,7 @@
 """Tile sizes and the table they come from: no Triton needed."""
 
 import pytest
+
 from lightning_aigc_kernels.launch import LaunchConfig, config_for, next_power_of_two, tile_shape
 
 

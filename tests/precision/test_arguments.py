@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes.trainings import make_trainer
 from lightning.pytorch import Trainer
 
+from fakes.trainings import make_trainer
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.trainings import WIDTH, Regression, fit, make_batches
 from torch import Tensor, nn
 
+from fakes.trainings import WIDTH, Regression, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision, fused_backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision, overflow
 from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
 

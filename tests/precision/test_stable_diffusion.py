@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from fakes.pipelines import SIDE, make_batch, make_pipeline
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from peft import LoraConfig, inject_adapter_in_model
@@ -19,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fakes.pipelines import SIDE, make_batch, make_pipeline
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision, overflow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -133,8 +133,9 @@ def test_the_loss_scale_is_saved_and_restored_with_plain_types(tmp_path: Path) -
 
 
 def fit_on(plugin: FusedBackwardPrecision, checkpoint: Path) -> None:
-    from fakes.trainings import make_trainer
     from torch.utils.data import DataLoader
+
+    from fakes.trainings import make_trainer
 
     trainer = make_trainer(plugin, max_epochs=2, limit_train_batches=2)
     trainer.fit(Regression(), DataLoader(make_batches(2), batch_size=None), ckpt_path=checkpoint, weights_only=True)

@@ -8,6 +8,7 @@ import functools
 import pytest
 import triton
 import triton.language as tl
+
 from lightning_aigc_kernels.ascend import (
     GATE_TARGETS,
     AscendLowerError,

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from fakes.accuracy import (
     assert_as_exact_as_eager,
     geglu_and_gradient,
@@ -19,7 +21,6 @@ from lightning_aigc_kernels.ascend import CPUExecutionError, kernel_cases, lower
 from lightning_aigc_kernels.ascend.cpu_execution import CPUKernel
 from lightning_aigc_kernels.ascend.gate import OPS
 from lightning_aigc_kernels.launch import KernelCase
-from torch import Tensor
 
 EPS = 1e-5
 # Here a tile's numbers are added one after the other, where torch and a vector core add in a tree: the worst float32

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from fakes import stub_cann
 
 with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
+
 npu = torch.ops.npu
 Call = Callable[..., Tensor]
 
@@ -81,3 +83,12 @@ def test_geglu_has_a_gradient_that_only_real_tensors_can_take() -> None:
 
 def test_the_device_is_named_npu_and_has_neighbours() -> None:
     assert torch.npu.is_available() and torch.npu.device_count() == 8  # type: ignore[attr-defined]
+
+
+def test_the_attention_of_lora_attention_takes_the_fused_op_forward_and_backward() -> None:
+    q, k = half(B, H, S, E).detach(), half(B, H, T, E).detach()
+    o, maximum, total = attend(q, k, k)
+    assert (o.shape, o.dtype) == ((B, H, S, E), torch.float16)
+    assert maximum.shape == total.shape and maximum.numel() > 0  # npu_fusion_attention's softmax, not the reference's
+    grads = attend_backward(torch.empty_like(o), q, k, k, o, maximum, total)
+    assert [grad.shape for grad in grads] == [(B, H, S, E), (B, H, T, E), (B, H, T, E)]

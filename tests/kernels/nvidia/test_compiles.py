@@ -6,10 +6,11 @@ import importlib
 
 import pytest
 import triton
-from lightning_aigc_kernels.ascend.gate import OPS
-from lightning_aigc_kernels.launch import KernelCase, LaunchConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from lightning_aigc_kernels.ascend.gate import OPS
+from lightning_aigc_kernels.launch import KernelCase, LaunchConfig
 
 CASES = [
     (op, case) for op in OPS for case in importlib.import_module(f"lightning_aigc_kernels.{op}.kernel").cases("cuda")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from lightning_aigc_kernels import calling
 from lightning_aigc_kernels.calling import (
     FallbackWarning,

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from fakes.op_contract import (
     Case,
     assert_compiles,
@@ -25,8 +28,6 @@ from fakes.op_contract import (
 from lightning_aigc_kernels.feed_forward import feed_forward
 from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.normalization import Norm
-from torch import Tensor
-from torch.nn import functional as F
 
 EPS, SCALES = 1e-5, (0.5, 2.0)
 OPS = ["feed_forward", "feed_forward_backward"]

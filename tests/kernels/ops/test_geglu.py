@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from fakes.op_contract import (
     Case,
     assert_compiles,
@@ -18,8 +21,6 @@ from fakes.op_contract import (
     kept_numbers,
 )
 from lightning_aigc_kernels.geglu import geglu, swiglu
-from torch import Tensor
-from torch.nn import functional as F
 
 OPS = ["geglu", "geglu_backward"]
 

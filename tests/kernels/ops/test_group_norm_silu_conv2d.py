@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from fakes.accuracy import largest_by_sorting
 from fakes.op_contract import (
     Case,
@@ -25,8 +28,6 @@ from fakes.op_contract import (
     outcome_of,
 )
 from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
-from torch import Tensor
-from torch.nn import functional as F
 
 GROUPS, EPS = 3, 1e-5
 OPS = ["group_norm_silu_conv2d", "group_norm_silu_conv2d_backward"]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from fakes.accuracy import largest_by_sorting
 from lightning_aigc_kernels.keep_largest import keep_largest, keep_largest_per_head
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from fakes.op_contract import (
     Case,
     assert_compiles,
@@ -25,8 +28,6 @@ from lightning_aigc_kernels import lora_attention as op
 from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.lora_attention import lora_attention
 from lightning_aigc_kernels.normalization import Norm
-from torch import Tensor
-from torch.nn import functional as F
 
 HEADS, EPS, RANK, FEATURES = 2, 1e-5, 3, 8
 SCALES = {"q": 0.5, "k": 1.5, "v": 2.0, "out": 1.0}

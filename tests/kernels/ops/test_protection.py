@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from lightning_aigc_kernels.protection import GradientProtection
 
 NAMES = ["vae.decoder.conv_in", "vae.encoder.conv_in", "unet.mid_block.attentions.0.norm", "unet.down_blocks.0"]

@@ -7,6 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from fakes.accuracy import largest_by_sorting
 from fakes.op_contract import (
     Case,
@@ -23,8 +26,6 @@ from fakes.op_contract import (
     outcome,
 )
 from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward
-from torch import Tensor
-from torch.nn import functional as F
 
 OPS = ["sparse_attention_backward", "sparse_attention_backward_backward"]
 NAMES = ("q", "k", "v")
@@ -164,7 +165,5 @@ def test_what_does_not_fit_is_named() -> None:
     for k, v in ((q[0], q[0]), (q[:1], q[:1]), (q[:, :1], q[:, :1]), (q[:, :, :3], q), (q[..., :3], q)):
         with pytest.raises(ValueError, match=wanted):
             sparse_attention_backward(q, k, v, 0.5)
-    with pytest.raises(
-        ValueError, match=r"of one dtype, got torch.float32, torch.float64, torch.float32; use autocast"
-    ):
+    with pytest.raises(ValueError, match=r"of one dtype, got torch\.float32, torch\.float64, torch\.float32; use"):
         sparse_attention_backward(q, q.double(), q, 0.5)

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from fakes.accuracy import assert_as_exact_as_eager, geglu_and_gradient
 from lightning_aigc_kernels.geglu import kernel
-from torch import Tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RATIO = 3.0  # the worst seen in the interpreter is 1.8, a float32 sum in another order

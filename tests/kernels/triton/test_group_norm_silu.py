@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from fakes.accuracy import assert_as_exact_as_eager, group_norm_silu_and_gradients
 from lightning_aigc_kernels.group_norm_silu import kernel
-from torch import Tensor
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from fakes.accuracy import largest_by_sorting
 from lightning_aigc_kernels.keep_largest.kernel import keep_largest
-from torch import Tensor
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

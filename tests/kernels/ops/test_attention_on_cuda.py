@@ -1,0 +1,25 @@
+"""The attention kernels of CUDA take our arguments and give our shapes: their contract, on tensors without memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features"),
+    [(torch.bfloat16, 40), (torch.float16, 160), (torch.float32, 64)],
+    ids=["bf16", "fp16", "fp32"],
+)
+def test_forward_and_backward_agree_on_shapes(dtype: torch.dtype, features: int) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 64, 8, features, device="cuda", dtype=dtype).transpose(1, 2)
+        k = torch.empty(2, 77, 8, features, device="cuda", dtype=dtype).transpose(1, 2)
+        o, logsumexp, rest = attend(q, k, k)
+        assert (o.shape, o.dtype) == (q.shape, dtype)
+        assert (logsumexp.shape, logsumexp.dtype) == ((2, 8, 64), torch.float32)
+        grads = attend_backward(torch.empty_like(o), q, k, k, o, logsumexp, rest)
+        assert [(grad.shape, grad.dtype) for grad in grads] == [(t.shape, dtype) for t in (q, k, k)]
