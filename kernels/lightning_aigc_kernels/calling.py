@@ -9,6 +9,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,38 @@ def no_second_derivative(op: str) -> Callable[..., None]:
         )
 
     return refuse
+
+
+def direct(op: Any, setup_context: Callable[..., None], autograd: Callable[..., Any]) -> Callable[..., Any]:
+    """A custom op's implementation under an autograd.Function of its own, and the op itself wherever something traces.
+
+    torch.library's way to the same autograd formula fills in defaults and walks the arguments in Python: 0.25 of the
+    0.38 milliseconds that an op of 31 arguments took (torch 2.13), which a GPU would wait for.
+    """
+    implementation = op._init_fn
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            result = implementation(*args)
+            return tuple(result) if isinstance(result, list) else result
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup_context(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return autograd(ctx, list(grads)) if gives_list else autograd(ctx, *grads)
+
+    gives_list = str(op._opoverload._schema.returns[0].type) == "List[Tensor]"
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return op(*args)
+        return Direct.apply(*args)  # type: ignore[no-untyped-call]
+
+    return call
 
 
 def without_values(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

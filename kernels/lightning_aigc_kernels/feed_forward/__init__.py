@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_aigc_kernels import geglu
 from lightning_aigc_kernels.calling import (
     compute_dtype,
+    direct,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -56,7 +57,7 @@ def feed_forward(
     refuse_functorch("feed_forward")
     dtype = compute_dtype(x)
     with without_autocast(x):
-        y: Tensor = _op(
+        y: Tensor = _call(
             x, norm.weight, norm.bias, *first.tensors, *second.tensors,
             norm.on, norm.eps, [first.scale, second.scale], activation,
             keep_projection and not skip_product, dtype, grad_dtype, skip_product,
@@ -190,3 +191,4 @@ def _autograd(ctx: Any, dy: Tensor | None, _: object) -> tuple[Tensor | None, ..
 
 _backward_op.register_autograd(no_second_derivative("feed_forward"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
+_call = direct(_op, _setup_context, _autograd)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels.calling import (
     compute_dtype,
+    direct,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -50,7 +51,9 @@ def frozen_conv2d(
     check_conv2d("frozen_conv2d", x, weight, groups)
     dtype = _dtype_under(x, weight)
     with without_autocast(x):
-        y: Tensor = _conv2d(x, weight, bias, list(stride), list(padding), list(dilation), groups, dtype, skip_product)
+        y: Tensor = _call_conv2d(
+            x, weight, bias, list(stride), list(padding), list(dilation), groups, dtype, skip_product
+        )
     return y
 
 
@@ -64,7 +67,7 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     _check_frozen("frozen_linear", weight, bias)
     dtype = _dtype_under(x, weight)
     with without_autocast(x):
-        y: Tensor = _linear(x, weight, bias, dtype)
+        y: Tensor = _call_linear(x, weight, bias, dtype)
     return y
 
 
@@ -216,6 +219,7 @@ def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 _conv2d_backward.register_autograd(no_second_derivative("frozen_conv2d"))
 _conv2d.register_autograd(_conv2d_autograd, setup_context=_setup_conv2d)
+_call_conv2d = direct(_conv2d, _setup_conv2d, _conv2d_autograd)
 
 
 @torch.library.custom_op("lightning_aigc::frozen_linear", mutates_args=())
@@ -251,3 +255,4 @@ def _linear_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 _linear_backward.register_autograd(no_second_derivative("frozen_linear"))
 _linear.register_autograd(_linear_autograd, setup_context=_setup_linear)
+_call_linear = direct(_linear, _setup_linear, _linear_autograd)

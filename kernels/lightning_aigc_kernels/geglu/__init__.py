@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import kernel_for, no_second_derivative, refuse_functorch, without_autocast
+from lightning_aigc_kernels.calling import direct, kernel_for, no_second_derivative, refuse_functorch, without_autocast
 from lightning_aigc_kernels.geglu import reference
 
 __all__ = ["Activation", "geglu", "swiglu"]
@@ -41,7 +41,7 @@ def _gated(projected: Tensor, activation: Activation) -> Tensor:
     if projected.dim() < 1 or projected.shape[-1] % 2:
         raise ValueError(f"the projection must be [..., 2 D], values then gates, got {tuple(projected.shape)}")
     with without_autocast(projected):
-        product: Tensor = _op(projected, activation)
+        product: Tensor = _call(projected, activation)
     return product
 
 
@@ -101,3 +101,4 @@ def _autograd(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
 
 _backward_op.register_autograd(no_second_derivative("geglu"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
+_call = direct(_op, _setup_context, _autograd)

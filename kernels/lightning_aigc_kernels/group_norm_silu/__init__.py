@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
+    direct,
     kernel_for,
     no_second_derivative,
     refuse_functorch,
@@ -51,7 +52,7 @@ def group_norm_silu(
     check_density(input_grad_density, "input_grad_density")
     dtype = compute_dtype(x)
     with without_autocast(x):
-        y: Tensor = _op(x, weight, bias, scale, shift, num_groups, eps, silu, input_grad_density)[0]
+        y: Tensor = _call(x, weight, bias, scale, shift, num_groups, eps, silu, input_grad_density)[0]
     return y.to(dtype)
 
 
@@ -241,3 +242,4 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
 
 _backward_op.register_autograd(no_second_derivative("group_norm_silu"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
+_call = direct(_op, _setup_context, _autograd)

@@ -15,6 +15,7 @@ from lightning_aigc_kernels import group_norm_silu as normalization
 from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
+    direct,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -64,7 +65,7 @@ def group_norm_silu_conv2d(
     check_density(input_grad_density, "input_grad_density")
     dtype = compute_dtype(x)
     with without_autocast(x):
-        y: Tensor = _op(
+        y: Tensor = _call(
             x, norm_weight, norm_bias, scale, shift, weight, bias, num_groups, eps, silu, input_grad_density,
             list(stride), list(padding), list(dilation), groups, dtype, grad_dtype, skip_product,
         )[0]  # fmt: skip
@@ -184,3 +185,4 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
 
 _backward_op.register_autograd(no_second_derivative("group_norm_silu_conv2d"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
+_call = direct(_op, _setup_context, _autograd)

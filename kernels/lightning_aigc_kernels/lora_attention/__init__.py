@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
+    direct,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -75,7 +76,7 @@ def lora_attention(
     layers = (query, key, value, out)
     dtype = compute_dtype(x)
     with without_autocast(x):
-        y, *made = _op(
+        y, *made = _call(
             x, context, norm.weight, norm.bias, *(t for layer in layers for t in layer.tensors),
             *(known or (None,) * 3), norm.on, norm.eps, heads, [layer.scale for layer in layers], keep_projections,
             dtype, grad_dtype, gradient_density,
@@ -246,6 +247,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
 
 _backward_op.register_autograd(no_second_derivative("lora_attention"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
+_call = direct(_op, _setup_context, _autograd)
 
 
 def _layers(tensors: Sequence[Any], scales: Sequence[float], dtype: torch.dtype) -> list[Projection]:

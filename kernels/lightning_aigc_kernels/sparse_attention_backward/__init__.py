@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
+    direct,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -44,7 +45,7 @@ def sparse_attention_backward(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, de
         return F.scaled_dot_product_attention(q_NHTD, k_NHSD, v_NHSD)
     dtype = compute_dtype(q_NHTD)
     with without_autocast(q_NHTD):
-        o_NHTD: Tensor = _op(q_NHTD.to(dtype), k_NHSD.to(dtype), v_NHSD.to(dtype), density)[0]
+        o_NHTD: Tensor = _call(q_NHTD.to(dtype), k_NHSD.to(dtype), v_NHSD.to(dtype), density)[0]
     return o_NHTD
 
 
@@ -83,3 +84,4 @@ def _autograd(ctx: Any, do: Tensor | None, *_: object) -> tuple[Tensor | None, .
 
 _backward_op.register_autograd(no_second_derivative("sparse_attention_backward"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
+_call = direct(_op, _setup_context, _autograd)
