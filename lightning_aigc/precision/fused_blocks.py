@@ -52,8 +52,6 @@ class Choices:
     """Share of a normalisation's input gradient that is passed on."""
     attention_grad_density: float = 1.0
     """Share of dq, dk and dv that is passed on."""
-    last_of_block: bool = False
-    """Whether nothing after this module, inside the block that is run again, keeps a tensor for backward."""
     repeats: bool = False
     """Whether this module is a block that is run again in backward."""
 
@@ -176,7 +174,7 @@ def convolution(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own n
     _same_dtype(input, self.weight)
     if input.dim() != 4:
         raise CannotSwapError("an input without a batch dimension")
-    skip = choices_of(self).last_of_block and recompute.repeating()
+    skip = recompute.is_unread(self)
     return lambda: frozen_conv2d(
         input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, skip_product=skip
     )
@@ -321,12 +319,14 @@ def feed_forward_layers(self: Any) -> tuple[Projection, Projection, Any]:
     return read_projection(gate.proj), read_projection(second), activation
 
 
-def gated(x: Tensor, norm: Norm, layers: tuple[Projection, Projection, Any], choices: Choices, last: bool) -> Tensor:
+def gated(
+    x: Tensor, norm: Norm, layers: tuple[Projection, Projection, Any], choices: Choices, skip_product: bool
+) -> Tensor:
     """One gated feed-forward, kept and repeated as chosen."""
     first, second, activation = layers
     return feed_forward(
         x, norm, first, second, activation, keep_projection=choices.memory == "balanced",
-        grad_dtype=choices.grad_dtype, skip_product=last and recompute.repeating(),
+        grad_dtype=choices.grad_dtype, skip_product=skip_product,
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def feed_forward_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     layers = feed_forward_layers(self)
     norm = Norm(on=False)
     _same_dtype(hidden_states, *_tensors(layers[:2], norm))
-    return lambda: gated(hidden_states, norm, layers, choices_of(self), last=False)
+    return lambda: gated(hidden_states, norm, layers, choices_of(self), skip_product=False)
 
 
 def check_transformer_block(self: Any) -> None:
@@ -366,10 +366,12 @@ def transformer_block(
     choices = choices_of(self)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
+        if choices.repeats:
+            recompute.nobody_reads(self)
         x = x + _attention_part(self.attn1, self.norm1, x, None, attention_mask, choices)
         if self.attn2 is not None:
             x = x + _attention_part(self.attn2, self.norm2, x, context, encoder_attention_mask, choices)
-        return x + _feed_forward_part(self.ff, self.norm3, x, choices)
+        return x + _feed_forward_part(self.ff, self.norm3, x, choices, skip_product=recompute.is_unread(self))
 
     if choices.repeats:
         return lambda: recompute.run_again_in_backward(run, hidden_states, encoder_hidden_states)
@@ -393,7 +395,7 @@ def _attention_part(
     return attend(x, context, layer_norm, layers, self.heads, choices)
 
 
-def _feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices) -> Tensor:
+def _feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices, skip_product: bool) -> Tensor:
     try:
         refuse_hooks(self)
         layers, layer_norm = feed_forward_layers(self), read_layer_norm(norm)
@@ -401,7 +403,7 @@ def _feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices) 
     except CannotSwapError:
         own: Tensor = self(norm(x))
         return own
-    return gated(x, layer_norm, layers, choices, last=choices.last_of_block)
+    return gated(x, layer_norm, layers, choices, skip_product)
 
 
 # Transformer2DModel: the norm and projections around its blocks
@@ -437,6 +439,8 @@ def transformer(
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
         height, width = x.shape[2:]
+        if choices.repeats and _keeps_no_input(self.proj_out):
+            recompute.nobody_reads(*self.transformer_blocks, self.proj_out)
         if self.use_linear_projection:
             tokens = self.proj_in(_normalized(x, self.norm, choices).permute(0, 2, 3, 1).flatten(1, 2))
         else:
@@ -451,6 +455,11 @@ def transformer(
     if choices.repeats:
         return lambda: (recompute.run_again_in_backward(run, hidden_states, encoder_hidden_states),)
     return lambda: (run(hidden_states, encoder_hidden_states),)
+
+
+def _keeps_no_input(layer: nn.Module) -> bool:
+    """Whether autograd keeps nothing of this layer's input: it is plain and frozen, now."""
+    return type(layer) in (nn.Linear, nn.Conv2d) and not any(p.requires_grad for p in layer.parameters())
 
 
 def _normalized(x: Tensor, norm: nn.GroupNorm, choices: Choices) -> Tensor:

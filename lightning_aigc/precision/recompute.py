@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_aigc_kernels.lora_attention import KnownAttention
@@ -27,6 +27,7 @@ class _Run:
     def __init__(self, kept: list[KnownAttention], repeating: bool) -> None:
         self.kept, self.repeating = kept, repeating
         self.position = 0
+        self.unread: set[nn.Module] = set()
         self.outer: _Run | None = None
 
     def __enter__(self) -> None:
@@ -61,6 +62,17 @@ def run_again_in_backward(block: Callable[..., Tensor], *inputs: Any) -> Tensor:
 def repeating() -> bool:
     """Whether a block runs again for backward: results that nothing later keeps need no values."""
     return not torch.compiler.is_compiling() and _current.run is not None and _current.run.repeating
+
+
+def nobody_reads(*modules: nn.Module) -> None:
+    """Declare, inside a block that runs again, that nothing keeps what these modules give: they need not compute it."""
+    if repeating() and _current.run is not None:
+        _current.run.unread.update(modules)
+
+
+def is_unread(module: nn.Module) -> bool:
+    """Whether this module runs again for a result that nothing keeps."""
+    return repeating() and _current.run is not None and module in _current.run.unread
 
 
 def remember(attention: KnownAttention) -> None:

@@ -243,24 +243,14 @@ def _repeat_blocks(model: nn.Module) -> None:
     inside: set[nn.Module] = set()
     module: Any
     for module in model.modules():
-        choices = fused_blocks.choices_of(module)
-        if class_path(module) == TRANSFORMER and choices.memory != "off" and _is_one_block(module):
-            (block,) = module.transformer_blocks
-            inside.add(block)
-            for last in (block, module.proj_out):
-                _choose(last, last_of_block=True)
-            _choose(module, repeats=True)
-        elif class_path(module) == RESNET and choices.memory != "off":
-            _choose(module, repeats=True)
-        elif class_path(module) == TRANSFORMER_BLOCK and choices.memory != "off" and module not in inside:
-            _choose(module, repeats=True, last_of_block=True)
+        if fused_blocks.choices_of(module).memory == "off":
+            continue
+        if class_path(module) == TRANSFORMER and len(module.transformer_blocks) == 1:
+            inside.update(module.transformer_blocks)
+            _repeat(module)
+        elif class_path(module) == RESNET or (class_path(module) == TRANSFORMER_BLOCK and module not in inside):
+            _repeat(module)
 
 
-def _is_one_block(transformer: Any) -> bool:
-    """Whether nothing behind the one block's feed-forward keeps a tensor: the last layer is a swapped convolution."""
-    layers = (*transformer.transformer_blocks, transformer.proj_out)
-    return len(layers) == 2 and all(fused_blocks.choices_of(layer).memory != "off" for layer in layers)
-
-
-def _choose(module: nn.Module, **changes: Any) -> None:
-    module.__dict__["_fused_backward"] = dataclasses.replace(fused_blocks.choices_of(module), **changes)
+def _repeat(module: nn.Module) -> None:
+    module.__dict__["_fused_backward"] = dataclasses.replace(fused_blocks.choices_of(module), repeats=True)

@@ -352,3 +352,20 @@ def test_backward_can_run_twice_over_a_repeated_block() -> None:
     second = torch.autograd.grad(loss, parameters)
     swapped.restore()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+@pytest.mark.parametrize("linear", [False, True], ids=["convolutions", "linear"])
+def test_a_layer_that_is_unfrozen_after_the_swap_is_trained_as_natively(memory: str, linear: bool) -> None:
+    def unfreeze(unet: Any) -> None:
+        for layer in (unet.mid_block.attentions[0].proj_out, unet.down_blocks[0].resnets[0].conv2, unet.conv_in):
+            layer.requires_grad_(True)
+
+    wanted_of: Any = with_lora(make_unet(use_linear_projection=linear))
+    unfreeze(wanted_of)
+    wanted = gradients(wanted_of, call_unet)
+    unet = with_lora(make_unet(use_linear_projection=linear))
+    swapped = swap_forwards(unet, memory=memory)  # type: ignore[arg-type]
+    unfreeze(unet)
+    assert worst_difference(gradients(unet, call_unet), wanted) < EXACT
+    swapped.restore()
