@@ -49,6 +49,9 @@ class StandIn:
                 vars(layer).pop("forward", None)
             self.owner.restored += 1
 
+        def settle(self, device: torch.device) -> None:
+            self.device = device
+
         def summary(self) -> str:
             return f"swapped {len(self.layers)} blocks"
 
