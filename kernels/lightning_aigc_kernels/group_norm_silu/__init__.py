@@ -157,11 +157,10 @@ def backward(
 def _effective_affine(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias float32 [N, C] with scale and shift folded in; shared by the samples (stride 0) without them."""
+    """Weight and bias [N, C]: as they are, shared by the samples, or with scale and shift folded in, in float32."""
     samples, channels = x.shape[:2]
-    weight_C = x.new_ones(channels, dtype=torch.float32) if weight is None else weight.float()
-    bias_C = x.new_zeros(channels, dtype=torch.float32) if bias is None else bias.float()
-    weight_NC, bias_NC = weight_C.expand(samples, channels), bias_C.expand(samples, channels)
+    weight_NC = (x.new_ones(channels, dtype=torch.float32) if weight is None else weight).expand(samples, channels)
+    bias_NC = (x.new_zeros(channels, dtype=torch.float32) if bias is None else bias).expand(samples, channels)
     if scale is not None:
         amplify_NC = 1 + scale.float()
         weight_NC, bias_NC = weight_NC * amplify_NC, bias_NC if bias is None else bias_NC * amplify_NC

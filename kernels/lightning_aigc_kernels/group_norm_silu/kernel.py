@@ -81,8 +81,10 @@ def group_norm_silu_forward(
             channel = k + tl.arange(0, BLOCK_K)
             in_group = channel < channels
             affine = first_channel + channel
-            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0) * rstd
-            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0)
+            weight = (
+                tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0).to(tl.float32) * rstd
+            )
+            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0).to(tl.float32)
             for p in range(0, pixels, BLOCK_P):
                 pixel = p + tl.arange(0, BLOCK_P)
                 offsets = channel[:, None] * pixels + pixel[None, :]
@@ -146,8 +148,8 @@ def group_norm_silu_backward(
             channel = k + tl.arange(0, BLOCK_K)
             in_group = channel < channels
             affine = first_channel + channel
-            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0)
-            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0)
+            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0).to(tl.float32)
             weight_grad = tl.zeros([BLOCK_K], tl.float32)
             bias_grad = tl.zeros([BLOCK_K], tl.float32)
             for p in range(0, pixels, BLOCK_P):
@@ -169,8 +171,8 @@ def group_norm_silu_backward(
             channel = k + tl.arange(0, BLOCK_K)
             in_group = channel < channels
             affine = first_channel + channel
-            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0)
-            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0)
+            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0).to(tl.float32)
+            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0).to(tl.float32)
             for p in range(0, pixels, BLOCK_P):
                 pixel = p + tl.arange(0, BLOCK_P)
                 offsets = channel[:, None] * pixels + pixel[None, :]
@@ -205,8 +207,8 @@ def _affine(affine_NC: Tensor, x: Tensor, name: str) -> Tensor:
 
     Raises: ValueError for another shape or dtype.
     """
-    if affine_NC.shape != x.shape[:2] or affine_NC.dtype != torch.float32:
-        wanted = f"float32 of shape {tuple(x.shape[:2])}"
+    if affine_NC.shape != x.shape[:2] or affine_NC.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        wanted = f"float32, float16 or bfloat16 of shape {tuple(x.shape[:2])}"
         raise ValueError(f"{name} must be {wanted}, got {affine_NC.dtype} of shape {tuple(affine_NC.shape)}")
     return affine_NC if affine_NC.stride(1) == 1 else affine_NC.contiguous()
 
@@ -216,7 +218,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act(GroupNorm(x) * weight + bias), and each slab's mean and reciprocal standard deviation.
 
-    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16; weight_NC and bias_NC are float32, and a sample
+    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16; weight_NC and bias_NC any of those, and a sample
         stride of 0 shares them. The activation is SiLU, or the identity when `silu` is false.
     Returns: y like x, mean_NG and rstd_NG in float32.
     Raises: ValueError for a strided x, channels that do not divide into the groups, or an affine of another shape.
@@ -313,18 +315,25 @@ def backward(
     return dx, weight_grad_NC, bias_grad_NC
 
 
-def _case(chip: str, direction: str, dtype: str, pixels: int, **switches: bool) -> KernelCase:
+def _case(chip: str, direction: str, dtype: str, pixels: int, affine: str = "fp32", **switches: bool) -> KernelCase:
     backward = direction == "backward"
     function = group_norm_silu_backward if backward else group_norm_silu_forward
     tile = (BACKWARD if backward else FORWARD)[chip].tile
     block_k, block_p = tile_shape(pixels, tile)
     ours, theirs = f"*{dtype}", "*fp32"
-    pointers = {"dy_ptr": ours, "x_ptr": ours, "mean_ptr": theirs, "rstd_ptr": theirs, "weight_ptr": theirs}
-    pointers |= {"bias_ptr": theirs, "dx_ptr": ours, "y_ptr": ours, "weight_grad_ptr": theirs, "bias_grad_ptr": theirs}
+    pointers = {"dy_ptr": ours, "x_ptr": ours, "mean_ptr": theirs, "rstd_ptr": theirs, "weight_ptr": f"*{affine}"}
+    pointers |= {
+        "bias_ptr": f"*{affine}",
+        "dx_ptr": ours,
+        "y_ptr": ours,
+        "weight_grad_ptr": theirs,
+        "bias_grad_ptr": theirs,
+    }
     constants = {"SILU": True, "BLOCK": tile, "BLOCK_K": block_k, "BLOCK_P": block_p, **switches}
     numbers = {"eps": "fp32"}
     signature = {a: pointers.get(a) or numbers.get(a, "i32") for a in function.arg_names if a not in constants}
     switched = "".join(f" {name.lower()}={int(value)}" for name, value in switches.items())
+    switched += "" if affine == "fp32" else f" affine={affine}"
     return KernelCase(f"{direction} {dtype} {block_k}x{block_p}{switched}", function, signature, constants)
 
 
@@ -346,6 +355,8 @@ def cases(chip: str) -> list[KernelCase]:
         _case(chip, "forward", "fp16", 4096, SILU=False),
         *backwards,
         _case(chip, "backward", "fp16", 4096, NEED_AFFINE=False, SPARSE=False),
+        *(_case(chip, "forward", half, 256, affine=half) for half in ("fp16", "bf16")),
+        *(_case(chip, "backward", half, 256, affine=half, NEED_AFFINE=True, SPARSE=False) for half in ("fp16", "bf16")),
         _case(chip, "backward", "fp16", 4096, SILU=False, NEED_AFFINE=True, SPARSE=False),
     ]
 

@@ -72,7 +72,8 @@ def test_group_norm_silu(case: KernelCase, target: str) -> None:
     samples, groups = 2, 2
     shape = (samples, groups * channels, pixels)
     x, dy = (torch.randn(shape) * 2 + 5).to(dtype), torch.randn(shape).to(dtype)
-    weight, bias = torch.randn(shape[:2]), torch.randn(shape[:2])
+    affine = DTYPES[case.signature["weight_ptr"]]
+    weight, bias = torch.randn(shape[:2]).to(affine), torch.randn(shape[:2]).to(affine)
     arguments: list[Any] = [EPS, x, weight, bias, dy, groups, silu]
     truth = group_norm_silu_and_gradients(torch.float64, *arguments)
     eager = group_norm_silu_and_gradients(torch.float32, *arguments)

@@ -49,6 +49,15 @@ def test_output_and_every_gradient_match_float64(
     assert mean.dtype == rstd.dtype == torch.float32
 
 
+@pytest.mark.parametrize("affine", [torch.float16, torch.bfloat16], ids=str)
+def test_a_half_precision_affine_is_read_as_it_is(affine: torch.dtype, device: torch.device) -> None:
+    x, weight, bias, dy = inputs((2, 6, 5, 7), torch.bfloat16, device)
+    weight, bias = weight.to(affine), bias.to(affine)
+    y, mean, rstd = kernel.forward(x, weight, bias, 3, EPS, True)
+    dx, weight_grad, bias_grad = kernel.backward(dy, x, mean, rstd, weight, bias, 3, True, True, 1.0)
+    assert_all_exact((y, dx, weight_grad, bias_grad), x, weight, bias, dy, 3, True)
+
+
 @pytest.mark.parametrize("table", ["cuda", "npu"])
 def test_the_tiles_of_real_chips_give_the_same(
     table: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -147,8 +156,8 @@ def test_what_cannot_be_served_is_refused_with_the_reason(device: torch.device) 
         kernel.forward(x, weight, bias, 4, EPS, True)
     with pytest.raises(ValueError, match="x must be contiguous"):
         kernel.forward(x.transpose(2, 3), weight, bias, 3, EPS, True)
-    with pytest.raises(ValueError, match=r"weight must be float32 of shape \(2, 6\), got torch.float16"):
-        kernel.forward(x, weight.half(), bias, 3, EPS, True)
+    with pytest.raises(ValueError, match=r"weight must be float32, .* of shape \(2, 6\), got torch.float64"):
+        kernel.forward(x, weight.double(), bias, 3, EPS, True)
     _, mean, rstd = kernel.forward(x, weight, bias, 3, EPS, True)
     with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 0; use 1 to keep every gradient"):
         kernel.backward(dy, x, mean, rstd, weight, bias, 3, True, True, 0)
