@@ -31,7 +31,7 @@ def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
     """LayerNorm(x) in `dtype`; statistics in float32 where the device can."""
     if not norm.on:
         return Normalized(x_TC.to(dtype), None, None)
-    weight, bias = _affine(norm.weight, x_TC), _affine(norm.bias, x_TC)
+    weight, bias = affine_beside(norm.weight, x_TC), affine_beside(norm.bias, x_TC)
     value, mean, rstd = aten.native_layer_norm(x_TC, x_TC.shape[-1:], weight, bias, norm.eps)
     return Normalized(value.to(dtype), mean, rstd)
 
@@ -43,7 +43,7 @@ def normalize_backward(
     dvalue_TC = dvalue_TC.to(x_TC.dtype)
     if not norm.on:
         return dvalue_TC, None, None
-    weight, bias = _affine(norm.weight, x_TC), _affine(norm.bias, x_TC)
+    weight, bias = affine_beside(norm.weight, x_TC), affine_beside(norm.bias, x_TC)
     mask = (True, need_weight, need_bias)
     dx, dweight, dbias = aten.native_layer_norm_backward(
         dvalue_TC, x_TC, x_TC.shape[-1:], made.mean, made.rstd, weight, bias, mask
@@ -51,8 +51,9 @@ def normalize_backward(
     return dx, dweight if need_weight else None, dbias if need_bias else None
 
 
-def _affine(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
+def affine_beside(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
+    """A norm's weight or bias as x's device wants it: on a CPU float32 beside half-precision x, as its statistics."""
     if parameter_C is None:
         return None
     on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
-    return parameter_C.to(torch.float32 if on_cpu else x.dtype)
+    return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norms do not ask for strides

@@ -44,7 +44,7 @@ class FusedBackwardPrecision(Precision):
             bf16-forward-fp16-backward: float32 weights, bfloat16 autocast, and the fused operators' backward products
             in float16 under a dynamic loss scale.
         memory: How much to recompute in backward. off: nothing is replaced, every bit as Lightning's own precision;
-            balanced: element-wise work only; lean: cheap products too; max: whole blocks.
+            balanced: element-wise work and each attention's query; lean: cheap products too; max: whole blocks.
         protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
             precision through every lossy option.
         strict: Raise where a fast kernel cannot serve an input, instead of saying so once and running the reference.

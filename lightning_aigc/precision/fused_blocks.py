@@ -288,11 +288,7 @@ def attention(
         if x.dim() == 3 and self.group_norm is not None:
             x = x.transpose(1, 2)
         if self.group_norm is not None:
-            group_norm = self.group_norm
-            x = group_norm_silu(
-                x, group_norm.weight, group_norm.bias, group_norm.num_groups, group_norm.eps, silu=False,
-                input_grad_density=choices.input_grad_density,
-            )  # fmt: skip
+            x = _normalized(x, self.group_norm, choices)
         if x.dim() == 4 or self.group_norm is not None:
             x = x.flatten(2).transpose(1, 2)
         y = attend(x, encoder_hidden_states, norm, layers, self.heads, choices)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_aigc_kernels.keep_largest.reference import keep_largest
+from lightning_aigc_kernels.normalization import affine_beside
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ def backward(
         gradient = gradient * (1 + _over_pixels(scale_NC, x))
     samples, channels = x.shape[:2]
     # The channels_last backward of torch 2.13 takes 13 times the plain one on a CPU: two copies are cheaper.
-    weight_C = _affine(weight_C, x)
+    weight_C = affine_beside(weight_C, x)
     statistics_dtype = x.dtype if weight_C is None else weight_C.dtype
     statistics = mean_NG.to(statistics_dtype), rstd_NG.to(statistics_dtype)
     pixels_count = math.prod(x.shape[2:])
@@ -83,19 +84,11 @@ def _normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = _dense(x)
     samples, channels = x.shape[:2]
-    weight_C, bias_C = _affine(weight_C, x), _affine(bias_C, x)
+    weight_C, bias_C = affine_beside(weight_C, x), affine_beside(bias_C, x)
     y, mean_NG, rstd_NG = aten.native_group_norm(
         x, weight_C, bias_C, samples, channels, math.prod(x.shape[2:]), groups, eps
     )
     return y, mean_NG, rstd_NG
-
-
-def _affine(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
-    """As the device's GroupNorm wants it: on a CPU float32 beside half-precision x, for statistics in float32."""
-    if parameter_C is None:
-        return None
-    on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
-    return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # the op does not ask for strides
 
 
 def _modulate(y: Tensor, scale_NC: Tensor | None, shift_NC: Tensor | None, may_overwrite: bool = True) -> Tensor:
