@@ -16,7 +16,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision import fused_blocks
 from lightning_aigc.precision.swaps import Swapped, swap_forwards
+from lightning_aigc_kernels.lora_attention import lora_attention
 
 LEVELS = ("balanced", "lean", "max")
 EXACT = 1e-9
@@ -99,6 +101,24 @@ def same_gradients(model: nn.Module, call: Callable[[nn.Module], Tensor], memory
 def test_lora_gradients_are_those_of_the_unets_own_forward(memory: str, change: dict[str, Any]) -> None:
     swapped = same_gradients(with_lora(make_unet(**change)), call_unet, memory)
     assert swapped.blocks["ResnetBlock2D"] >= 4 and swapped.blocks["BasicTransformerBlock"] >= 3
+
+
+def test_where_products_are_large_lean_keeps_keys_and_values_and_repeats_the_attention_to_the_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def watched(x: Tensor, context: Tensor | None, *args: Any, keeps: int, **options: Any) -> Any:
+        asked.append((context is None, keeps))
+        return lora_attention(x, context, *args, keeps=keeps, **options)
+
+    monkeypatch.setattr(fused_blocks, "lora_attention", watched)
+    same_gradients(with_lora(make_unet()), call_unet, "lean")
+    assert {keeps for _, keeps in asked} == {1}
+    asked.clear()
+    monkeypatch.setattr(fused_blocks, "LARGE_PRODUCT", 0)
+    same_gradients(with_lora(make_unet()), call_unet, "lean")
+    assert set(asked) == {(True, 3), (False, 0)}
 
 
 @pytest.mark.parametrize("memory", LEVELS)

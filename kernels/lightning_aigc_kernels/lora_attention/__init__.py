@@ -1,7 +1,8 @@
 """LayerNorm, the q, k, v projections with their LoRA branches, attention and the output projection as one op.
 
 Native autograd keeps the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op keeps
-its input and the attention's output; q, k and v are computed again, or k and v kept too where speed counts for more.
+its input and as many of the attention's output, the value and the key as the caller has room for, in this order; the
+rest is computed again. Attention to a short context costs next to nothing, so its output need not be kept either.
 The gradients of the LoRA's matrices are exact: nothing is approximated.
 
 Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
@@ -49,19 +50,22 @@ def lora_attention(
     out: Projection,
     heads: int,
     *,
-    keep_projections: bool = False,
+    keeps: int = 1,
     grad_dtype: torch.dtype | None = None,
     gradient_density: float = 1.0,
     known: KnownAttention | None = None,
-) -> tuple[Tensor, KnownAttention]:
+) -> tuple[Tensor, KnownAttention | None]:
     """out(attention(q, k, v)) of q from norm(x), k and v from the context or norm(x); without the residual.
 
-    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keep_projections` keeps k and v for backward
-        instead of computing them again (the query's product alone is repeated); `grad_dtype` runs backward's products
-        in that dtype, for a loss that is scaled to fit it; `gradient_density` below 1 drops the smallest entries of dq,
-        dk and dv (see `sparse_attention_backward`); `known` spares the attention itself when its output is at hand.
-    Returns: y [N, T, C''], in autocast's dtype where that is on, else x's, and the attention's output for `known`.
-    Raises: ValueError when shapes do not fit or the heads do not divide the features; RuntimeError under torch.func.
+    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keeps`, 0 to 3, is how many of the attention's
+        output, v and k, in this order, stay for backward instead of being computed again; `grad_dtype` runs backward's
+        products in that dtype, for a loss that is scaled to fit it; `gradient_density` below 1 drops the smallest
+        entries of dq, dk and dv (see `sparse_attention_backward`); `known` spares the attention itself when its output
+        is at hand, and then that is all that is kept.
+    Returns: y [N, T, C''], in autocast's dtype where that is on, else x's, and the attention's output for `known`, None
+        where it is not kept.
+    Raises: ValueError when shapes do not fit, the heads do not divide the features or `keeps` is no such number;
+        RuntimeError under torch.func.
     """
     refuse_functorch("lora_attention")
     check_density(gradient_density, "gradient_density")
@@ -73,15 +77,17 @@ def lora_attention(
         raise ValueError(f"heads must divide the query's and the value's features: got {heads} heads for {widths}")
     if widths[0] != widths[1]:
         raise ValueError(f"query and key must give as many features as one another, got {widths[0]} and {widths[1]}")
+    if keeps not in range(4):
+        raise ValueError(f"keeps must be 0, 1, 2 or 3 (output, value, key), got {keeps}")
     layers = (query, key, value, out)
     dtype = compute_dtype(x)
     with without_autocast(x):
         y, *made = _call(
             x, context, norm.weight, norm.bias, *(t for layer in layers for t in layer.tensors),
-            *(known or (None,) * 3), norm.on, norm.eps, heads, [layer.scale for layer in layers], keep_projections,
-            dtype, grad_dtype, gradient_density,
+            *(known or (None,) * 3), norm.on, norm.eps, heads, [layer.scale for layer in layers], keeps, dtype,
+            grad_dtype, gradient_density,
         )  # fmt: skip
-    return y, known or (made[0].detach(), made[1].detach(), made[2].detach())
+    return y, known or ((made[0].detach(), made[1].detach(), made[2].detach()) if keeps else None)
 
 
 @torch.library.custom_op("lightning_aigc::lora_attention", mutates_args=())
@@ -113,12 +119,12 @@ def _op(
     eps: float,
     heads: int,
     scales: list[float],
-    keep_projections: bool,
+    keeps: int,
     dtype: torch.dtype,
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor]:
-    """y; unless known the attention's output and softmax; k and v if they are to be kept."""
+    """y; unless known what is kept of the attention's output with its softmax, v and k."""
     tensors = (
         weight_q, bias_q, down_q, up_q, weight_k, bias_k, down_k, up_k,
         weight_v, bias_v, down_v, up_v, weight_out, bias_out, down_out, up_out,
@@ -130,7 +136,8 @@ def _op(
     o_NHTD, softmax1, softmax2 = attend(*(_heads_first(rows, x.shape[0], heads) for rows in qkv))
     o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape[0], weight_v.shape[0])
     y = project(o_RC, out).view(*x.shape[:-1], weight_out.shape[0])
-    return [y, o_RC.view(*x.shape[:-1], weight_v.shape[0]), softmax1, softmax2, *(qkv[1:] if keep_projections else ())]
+    kept_output = (o_RC.view(*x.shape[:-1], weight_v.shape[0]), softmax1, softmax2) if keeps else ()
+    return [y, *kept_output, *(qkv[2], qkv[1])[: max(keeps - 1, 0)]]
 
 
 _op.register_fake(_op._init_fn)
@@ -159,9 +166,6 @@ def _backward_op(
     bias_out: Tensor | None,
     down_out: Tensor | None,
     up_out: Tensor | None,
-    output: Tensor,
-    softmax1: Tensor,
-    softmax2: Tensor,
     kept: list[Tensor],
     needs: list[bool],
     normed: bool,
@@ -183,14 +187,18 @@ def _backward_op(
     *inward, out = _layers(tensors, scales, grad_dtype)
     needs_of: list[Any] = [tuple(needs[4 + 4 * i : 8 + 4 * i]) for i in range(4)]
 
-    normalized, qkv = _projections(x, context, norm, _layers(tensors, scales, dtype)[:3], dtype, tuple(kept))
-    dy_RC, o_RC = _rows(dy).to(grad_dtype), _rows(output).to(grad_dtype)
+    output, kept_vk = kept[:3], kept[3:]
+    normalized, qkv = _projections(x, context, norm, _layers(tensors, scales, dtype)[:3], dtype, kept_vk)
+    if not output:
+        o_NHTD, *softmax = attend(*(_heads_first(rows, samples, heads) for rows in qkv))
+        output = [o_NHTD.transpose(1, 2).reshape(-1, weight_v.shape[0]), *softmax]
+    dy_RC, o_RC = _rows(dy).to(grad_dtype), _rows(output[0]).to(grad_dtype)
     dout = parameter_gradients(dy_RC, o_RC, out, needs_of[3])
     do_RC = add_input_gradient(None, dy_RC, out)
     heads_first = [_heads_first(rows.to(grad_dtype), samples, heads) for rows in (do_RC, *qkv, o_RC)]
     do, q, k, v, o = heads_first
-    dqkv_NHTD: tuple[Tensor, ...] = attend_backward(do, q, k, v, o, softmax1, softmax2)
-    del heads_first, do_RC, o_RC, qkv, do, q, k, v, o
+    dqkv_NHTD: tuple[Tensor, ...] = attend_backward(do, q, k, v, o, *output[1:])
+    del heads_first, do_RC, o_RC, qkv, output, do, q, k, v, o
     if density < 1:
         dqkv_NHTD = tuple(keep_largest_per_head(d, density) for d in dqkv_NHTD)
     dqkv_RC = [
@@ -222,7 +230,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(dy, x, context, norm_weight, norm_bias, *others):  # type: ignore[no-untyped-def]
-    tensors, needs = (x, context, norm_weight, norm_bias, *others[:16]), others[20]
+    tensors, needs = (x, context, norm_weight, norm_bias, *others[:16]), others[17]
     return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need]
 
 
@@ -239,9 +247,9 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     if grads[0] is None:
         return (None,) * 31
     saved = ctx.saved_tensors  # read once: under checkpointing a second reading is an error
-    tensors, (output, softmax1, softmax2, *kept) = saved[:20], saved[20:]
+    tensors, kept = saved[:20], saved[20:]
     needs = list(ctx.needs_input_grad[:20])
-    given = iter(_backward_op(grads[0], *tensors, output, softmax1, softmax2, kept, needs, *ctx.options))
+    given = iter(_backward_op(grads[0], *tensors, list(kept), needs, *ctx.options))
     return *(next(given) if need else None for need in needs), *(None,) * 11
 
 
@@ -274,12 +282,11 @@ def _projections(
     norm: Norm,
     layers: Sequence[Projection],
     dtype: torch.dtype,
-    kept: tuple[Tensor, ...] = (),
+    kept_vk: Sequence[Tensor] = (),
 ) -> tuple[Normalized, tuple[Tensor, ...]]:
-    """The normalised x, and q, k, v as rows: k and v as kept, or computed."""
+    """The normalised x, and q, k, v as rows, of which v, or v and k, may have been kept."""
     normalized = normalize(_rows(x), norm, dtype)
-    if kept:
-        return normalized, (project(normalized.value, layers[0]), *kept)
     source_RC = normalized.value if context is None else _rows(context).to(dtype)
-    query, key, value = layers
-    return normalized, (project(normalized.value, query), project(source_RC, key), project(source_RC, value))
+    sources = normalized.value, source_RC, source_RC
+    computed = [project(source, layer) for source, layer in list(zip(sources, layers, strict=True))[: 3 - len(kept_vk)]]
+    return normalized, (*computed, *reversed(kept_vk))

@@ -115,16 +115,16 @@ def case(
 
 
 kinds = pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
-keeps = pytest.mark.parametrize("keep", [False, True], ids=["computed again", "k and v kept"])
+kept = pytest.mark.parametrize("keeps", range(4), ids=["nothing kept", "output kept", "v kept", "v and k kept"])
 
 
 @kinds
-@keeps
+@kept
 @pytest.mark.parametrize("trained", TRAINED)
-def test_output_and_gradients_equal_autograd(trained: str, keep: bool, cross: bool) -> None:
+def test_output_and_gradients_equal_autograd(trained: str, keeps: int, cross: bool) -> None:
     if trained == "context" and not cross:
         trained = "lora alone"
-    assert_equals_autograd(case(trained, cross, op_only={"keep_projections": keep}))
+    assert_equals_autograd(case(trained, cross, op_only={"keeps": keeps}))
 
 
 @kinds
@@ -149,20 +149,20 @@ def test_finite_differences_agree(cross: bool) -> None:
 
 
 @kinds
-@keeps
-def test_it_honours_the_op_contract(keep: bool, cross: bool) -> None:
-    assert_honours_the_op_contract(case("lora", cross, op_only={"keep_projections": keep}), OPS)
+@kept
+def test_it_honours_the_op_contract(keeps: int, cross: bool) -> None:
+    assert_honours_the_op_contract(case("lora", cross, op_only={"keeps": keeps}), OPS)
 
 
 RATIO = 1.5  # measured: 1.23
 
 
 @kinds
-@keeps
+@kept
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_no_worse_than_eager(dtype: torch.dtype, keep: bool, cross: bool) -> None:
+def test_it_is_no_worse_than_eager(dtype: torch.dtype, keeps: int, cross: bool) -> None:
     assert_no_worse_than_eager(
-        lambda: case("all", cross, samples=4, tokens=33, op_only={"keep_projections": keep}), dtype, RATIO
+        lambda: case("all", cross, samples=4, tokens=33, op_only={"keeps": keeps}), dtype, RATIO
     )
 
 
@@ -174,12 +174,14 @@ def test_under_autocast_it_is_no_worse_than_eager(cross: bool) -> None:
 def test_it_keeps_its_input_and_the_attention_output() -> None:
     given = case("lora", samples=2, tokens=64)
     block, lse = 2 * 64 * FEATURES, 2 * 64 * HEADS
-    kept = partial(kept_numbers, given, dtype=torch.float32)
-    assert kept(given.fused) == block + lse
-    assert kept(partial(given.fused, keep_projections=True)) == 3 * block + lse
-    assert kept(given.eager) >= 5 * block
+    count = partial(kept_numbers, given, dtype=torch.float32)
+    assert count(given.fused) == block + lse
+    assert [count(partial(given.fused, keeps=keeps)) for keeps in range(4)] == [
+        0, block + lse, 2 * block + lse, 3 * block + lse,
+    ]  # fmt: skip
+    assert count(given.eager) >= 5 * block
     # Under autocast in its dtype, float32 softmax sums beside; and no copy of a weight.
-    assert kept(given.fused, autocast=torch.bfloat16) == block / 2 + lse
+    assert count(given.fused, autocast=torch.bfloat16) == block / 2 + lse
 
 
 def test_backward_may_run_in_another_dtype() -> None:
@@ -194,15 +196,17 @@ def test_backward_may_run_in_another_dtype() -> None:
 
 
 @kinds
-@keeps
-def test_a_known_attention_is_not_computed_again(keep: bool, cross: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = case("all", cross, op_only={"keep_projections": keep})
+@kept
+def test_a_known_attention_is_not_computed_again(keeps: int, cross: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case("all", cross, op_only={"keeps": keeps})
     whole = outcome(given, given.fused)
     tensors, _ = split(given.tensors)
     norm = Norm(tensors["norm_weight"], tensors["norm_bias"], EPS)
     call = partial(lora_attention, given.tensors["x"], given.tensors.get("context"), norm, *layers_of(tensors), HEADS)
     _, known = call()
+    assert known is not None
     assert not any(t.requires_grad for t in known)
+    assert call(keeps=0)[1] is None
 
     def attend(*_: Tensor) -> None:
         raise AssertionError("the attention was computed again")
@@ -219,10 +223,10 @@ def test_any_strides_give_the_same(cross: bool) -> None:
 
 
 @kinds
-@keeps
+@kept
 @pytest.mark.parametrize(("samples", "tokens"), [(0, 5), (2, 0)], ids=["no samples", "no tokens"])
-def test_an_empty_batch_gives_empty_results(samples: int, tokens: int, keep: bool, cross: bool) -> None:
-    assert_equals_autograd(case("all", cross, samples=samples, tokens=tokens, op_only={"keep_projections": keep}))
+def test_an_empty_batch_gives_empty_results(samples: int, tokens: int, keeps: int, cross: bool) -> None:
+    assert_equals_autograd(case("all", cross, samples=samples, tokens=tokens, op_only={"keeps": keeps}))
 
 
 def test_a_context_without_tokens_gives_what_torch_gives() -> None:
@@ -278,6 +282,8 @@ def test_what_does_not_fit_is_named() -> None:
         lora_attention(x, torch.randn(1, 10, 8), none, layer, layer, layer, layer, 2)
     with pytest.raises(ValueError, match=r"gradient_density must be in \(0, 1\], got 0"):
         lora_attention(x, None, none, layer, layer, layer, layer, 2, gradient_density=0)
+    with pytest.raises(ValueError, match=r"keeps must be 0, 1, 2 or 3 \(output, value, key\), got 4"):
+        lora_attention(x, None, none, layer, layer, layer, layer, 2, keeps=4)
 
 
 def test_values_may_be_wider_than_queries() -> None:
