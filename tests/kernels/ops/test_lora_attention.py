@@ -161,9 +161,7 @@ RATIO = 1.5  # measured: 1.23
 @kept
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_no_worse_than_eager(dtype: torch.dtype, keeps: int, cross: bool) -> None:
-    assert_no_worse_than_eager(
-        lambda: case("all", cross, samples=4, tokens=33, op_only={"keeps": keeps}), dtype, RATIO
-    )
+    assert_no_worse_than_eager(lambda: case("all", cross, samples=4, tokens=33, op_only={"keeps": keeps}), dtype, RATIO)
 
 
 @kinds
