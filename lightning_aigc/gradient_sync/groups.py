@@ -1,0 +1,64 @@
+"""Process groups of our own: all ranks, the ranks of one node, and one rank of each node."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.topology import node_key, nodes_of
+from lightning_aigc.gradient_sync.traffic import CountedGroup, Traffic
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Groups:
+    """Where gradients travel: `between` alone, or `inside` a node first and `between` nodes then.
+
+    They are apart from the default group, whose collectives (DDP's buffers, Lightning's signals) run at any time.
+    """
+
+    def __init__(self, hierarchical: bool | Literal["auto"], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        """Collective: every rank calls it. Raises: ConfigError for a hierarchy where nodes are uneven or only one."""
+        self.traffic = Traffic()
+        self.world_size, self.rank, self.timeout = dist.get_world_size(), dist.get_rank(), timeout
+        keys: list[Any] = [None] * self.world_size
+        dist.all_gather_object(keys, node_key())
+        self.nodes = nodes_of(keys)
+        sizes = {len(ranks) for ranks in self.nodes}
+        possible = len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
+        if hierarchical is True and not possible:
+            raise ConfigError(
+                "hierarchical: true wants several nodes with equally many ranks, two or more; got "
+                f"{', '.join(str(len(ranks)) for ranks in self.nodes)} ranks on {len(self.nodes)} node(s); use auto"
+            )
+        self.inside: CountedGroup | None = None
+        if possible and hierarchical is not False:
+            inside = self._new_groups(self.nodes)
+            between = self._new_groups([list(ranks) for ranks in zip(*self.nodes, strict=True)])
+            self.inside = CountedGroup(inside, self.traffic, inside_node=True)
+            self.between = CountedGroup(between, self.traffic)
+        else:
+            self.between = CountedGroup(self._new_groups([list(range(self.world_size))]), self.traffic)
+        self.everyone = (
+            self.between
+            if self.inside is None
+            else CountedGroup(self._new_groups([list(range(self.world_size))]), self.traffic)
+        )
+
+    def destroy(self) -> None:
+        """Let go of the groups; the default group stays."""
+        for group in {id(g): g for g in (self.inside, self.between, self.everyone) if g is not None}.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(group.group)
+
+    def _new_groups(self, groups: list[list[int]]) -> Any:
+        """Every rank takes part in the making of every group; the one it is in."""
+        mine = None
+        for ranks in groups:
+            made = dist.new_group(ranks, timeout=self.timeout)
+            if self.rank in ranks:
+                mine = made
+        return mine

@@ -1,0 +1,96 @@
+"""Which gradients travel together: units of parameters, fixed by name.
+
+A unit is one flat float32 vector. Units follow the parameters' reversed order, in which their gradients roughly arrive,
+and never DDP's buckets: those change after the first step, and a residual must stay where it is. Protected and small
+parameters have units of their own, sent whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc_kernels.protection import GradientProtection
+
+ALIGNMENT = 256
+"""Every parameter starts at a multiple of this, so that no block has values of two parameters."""
+SMALL = 1024
+"""A parameter with fewer values, or with one dimension, is sent whole: it costs nothing and often matters most."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter's place in its unit."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters whose gradients travel together."""
+
+    index: int
+    whole: bool
+    """Sent dense and in float32, whatever the mode."""
+    protected: bool
+    """Whole because a pattern says so."""
+    entries: tuple[Entry, ...]
+    numel: int
+    """Length of the flat vector, its padding included."""
+
+
+def make_units(
+    parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, divisor: int = 1, *, compresses: bool = True
+) -> list[Unit]:
+    """The units of these parameters; a compressed unit's length divides by ALIGNMENT * `divisor`.
+
+    Raises: ConfigError for a pattern in `protect` that the user gave and that covers none of them.
+    """
+    named = list(parameters)
+    protection = options.protection()
+    if options.protect is not None:
+        _check(protection, [name for name, _ in named])
+    limit = options.bucket_mb * 1e6 / 4
+    units: list[Unit] = []
+    open_units: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+
+    def close(kind: tuple[bool, bool, torch.dtype]) -> None:
+        members = open_units.pop(kind)
+        entries, start = [], 0
+        for name, parameter in members:
+            entries.append(Entry(name, parameter.shape, start))
+            start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        whole = ALIGNMENT * divisor
+        units.append(Unit(len(units), kind[0], kind[1], tuple(entries), -(-start // whole) * whole))
+
+    for name, parameter in reversed(named):
+        protected = protection.covers(name)
+        kind = (protected or not compresses or is_small(parameter), protected, parameter.dtype)
+        members = open_units.setdefault(kind, [])
+        members.append((name, parameter))
+        if sum(p.numel() for _, p in members) >= limit:
+            close(kind)
+    for kind in list(open_units):
+        close(kind)
+    return units
+
+
+def is_small(parameter: torch.Tensor) -> bool:
+    return parameter.dim() < 2 or parameter.numel() < SMALL
+
+
+def _check(protection: GradientProtection, names: Sequence[str]) -> None:
+    try:
+        protection.check(names)
+    except ValueError as error:
+        raise ConfigError(f"{error}; leave protect out for the default, or give [] to protect nothing") from None

@@ -1,0 +1,87 @@
+"""PowerSGD: each matrix travels as two thin factors.
+
+torch has one as a DDP hook. It keys what is owed by bucket, so a rebuilt bucket takes another's; one Inf stays in it for
+good; it knows no protected layers; and over Gloo it aborts with two buckets (torch 2.13). This one has none of that.
+
+Source: Vogels et al., PowerSGD, arXiv:1905.13727, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.gradient_sync.layout import Entry, Unit
+from lightning_aigc.gradient_sync.reductions import Reducing
+from lightning_aigc.gradient_sync.traffic import CountedGroup
+
+
+class LowRank:
+    """Gradients of rank `rank`, from one power iteration a step that starts where the last one ended."""
+
+    def __init__(self, units: Sequence[Unit], rank: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(0)  # the same columns on every rank
+        self._columns = {
+            entry.name: torch.randn(columns, min(rank, rows, columns), generator=generator).to(device)
+            for unit in units
+            for entry in unit.entries
+            for rows, columns in [matrix_shape(entry)]
+        }
+        self._next: dict[str, Tensor] = {}
+
+    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        matrices = [e_N[entry.start : entry.stop].view(matrix_shape(entry)) for entry in unit.entries]
+        left = [matrix @ self._columns[entry.name] for entry, matrix in zip(unit.entries, matrices, strict=True)]
+        packed = torch.cat([p.reshape(-1) for p in left])
+        yield group.all_reduce(packed)
+        bases = [_orthonormal(p) for p in _unpack(packed, left)]
+
+        right = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        for matrix, basis, columns in zip(matrices, bases, right, strict=True):
+            matrix.addmm_(basis, columns.T, alpha=-1)
+        packed = torch.cat([q.reshape(-1) for q in right])
+        yield group.all_reduce(packed)
+        total_N = torch.zeros_like(e_N)
+        for entry, basis, columns in zip(unit.entries, bases, _unpack(packed, right), strict=True):
+            torch.mm(basis, columns.T, out=total_N[entry.start : entry.stop].view(matrix_shape(entry)))
+            self._next[entry.name] = columns.clone()
+        return total_N, packed.sum()
+
+    def observe(self, unit: Unit, total_N: Tensor) -> None:
+        pass
+
+    def commit(self) -> None:
+        self._columns |= {name: columns for name, columns in self._next.items() if columns.any()}
+        self.forget()
+
+    def forget(self) -> None:
+        self._next = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"columns": {name: value.cpu().clone() for name, value in self._columns.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, columns in self._columns.items():
+            saved = state["columns"].get(name)
+            if saved is not None and saved.shape == columns.shape:
+                self._columns[name] = saved.to(columns.device)
+
+
+def matrix_shape(entry: Entry) -> tuple[int, int]:
+    """A weight as a matrix: its first dimension by all others."""
+    return entry.shape[0], entry.shape[1:].numel()
+
+
+def _orthonormal(p: Tensor) -> Tensor:
+    """An orthonormal basis of p's columns; zeros stay harmless, and what is not finite stays so."""
+    if not bool(torch.isfinite(p).all()):
+        return torch.full_like(p, torch.nan)
+    return torch.linalg.qr(p.float()).Q
+
+
+def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = packed.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

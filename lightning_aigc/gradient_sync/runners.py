@@ -1,0 +1,141 @@
+"""Who drives the reductions: a thread beside backward where collectives block, a side stream on accelerators."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+Work = Generator[Any, None, None]
+
+
+class SyncError(RuntimeError):
+    """Gradients could not be added up: a rank is gone, stuck, or does something else."""
+
+
+class Inline:
+    """Runs each unit to its end on the spot; what `overlap=False` means."""
+
+    def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
+        self._explain = explain
+        self.busy_seconds = 0.0
+
+    def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
+        start = time.perf_counter()
+        done(_run(work, self._explain))
+        self.busy_seconds += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Wait until everything that was submitted is done."""
+
+    def close(self) -> None:
+        pass
+
+
+class Thread(Inline):
+    """Drives the units from one thread, so that one is packed while another travels.
+
+    Which collective follows which depends on the order of the units alone, never on what finished first: a new unit goes
+    as far as its first collective, then each unit before it goes one further, and the last unit drives all to their end.
+    """
+
+    def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
+        super().__init__(explain)
+        self._inbox: queue.Queue[tuple[Work, Callable[[SyncError | None], None], bool] | None] = queue.Queue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._serve, name="gradient-sync", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
+        self._idle.clear()
+        self._inbox.put((work, done, last))
+
+    def finish(self) -> None:
+        self._idle.wait()
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        running: list[_Running] = []
+        failed: SyncError | None = None
+        start = 0.0
+        while (item := self._inbox.get()) is not None:
+            work, done, last = item
+            if not running:
+                start = time.perf_counter()
+            running.append(_Running(work, done))
+            while failed is None and running:
+                try:
+                    # The oldest first: it has waited longest for its collective.
+                    for unit in list(running):
+                        if unit.advance():
+                            running.remove(unit)
+                except Exception as error:
+                    failed = self._explain(error)
+                if not last:
+                    break
+            if failed is not None:  # the groups are out of step for good: everything from here on fails alike
+                for unit in running:
+                    unit.done(failed)
+                running.clear()
+            if not running:
+                self.busy_seconds += time.perf_counter() - start
+            if last:
+                self._idle.set()
+
+
+class _Running:
+    """A unit on its way, and the collective that it waits for."""
+
+    def __init__(self, work: Work, done: Callable[[SyncError | None], None]) -> None:
+        self._work, self.done = work, done
+        self._waiting: Any = None
+
+    def advance(self) -> bool:
+        """Wait for the collective at hand and go on to the next; whether that was the end."""
+        if self._waiting is not None:
+            self._waiting.wait()
+        try:
+            self._waiting = next(self._work)
+        except StopIteration:
+            self.done(None)
+            return True
+        return False
+
+
+class Stream(Inline):
+    """Queues everything on a side stream of an accelerator: there, waiting for a collective blocks no one.
+
+    The stream of the backward pass waits for the side stream after the last unit.
+    """
+
+    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device) -> None:
+        super().__init__(explain)
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._stream = self._module.Stream(device=device)
+
+    def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
+        current = self._module.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with self._module.stream(self._stream):
+            error = _run(work, self._explain)
+        if last:
+            current.wait_stream(self._stream)
+        done(error)
+
+
+def _run(work: Work, explain: Callable[[BaseException], SyncError]) -> SyncError | None:
+    try:
+        for collective in work:
+            collective.wait()
+    except Exception as error:
+        return explain(error)
+    return None

@@ -1,0 +1,216 @@
+"""Sparse reductions: a few values of each unit travel, the same ones from every rank.
+
+All ranks must choose alike without asking, so they choose by numbers that all of them have: what was in the last sum,
+and how long a value has waited. Values then add up like any dense vector, and the bytes do not grow with the number of
+ranks. What is not chosen stays owed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.gradient_sync.block_integers import BlockIntegers
+from lightning_aigc.gradient_sync.layout import ALIGNMENT, Unit
+from lightning_aigc.gradient_sync.reductions import Reducing, in_bfloat16, in_two_hops
+from lightning_aigc.gradient_sync.traffic import CountedGroup
+
+BLOCK = ALIGNMENT
+"""Values of a block, whose energy is one number; no block has values of two parameters."""
+FOR_THE_OLDEST = 0.25
+"""Share of a step's blocks that go to those that have waited longest, so that none waits for ever."""
+LEAST_SHARE = 0.25
+"""A layer sends at least this times its even share, however small its gradients are."""
+
+
+class SharedBlocks:
+    """Blocks of 256 values, by energy and by age; layers share the total by the size of their gradients.
+
+    The energies are those of the last step's sum of everything owed: one step old, and free.
+    """
+
+    def __init__(self, layers: dict[int, Tensor], density: float, code: BlockIntegers | None, *, adaptive: bool) -> None:
+        """Args: layers: the layer of each block of each unit, int64 [K], counted through all units."""
+        self._layers, self._density, self._code, self._adaptive = layers, density, code, adaptive
+        self._energy = {index: torch.ones(of.numel(), device=of.device) for index, of in layers.items()}
+        self._age = {index: torch.zeros(of.numel(), dtype=torch.int32, device=of.device) for index, of in layers.items()}
+        self._next: dict[int, tuple[Tensor, Tensor]] = {}
+        self._chosen = self._choose()
+
+    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        chosen_K = self._chosen[unit.index]
+        energies = energies_of(e_N)
+        values_N = e_N.view(-1, BLOCK)[chosen_K].view(-1)
+        if self._code is None:
+            packed = torch.cat([values_N, energies])
+            wire, _ = yield from in_bfloat16(packed, group)
+            values_N, energies = packed[: values_N.numel()], wire[values_N.numel() :].float()
+            total = wire[: values_N.numel()].float()
+        else:
+            energies = energies.bfloat16()
+            yield group.all_reduce(energies, "index")
+            padded = torch.nn.functional.pad(values_N, (0, -values_N.numel() % (group.size * BLOCK)))
+            total, _ = yield from in_two_hops(padded, self._code, group)
+            total, values_N = total[: values_N.numel()], padded[: values_N.numel()]
+        e_N.view(-1, BLOCK)[chosen_K] = values_N.view(-1, BLOCK)
+        total_N = torch.zeros_like(e_N)
+        total_N.view(-1, BLOCK)[chosen_K] = total.view(-1, BLOCK)
+        age = self._age[unit.index] + 1
+        age[chosen_K] = 0
+        energies = energies.float()
+        self._next[unit.index] = energies, age
+        return total_N, energies.sum() + total.sum()
+
+    def observe(self, unit: Unit, total_N: Tensor) -> None:
+        self._next[unit.index] = energies_of(total_N), torch.zeros_like(self._age[unit.index])
+
+    def choose_by(self, energies: dict[int, Tensor]) -> None:
+        """Choose the next step's blocks by fresher energies; the same on every rank, for units by index."""
+        self._energy |= energies
+        self._chosen = self._choose()
+
+    def commit(self) -> None:
+        for index, (energy, age) in self._next.items():
+            self._energy[index], self._age[index] = energy, age
+        self._chosen = self._choose()
+        self.forget()
+
+    def forget(self) -> None:
+        self._next = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "energy": {str(index): value.cpu().clone() for index, value in self._energy.items()},
+            "age": {str(index): value.cpu().clone() for index, value in self._age.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the scores of units that are still cut as they were; the others start anew."""
+        for index, of in self._layers.items():
+            energy, age = state["energy"].get(str(index)), state["age"].get(str(index))
+            if energy is not None and energy.numel() == of.numel():
+                self._energy[index], self._age[index] = energy.to(of.device), age.to(of.device)
+        self._chosen = self._choose()
+
+    def _choose(self) -> dict[int, Tensor]:
+        """The blocks of each unit that travel, ascending."""
+        if not self._layers:
+            return {}
+        energy, age, layers = (torch.cat(list(d.values())) for d in (self._energy, self._age, self._layers))
+        quota_L = quotas(energy, layers, self._density, adaptive=self._adaptive)
+        oldest_L = (quota_L * FOR_THE_OLDEST).ceil().long()
+        by_energy = rank_within(layers, energy) < (quota_L - oldest_L)[layers]
+        by_age = rank_within(layers, torch.where(by_energy, -1, age)) < oldest_L[layers]
+        lengths = [of.numel() for of in self._layers.values()]
+        parts = (by_energy | by_age).split(lengths)
+        return {index: part.nonzero().view(-1) for index, part in zip(self._layers, parts, strict=True)}
+
+
+def quotas(energy: Tensor, layers: Tensor, density: float, *, adaptive: bool) -> Tensor:
+    """How many blocks each layer sends, int64 [L]: `density` of all, shared by sqrt(energy * blocks) or evenly.
+
+    sqrt(energy * blocks) is a layer's blocks times the root mean square of its gradient. A layer sends at least
+    LEAST_SHARE of its even share, one block at the least, and at most all it has.
+    """
+    blocks_L = torch.bincount(layers).double().cpu()
+    even_L = density * blocks_L
+    if not adaptive:
+        return even_L.ceil().long().to(layers.device)
+    energy_L = torch.zeros(len(blocks_L), dtype=torch.float64)
+    energy_L.index_add_(0, layers.cpu(), energy.double().cpu())
+    weight_L = (energy_L * blocks_L).sqrt()
+    least_L, wanted = LEAST_SHARE * even_L, even_L.sum()
+    low, high = 0.0, float(blocks_L.max() / weight_L[weight_L > 0].min().clamp_min(1e-300)) if weight_L.any() else 0.0
+    for _ in range(60):  # the factor at which the shares, cut to what a layer may send, add up
+        factor = (low + high) / 2
+        if (factor * weight_L).maximum(least_L).minimum(blocks_L).sum() < wanted:
+            low = factor
+        else:
+            high = factor
+    shares_L = (high * weight_L).maximum(least_L).minimum(blocks_L)
+    return shares_L.round().clamp_min(1).long().to(layers.device)
+
+
+def rank_within(layers: Tensor, score: Tensor) -> Tensor:
+    """Each block's place among its layer's, 0 for the highest score; ties by position, the same on every rank."""
+    by_score = torch.sort(score, descending=True, stable=True).indices
+    by_layer = torch.sort(layers[by_score], stable=True)
+    order = by_score[by_layer.indices]
+    counts_L = torch.bincount(layers)
+    first_L = counts_L.cumsum(0) - counts_L
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device) - first_L[by_layer.values]
+    return rank
+
+
+def energies_of(e_N: Tensor) -> Tensor:
+    """The sum of squares of each block, float32."""
+    return torch.linalg.vector_norm(e_N.view(-1, BLOCK), dim=1).square()
+
+
+def layer_of_each_block(units: Sequence[Unit], start: dict[int, int], length: dict[int, int]) -> dict[int, Tensor]:
+    """For each unit the layer of each block from its start on, counted through all units; padding joins the last."""
+    layers, count = {}, 0
+    for unit in units:
+        ends = torch.tensor([entry.start // BLOCK for entry in unit.entries[1:]], dtype=torch.int64)
+        of_all = torch.bucketize(torch.arange(unit.numel // BLOCK), ends, right=True)
+        first, stop = start[unit.index] // BLOCK, (start[unit.index] + length[unit.index]) // BLOCK
+        _, within = of_all[first:stop].unique(return_inverse=True)
+        layers[unit.index] = within + count
+        count += int(within.max()) + 1
+    return layers
+
+
+class TwoOfFour:
+    """Two of every four neighbours travel, in bfloat16: the one that was largest, and of the others the one that waited
+    longest. What a value was when it last travelled, times the steps since, is the size it is expected to have."""
+
+    def __init__(self, lengths: dict[int, int], device: torch.device) -> None:
+        self._seen = {i: torch.zeros(n // 4, 4, dtype=torch.bfloat16, device=device) for i, n in lengths.items()}
+        self._age = {i: torch.zeros(n // 4, 4, dtype=torch.uint8, device=device) for i, n in lengths.items()}
+        self._next: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        seen, age = self._seen[unit.index], self._age[unit.index]
+        largest = (seen.float() * (1 + age.float())).argmax(1, keepdim=True)
+        oldest = age.to(torch.int16).scatter(1, largest, -1).argmax(1, keepdim=True)
+        pattern = torch.cat([largest, oldest], 1)
+        fours = e_N.view(-1, 4)
+        values = fours.gather(1, pattern)
+        wire, _ = yield from in_bfloat16(values, group)
+        fours.scatter_(1, pattern, values)
+        total = wire.float()
+        total_N = torch.zeros_like(e_N)
+        total_N.view(-1, 4).scatter_(1, pattern, total)
+        older = age.clamp_max(254) + 1
+        self._next[unit.index] = (
+            seen.scatter(1, pattern, wire.abs()),
+            older.scatter(1, pattern, torch.zeros_like(pattern, dtype=torch.uint8)),
+        )
+        return total_N, total.sum()
+
+    def observe(self, unit: Unit, total_N: Tensor) -> None:
+        self._next[unit.index] = total_N.view(-1, 4).abs().bfloat16(), torch.zeros_like(self._age[unit.index])
+
+    def commit(self) -> None:
+        for index, (seen, age) in self._next.items():
+            self._seen[index], self._age[index] = seen, age
+        self.forget()
+
+    def forget(self) -> None:
+        self._next = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seen": {str(i): value.cpu().clone() for i, value in self._seen.items()},
+            "age": {str(i): value.cpu().clone() for i, value in self._age.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, seen in self._seen.items():
+            saved = state["seen"].get(str(i))
+            if saved is not None and saved.shape == seen.shape:
+                self._seen[i], self._age[i] = saved.to(seen.device), state["age"][str(i)].to(seen.device)

@@ -1,0 +1,400 @@
+"""Gradient sync under DDP: what a bucket brings, what each parameter still owes, and when a step counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_aigc.gradient_sync.groups import Groups
+from lightning_aigc.gradient_sync.layout import Entry, Unit, make_units
+from lightning_aigc.gradient_sync.modes import make_reduction, own_part
+from lightning_aigc.gradient_sync.options import SPARSE_MODES, SyncOptions
+from lightning_aigc.gradient_sync.reductions import Reduction, Whole
+from lightning_aigc.gradient_sync.runners import Inline, Stream, SyncError, Thread, Work
+from lightning_aigc.gradient_sync.traffic import dense_ring_bytes
+
+STATE_VERSION = 1
+
+
+@dataclass
+class StepReport:
+    """One optimizer step's gradient sync on this rank."""
+
+    sent_bytes: dict[str, float]
+    """By kind: values, index, protected, small, intra_node."""
+    ratio: float
+    """Bytes sent, but for those inside a node, over those of a dense float32 ring on as many ranks or nodes."""
+    exposed_ms: float
+    """From the last gradient's arrival until everything had been added up. On accelerators the time to queue it all."""
+    share_hidden: float
+    """Of the time that sync took, the share that ran beside backward."""
+    finite: bool
+
+
+class _OnItsWay:
+    """A unit in this step: which gradients have come, and who waits for its end."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.gradients: dict[str, Tensor] = {}
+        self.futures: list[_BucketFuture] = []
+
+
+class _BucketFuture:
+    """DDP's future for one bucket, done with the last unit that has a parameter in it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._buffer, self._left, self._failed = buffer, 1, False
+
+    def hold(self) -> None:
+        self._left += 1
+
+    def release(self, error: SyncError | None) -> None:
+        if error is not None and not self._failed:
+            self._failed = True
+            self.future.set_exception(error)
+        self._left -= 1
+        if self._left == 0 and not self._failed:
+            self.future.set_result(self._buffer)
+
+
+class GradientSync:
+    """Adds up gradients over the ranks in one mode; `attach` makes it DDP's communication hook.
+
+    Every rank makes it with the same parameters and options. All state goes by parameter name.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        options: SyncOptions,
+        groups: Groups,
+        *,
+        find_unused: bool = False,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        """Args: loss_scale: what this step's gradients are multiplied by; residuals are kept without it.
+
+        Raises: ConfigError for options that do not fit the parameters.
+        """
+        self.options, self.groups, self.find_unused, self._loss_scale = options, groups, find_unused, loss_scale
+        self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
+        self.device = self.parameters[0][1].device
+        ranks = groups.between.size
+        divisor = groups.world_size if groups.inside is not None else ranks
+        self.units = make_units(self.parameters, options, divisor, compresses=options.mode != "dense")
+        self._whole: Reduction = Whole()
+        self.reduction: Reduction = make_reduction(options, self.units, groups, self.device)
+        self._compressed = [unit for unit in self.units if not unit.whole]
+        lengths = {unit.index: own_part(unit, groups)[1] for unit in self._compressed}
+        self._owed = {index: torch.zeros(length, device=self.device) for index, length in lengths.items()}
+        self._staged = {index: torch.zeros(length, device=self.device) for index, length in lengths.items()}
+        self._late: dict[int, Tensor] = {}
+        self._arriving: dict[int, Tensor] = {}
+        self._unit_of = {entry.name: unit for unit in self.units for entry in unit.entries}
+        self._names = {id(p): name for name, p in self.parameters}
+        self._numel = sum(p.numel() for _, p in self.parameters)
+        if not options.overlap:
+            self._runner = Inline(self._explain)
+        elif self.device.type == "cpu":
+            self._runner = Thread(self._explain)
+        else:
+            self._runner = Stream(self._explain, self.device)
+        self.step = 0
+        self.skipped_steps = 0
+        self.report: StepReport | None = None
+        self._open: dict[int, _OnItsWay] = {}
+        self._checks: list[Tensor] = []
+        self._scale: float | None = None
+        self._concluded = True
+        self._failed: SyncError | None = None
+
+    # A step, bucket by bucket
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        """Become the communication hook of this model."""
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
+            return self._on_bucket(bucket)
+
+        ddp.register_comm_hook(None, hook)
+
+    def _on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        waiting = _BucketFuture(bucket.buffer())
+        self._arrived(bucket.parameters(), bucket.gradients(), waiting, last=bucket.is_last())
+        waiting.release(None)
+        return waiting.future
+
+    def _arrived(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], waiting: _BucketFuture, *, last: bool
+    ) -> None:
+        if not self._open:
+            self._begin()
+        complete = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            name = self._names[id(parameter)]
+            on_its_way = self._open[self._unit_of[name].index]
+            on_its_way.gradients[name] = gradient
+            if waiting not in on_its_way.futures:
+                waiting.hold()
+                on_its_way.futures.append(waiting)
+            if len(on_its_way.gradients) == len(on_its_way.unit.entries):
+                complete.append(on_its_way)
+        complete.sort(key=lambda one: one.unit.index)
+        if last:
+            self._last_arrival = time.perf_counter()
+        for i, one in enumerate(complete):
+            del self._open[one.unit.index]
+            is_last = last and i == len(complete) - 1  # its own parameters complete a unit, so there is one
+            if self.options.delay_one_step:
+                self._start_late(one, last=is_last)
+            else:
+                self._runner.submit(self._reduce(one), self._release(one), last=is_last)
+
+    def _release(self, one: _OnItsWay) -> Callable[[SyncError | None], None]:
+        def done(error: SyncError | None) -> None:
+            self._last_done = time.perf_counter()
+            for waiting in one.futures:
+                waiting.release(error)
+
+        return done
+
+    def _begin(self) -> None:
+        """A new step: the one before is settled, and nothing has arrived."""
+        self._conclude()
+        self._open = {unit.index: _OnItsWay(unit) for unit in self.units}
+        self._checks = []
+        self._concluded = False
+        self._scale = None
+        self._last_arrival = self._last_done = 0.0
+        self._busy_before = self._runner.busy_seconds
+        self._sent_before = dict(self.groups.traffic.sent)
+
+    @property
+    def compressing(self) -> bool:
+        """Whether this step's gradients are compressed, or still whole."""
+        first = 1 if self.options.mode in (*SPARSE_MODES, "two_four") else 0  # there is nothing to choose by yet
+        return self.step >= max(self.options.warmup_steps, first)
+
+    def _reduce(self, one: _OnItsWay) -> Work:
+        """One unit from its gradients to their mean over the ranks."""
+        total = yield from self._travel(one, self._flat(one))
+        self._hand_out(one, total)
+
+    def _travel(self, one: _OnItsWay, flat: Tensor) -> Generator[Any, None, Tensor]:
+        """The sum over the ranks of `flat`, which holds what this rank owes too where nodes do not come first."""
+        unit, groups = one.unit, self.groups
+        compresses = not unit.whole and self.compressing
+        reduction = self.reduction if compresses else self._whole
+        if unit.whole:
+            total, check = yield from reduction.reduce(unit, flat, groups.everyone)
+        elif groups.inside is None:
+            unused = yield from self._set_aside_unused(one, flat)
+            total, check = yield from reduction.reduce(unit, flat, groups.between)
+            for entry, owed in unused:
+                flat[entry.start : entry.stop].add_(owed)
+        else:
+            e_N = self._staged[unit.index]
+            yield groups.inside.reduce_scatter(e_N, flat)
+            if self.options.error_feedback:
+                e_N.add_(self._owed[unit.index])
+            part, check = yield from reduction.reduce(unit, e_N, groups.between)
+            total = flat
+            yield groups.inside.all_gather(total, part)
+            if not compresses and not unit.whole:
+                self.reduction.observe(unit, part)
+        if not compresses and not unit.whole and groups.inside is None:
+            self.reduction.observe(unit, total)
+        self._checks.append(check)
+        return total
+
+    def _flat(self, one: _OnItsWay) -> Tensor:
+        """The unit's share of the mean gradient in one vector, with what is owed where nodes do not come first."""
+        if self._scale is None:
+            self._scale = self._loss_scale()
+        share = 1 / (self.groups.world_size * self._scale)
+        unit, entries = one.unit, one.unit.entries
+        flat = torch.zeros(unit.numel, device=self.device) if self._apart(unit) else self._staged[unit.index]
+        if self._apart(unit) or not self.options.error_feedback:
+            torch._foreach_copy_([_view(flat, e) for e in entries], [one.gradients[e.name] for e in entries])
+            return flat.mul_(share)
+        owed = self._owed[unit.index]
+        if self.device.type == "cpu":  # one pass in place of two
+            for entry in entries:
+                torch.add(_view(owed, entry), one.gradients[entry.name], alpha=share, out=_view(flat, entry))
+        else:
+            flat.copy_(owed)
+            torch._foreach_add_(
+                [_view(flat, e) for e in entries], [one.gradients[e.name] for e in entries], alpha=share
+            )
+        return flat
+
+    def _apart(self, unit: Unit) -> bool:
+        """Whether a unit's flat gradients have a vector of their own, not the one that what is owed is staged in."""
+        return unit.whole or self.groups.inside is not None
+
+    def _hand_out(self, one: _OnItsWay, total: Tensor) -> None:
+        assert self._scale is not None
+        if self._scale != 1.0:
+            total.mul_(self._scale)
+        entries = one.unit.entries
+        torch._foreach_copy_([one.gradients[e.name] for e in entries], [_view(total, e) for e in entries])
+
+    def _start_late(self, one: _OnItsWay, *, last: bool) -> None:
+        """Hand out what the last step's gradients came to, zeros in the first, and send this step's off."""
+        flat = self._flat(one)
+        total = self._late.get(one.unit.index)
+        self._hand_out(one, torch.zeros(one.unit.numel, device=self.device) if total is None else total)
+        for waiting in one.futures:
+            waiting.release(None)
+
+        def work() -> Work:
+            self._arriving[one.unit.index] = yield from self._travel(one, flat)
+
+        def done(error: SyncError | None) -> None:
+            self._last_done, self._failed = time.perf_counter(), error or self._failed
+
+        self._runner.submit(work(), done, last=last)
+
+    # Parameters without a gradient on any rank
+
+    def _set_aside_unused(self, one: _OnItsWay, e_N: Tensor) -> Any:
+        """What is owed to parameters that no rank used in this step, taken out of e_N: DDP drops their gradients."""
+        if not self.find_unused:
+            return []
+        entries = one.unit.entries
+        used = torch.stack([one.gradients[entry.name].count_nonzero() for entry in entries]).to(torch.float32)
+        yield self.groups.between.all_reduce(used, "index")
+        aside = []
+        for entry, count in zip(entries, used.tolist(), strict=True):
+            if count == 0:
+                view = e_N[entry.start : entry.stop]
+                aside.append((entry, view.clone()))
+                view.zero_()
+        return aside
+
+    # The end of a step
+
+    def settle(self) -> StepReport | None:
+        """End the step and say how it went; None before the first one.
+
+        What the step changed is kept if every rank's gradients were finite, else forgotten. All ranks have the same sums
+        and decide alike. Waits for the step's gradients, unless they are one step late: then the report is on those
+        that were handed out.
+        """
+        if not self.options.delay_one_step:
+            self._conclude()
+        return self.report
+
+    def _conclude(self) -> None:
+        if self._concluded or self._open:
+            return
+        self._concluded = True
+        self._runner.finish()
+        if self._failed is not None:
+            raise self._failed
+        finite = bool(torch.isfinite(torch.stack(self._checks)).all())
+        if finite:
+            if self.options.error_feedback:
+                self._owed, self._staged = self._staged, self._owed
+            self.reduction.commit()
+            self.step += 1
+        else:
+            self.reduction.forget()
+            self.skipped_steps += 1
+        self._late, self._arriving = self._arriving, {}
+        self.report = self._make_report(finite)
+
+    def _make_report(self, finite: bool) -> StepReport:
+        sent = {kind: total - self._sent_before[kind] for kind, total in self.groups.traffic.sent.items()}
+        busy = self._runner.busy_seconds - self._busy_before
+        exposed = max(0.0, self._last_done - self._last_arrival)
+        between = sum(sent.values()) - sent["intra_node"]
+        yardstick = dense_ring_bytes(self._numel, self.groups.between.size) / (
+            1 if self.groups.inside is None else self.groups.inside.size
+        )
+        return StepReport(
+            sent, between / yardstick, 1e3 * exposed, max(0.0, 1 - exposed / busy) if busy else 0.0, finite
+        )
+
+    # State by name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain CPU tensors and numbers: what this rank owes, by parameter name, and the mode's own state."""
+        self._conclude()
+        owed = {}
+        for unit in self._compressed:
+            start, vector = own_part(unit, self.groups)[0], self._owed[unit.index].cpu()
+            for entry in unit.entries:
+                low, high = max(entry.start, start), min(entry.stop, start + vector.numel())
+                if low < high:
+                    owed[entry.name] = {"start": low - entry.start, "values": vector[low - start : high - start].clone()}
+        return {
+            "version": STATE_VERSION,
+            "world_size": self.groups.world_size,
+            "mode": self.options.mode,
+            "step": self.step,
+            "owed": owed,
+            "reduction": self.reduction.state_dict(),
+        }
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:
+        """Take up the states of all ranks that saved, one or more; what cannot be exact is returned as sentences.
+
+        With as many ranks as before each takes its own; else the sum of all that was owed is shared out evenly.
+        """
+        notes = []
+        same = len(states) == self.groups.world_size
+        mine = [states[self.groups.rank]] if same else list(states)
+        factor = 1.0 if same else 1 / self.groups.world_size
+        if not same:
+            notes.append(
+                f"{len(states)} ranks saved and {self.groups.world_size} go on: what they owed is shared out evenly, "
+                "its sum unchanged; the run is not bit for bit the same"
+            )
+        for unit in self._compressed:
+            start, vector = own_part(unit, self.groups)[0], self._owed[unit.index]
+            vector.zero_()
+            for entry in unit.entries:
+                for state in mine:
+                    saved = state["owed"].get(entry.name)
+                    if saved is None:
+                        continue
+                    low = entry.start + int(saved["start"])
+                    values = saved["values"]
+                    first, end = max(low, start), min(low + values.numel(), start + vector.numel())
+                    if first < end:
+                        part = values[first - low : end - low].to(self.device)
+                        vector[first - start : end - start].add_(part, alpha=factor)
+        self.step = int(states[0]["step"])
+        if states[0]["mode"] == self.options.mode:
+            self.reduction.load_state_dict(states[self.groups.rank if same else 0]["reduction"])
+        else:
+            notes.append(f"the checkpoint was written in mode {states[0]['mode']}, this run is in {self.options.mode}")
+        missing = [name for name in self._unit_of if name not in states[0]["owed"] and not self._unit_of[name].whole]
+        if missing and same and self.groups.inside is None:
+            notes.append(f"{len(missing)} parameters are not in the checkpoint's sync state and owe nothing")
+        return notes
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _explain(self, error: BaseException) -> SyncError:
+        return SyncError(
+            f"rank {self.groups.rank} of {self.groups.world_size} could not add up gradients in step {self.step}: "
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}. "
+            "Most often another rank has stopped or hangs: look at its log first; a rank that is only slow needs a "
+            f"longer timeout than {self.groups.timeout}"
+        )
+
+
+def _view(flat: Tensor, entry: Entry) -> Tensor:
+    return flat[entry.start : entry.stop].view(entry.shape)
