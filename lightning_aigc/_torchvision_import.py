@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _library: torch.library.Library | None = None  # torch forgets the schemas when the library is collected
 
@@ -31,7 +32,9 @@ def is_cuda_build_of_torchvision() -> bool:
 def declare_missing_operators() -> None:
     """Declare `torchvision::nms` and `torchvision::qnms` where torchvision cannot do so itself."""
     global _library
-    if _library is not None or "torchvision" in sys.modules or torch.version.cuda is not None:
+    import torch
+
+    if _library is not None or torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
         return
     if is_cuda_build_of_torchvision():
         _library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Blocks of a few-bit integers with one scale each: 3, 4 or 8 bits a value, packed to bytes.
 
-A block's entry of largest magnitude becomes the lowest integer exactly, which costs no level on the other side: with h =
-2^(bits-1), scale = -extreme / h and the integers run from -h to h - 1. A value that is not finite makes its block's
+A block's entry of largest magnitude becomes the lowest integer exactly, so that no level is spared on its side: with
+h = 2^(bits-1), scale = -extreme / h and the integers run from -h to h - 1. A value that is not finite makes its block's
 scale so, and with it every value that is read back.
 """
 
@@ -16,8 +16,8 @@ SCALE_BYTES = 2
 """A scale is a bfloat16: it has float32's range and knows NaN."""
 PLANES = {8: (8,), 4: (4,), 3: (2, 1)}
 """How many bits of a value each plane of the packed bytes holds."""
-CPU_CHUNK = 131_072
-"""Values that a CPU takes at a time, so that the passes over them stay in its cache; divides into whole blocks."""
+CPU_CHUNK = 262_144
+"""Values that a CPU takes at a time: few enough to stay in its cache from pass to pass, and whole blocks."""
 TINY = 1e-30
 """A block whose scale is below this is all zeros: its inverse would overflow."""
 
@@ -42,9 +42,10 @@ class BlockIntegers:
             extreme = torch.where(highest > -lowest, highest, lowest)
             # A NaN compares as false: amax and amin are both NaN then, and so is the extreme.
             scale = scales[start // BLOCK : stop // BLOCK].view(-1, 1).copy_(extreme.mul_(-1 / self.half)).float()
-            inverse = torch.where(scale.abs() < TINY, 0, scale.reciprocal())
+            scale.masked_fill_(scale.abs() < TINY, 0)
+            inverse = scale.reciprocal().masked_fill_(scale == 0, 0)
             integers = torch.mul(chunk, inverse).round_().clamp_(-self.half, self.half - 1)
-            chunk.addcmul_(integers, torch.where(scale.abs() < TINY, 0, scale), value=-1)
+            chunk.addcmul_(integers, scale, value=-1)
             self._pack(integers.add_(self.half).to(torch.uint8).view(-1), codes[self._code_range(start, stop)])
 
     def decode(self, wire: Tensor, out_N: Tensor, *, add: bool = False) -> Tensor:
@@ -55,7 +56,7 @@ class BlockIntegers:
         scales, codes = self._parts(out_N.numel(), wire)
         for start, stop in self._chunks(out_N):
             scale = scales[start // BLOCK : stop // BLOCK].view(-1, 1).float()
-            scale = torch.where(scale.abs() < TINY, 0, scale)
+            scale.masked_fill_(scale.abs() < TINY, 0)
             integers = self._unpack(codes[self._code_range(start, stop)], stop - start).to(torch.float32)
             integers = integers.sub_(self.half).view(-1, BLOCK)
             chunk = out_N[start:stop].view(-1, BLOCK)
@@ -91,17 +92,15 @@ class BlockIntegers:
             at, shift = at + size, shift + plane
 
     def _unpack(self, codes: Tensor, length: int) -> Tensor:
+        if self.bits == 8:
+            return codes
         values_N: Tensor | None = None
         at, shift = 0, 0
         for plane in PLANES[self.bits]:
             together = 8 // plane
             size = length // together
-            packed = codes[at : at + size]
-            part = torch.empty(length, dtype=torch.uint8, device=codes.device)
-            for i, stretch in enumerate(part.view(together, size)):
-                torch.bitwise_right_shift(packed, plane * i, out=stretch)
-            if plane != 8:
-                part.bitwise_and_(2**plane - 1)
+            shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=codes.device).view(-1, 1)
+            part = torch.bitwise_right_shift(codes[at : at + size], shifts).bitwise_and_(2**plane - 1).view(-1)
             values_N = part if values_N is None else values_N.add_(part, alpha=2**shift)
             at, shift = at + size, shift + plane
         assert values_N is not None

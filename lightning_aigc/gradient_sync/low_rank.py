@@ -1,7 +1,7 @@
 """PowerSGD: each matrix travels as two thin factors.
 
-torch has one as a DDP hook. It keys what is owed by bucket, so a rebuilt bucket takes another's; one Inf stays in it for
-good; it knows no protected layers; and over Gloo it aborts with two buckets (torch 2.13). This one has none of that.
+torch has one as a DDP hook. It keys what is owed by bucket, so a rebuilt bucket takes another's; one Inf stays in it
+for good; it knows no protected layers; and over Gloo it aborts with two buckets (torch 2.13). None of that is so here.
 
 Source: Vogels et al., PowerSGD, arXiv:1905.13727, algorithm 1.
 """
@@ -79,9 +79,10 @@ def _orthonormal(p: Tensor) -> Tensor:
     """An orthonormal basis of p's columns; zeros stay harmless, and what is not finite stays so."""
     if not bool(torch.isfinite(p).all()):
         return torch.full_like(p, torch.nan)
-    return torch.linalg.qr(p.float()).Q
+    basis: Tensor = torch.linalg.qr(p.float()).Q
+    return basis
 
 
 def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = packed.split([tensor.numel() for tensor in like])
+    parts = torch.split(packed, [tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

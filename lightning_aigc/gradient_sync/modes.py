@@ -39,7 +39,7 @@ def make_reduction(options: SyncOptions, units: Sequence[Unit], groups: Groups, 
 
 
 def own_part(unit: Unit, groups: Groups) -> tuple[int, int]:
-    """Where in a unit the part begins that this rank's node peers leave to it, and its length: all of it in a flat sync."""
+    """Where the part of a unit begins that its node leaves to this rank, and its length; all of it in a flat sync."""
     if groups.inside is None:
         return 0, unit.numel
     length = unit.numel // groups.inside.size

@@ -10,7 +10,8 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
 Mode = Literal[
-    "auto", "dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local"
+    "auto", "dense", "bf16", "int8", "int4", "int3",
+    "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
 SPARSE_MODES = ("sparse", "sparse_int8", "sparse_int4")
@@ -44,8 +45,8 @@ class SyncOptions:
     overlap: bool = True
     """Whether gradients travel while backward runs on."""
     delay_one_step: bool = False
-    """Apply each gradient one step late, so that it may travel through a whole step. Costs quality: 17 % of the loss of a
-    small denoiser under AdamW at 2e-3."""
+    """Apply each gradient one step late, so that it may travel through a whole step. Costs quality: 17 % of the loss of
+    a small denoiser under AdamW at 2e-3."""
     rank: int = 16
     """low_rank: columns of the factors."""
     local_steps: int = 8

@@ -39,8 +39,8 @@ class Inline:
 class Thread(Inline):
     """Drives the units from one thread, so that one is packed while another travels.
 
-    Which collective follows which depends on the order of the units alone, never on what finished first: a new unit goes
-    as far as its first collective, then each unit before it goes one further, and the last unit drives all to their end.
+    Which collective follows which depends on the order of the units alone, never on what finished first: with each new
+    unit every one goes on to its next collective, the oldest first, and the last unit drives all to their end.
     """
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:

@@ -32,11 +32,15 @@ class SharedBlocks:
     The energies are those of the last step's sum of everything owed: one step old, and free.
     """
 
-    def __init__(self, layers: dict[int, Tensor], density: float, code: BlockIntegers | None, *, adaptive: bool) -> None:
+    def __init__(
+        self, layers: dict[int, Tensor], density: float, code: BlockIntegers | None, *, adaptive: bool
+    ) -> None:
         """Args: layers: the layer of each block of each unit, int64 [K], counted through all units."""
         self._layers, self._density, self._code, self._adaptive = layers, density, code, adaptive
         self._energy = {index: torch.ones(of.numel(), device=of.device) for index, of in layers.items()}
-        self._age = {index: torch.zeros(of.numel(), dtype=torch.int32, device=of.device) for index, of in layers.items()}
+        self._age = {
+            index: torch.zeros(of.numel(), dtype=torch.int32, device=of.device) for index, of in layers.items()
+        }
         self._next: dict[int, tuple[Tensor, Tensor]] = {}
         self._chosen = self._choose()
 
@@ -105,7 +109,7 @@ class SharedBlocks:
         by_energy = rank_within(layers, energy) < (quota_L - oldest_L)[layers]
         by_age = rank_within(layers, torch.where(by_energy, -1, age)) < oldest_L[layers]
         lengths = [of.numel() for of in self._layers.values()]
-        parts = (by_energy | by_age).split(lengths)
+        parts = torch.split(by_energy | by_age, lengths)
         return {index: part.nonzero().view(-1) for index, part in zip(self._layers, parts, strict=True)}
 
 
@@ -148,7 +152,8 @@ def rank_within(layers: Tensor, score: Tensor) -> Tensor:
 
 def energies_of(e_N: Tensor) -> Tensor:
     """The sum of squares of each block, float32."""
-    return torch.linalg.vector_norm(e_N.view(-1, BLOCK), dim=1).square()
+    norms: Tensor = torch.linalg.vector_norm(e_N.view(-1, BLOCK), dim=1)
+    return norms.square_()
 
 
 def layer_of_each_block(units: Sequence[Unit], start: dict[int, int], length: dict[int, int]) -> dict[int, Tensor]:
@@ -158,7 +163,7 @@ def layer_of_each_block(units: Sequence[Unit], start: dict[int, int], length: di
         ends = torch.tensor([entry.start // BLOCK for entry in unit.entries[1:]], dtype=torch.int64)
         of_all = torch.bucketize(torch.arange(unit.numel // BLOCK), ends, right=True)
         first, stop = start[unit.index] // BLOCK, (start[unit.index] + length[unit.index]) // BLOCK
-        _, within = of_all[first:stop].unique(return_inverse=True)
+        _, within = torch.unique(of_all[first:stop], return_inverse=True)
         layers[unit.index] = within + count
         count += int(within.max()) + 1
     return layers

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.gradient_sync.groups import Groups
@@ -18,6 +18,7 @@ from lightning_aigc.gradient_sync.modes import make_reduction, own_part
 from lightning_aigc.gradient_sync.options import SPARSE_MODES, SyncOptions
 from lightning_aigc.gradient_sync.reductions import Reduction, Whole
 from lightning_aigc.gradient_sync.runners import Inline, Stream, SyncError, Thread, Work
+from lightning_aigc.gradient_sync.sparse import SharedBlocks, energies_of
 from lightning_aigc.gradient_sync.traffic import dense_ring_bytes
 
 STATE_VERSION = 1
@@ -60,7 +61,7 @@ class _BucketFuture:
     def release(self, error: SyncError | None) -> None:
         if error is not None and not self._failed:
             self._failed = True
-            self.future.set_exception(error)
+            self.future.set_exception(error)  # type: ignore[arg-type]  # its annotation has forgotten exceptions
         self._left -= 1
         if self._left == 0 and not self._failed:
             self.future.set_result(self._buffer)
@@ -116,6 +117,9 @@ class GradientSync:
         self._scale: float | None = None
         self._concluded = True
         self._failed: SyncError | None = None
+        self.choose_early = True
+        """Sparse modes, with accumulation: choose by the sum of the micro-batches so far, not by the step before."""
+        self._accumulating = False
 
     # A step, bucket by bucket
 
@@ -126,8 +130,10 @@ class GradientSync:
             return self._on_bucket(bucket)
 
         ddp.register_comm_hook(None, hook)
+        if isinstance(self.reduction, SharedBlocks):
+            self._forward_hook = ddp.register_forward_pre_hook(lambda model, _: self._before_forward(model))
 
-    def _on_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         waiting = _BucketFuture(bucket.buffer())
         self._arrived(bucket.parameters(), bucket.gradients(), waiting, last=bucket.is_last())
         waiting.release(None)
@@ -264,6 +270,44 @@ class GradientSync:
 
         self._runner.submit(work(), done, last=last)
 
+    # Accumulation: blocks chosen from the sum so far, while the last micro-batch runs
+
+    def _before_forward(self, ddp: nn.Module) -> None:
+        if not (ddp.training and torch.is_grad_enabled() and self.choose_early):
+            return
+        if not ddp.require_backward_grad_sync:
+            self._accumulating = True
+        elif self._accumulating:
+            self._accumulating = False
+            self._conclude()
+            if self.compressing and self.groups.inside is None:
+                self._choose_from_sum_so_far()
+
+    def _choose_from_sum_so_far(self) -> None:
+        assert isinstance(self.reduction, SharedBlocks)
+        share = 1 / (self.groups.world_size * self._loss_scale())
+        reduction, by_name = self.reduction, dict(self.parameters)
+        energies = []
+        for unit in self._compressed:
+            flat = self._staged[unit.index]
+            flat.zero_()
+            for entry in unit.entries:
+                gradient = by_name[entry.name].grad
+                if gradient is not None:
+                    _view(flat, entry).copy_(gradient)
+            energies.append(energies_of(flat.mul_(share).add_(self._owed[unit.index])))
+        packed = torch.cat(energies)
+
+        def work() -> Work:
+            yield self.groups.between.all_reduce(packed, "index")
+            parts = torch.split(packed, [energy.numel() for energy in energies])
+            reduction.choose_by({unit.index: part for unit, part in zip(self._compressed, parts, strict=True)})
+
+        def done(error: SyncError | None) -> None:
+            self._failed = error or self._failed
+
+        self._runner.submit(work(), done, last=True)
+
     # Parameters without a gradient on any rank
 
     def _set_aside_unused(self, one: _OnItsWay, e_N: Tensor) -> Any:
@@ -286,9 +330,9 @@ class GradientSync:
     def settle(self) -> StepReport | None:
         """End the step and say how it went; None before the first one.
 
-        What the step changed is kept if every rank's gradients were finite, else forgotten. All ranks have the same sums
-        and decide alike. Waits for the step's gradients, unless they are one step late: then the report is on those
-        that were handed out.
+        What the step changed is kept if every rank's gradients were finite, else forgotten. All ranks have the same
+        sums and decide alike. Waits for the step's gradients, unless they are one step late: then the report is on
+        those that were handed out.
         """
         if not self.options.delay_one_step:
             self._conclude()
@@ -336,7 +380,10 @@ class GradientSync:
             for entry in unit.entries:
                 low, high = max(entry.start, start), min(entry.stop, start + vector.numel())
                 if low < high:
-                    owed[entry.name] = {"start": low - entry.start, "values": vector[low - start : high - start].clone()}
+                    owed[entry.name] = {
+                        "start": low - entry.start,
+                        "values": vector[low - start : high - start].clone(),
+                    }
         return {
             "version": STATE_VERSION,
             "world_size": self.groups.world_size,

@@ -32,6 +32,11 @@ class Traffic:
         return self.total() - self.sent["intra_node"]
 
 
+# Their names until torch 2.12, whose successors still have them and warn.
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class CountedGroup:
     """One process group, its collectives started without waiting."""
 
@@ -46,11 +51,11 @@ class CountedGroup:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count(tensor.nbytes, kind)
-        return dist.reduce_scatter_tensor(out, tensor, group=self.group, async_op=True)
+        return reduce_scatter(out, tensor, group=self.group, async_op=True)
 
     def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count(out.nbytes, kind)
-        return dist.all_gather_into_tensor(out, tensor, group=self.group, async_op=True)
+        return all_gather(out, tensor, group=self.group, async_op=True)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count(tensor.nbytes, kind)

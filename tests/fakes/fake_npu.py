@@ -3,6 +3,10 @@
 A tensor on npu is a `NpuTensor` around a CPU tensor. Every operator runs on the CPU tensors inside and its results are
 wrapped again; autograd, modules and optimizers work because that happens below autograd. It shows which device code
 asks for, never a speed or an Ascend's numerics. `install()` cannot be undone: use it in a process of its own.
+
+Every tensor says npu:0, whatever index was asked for: torch's autograd engine knows one device of a Python backend, so
+each rank of a training sees its own card under that name. What an Ascend lacks is refused: float64 and complex numbers
+compute nothing, though they may be moved and viewed; no tensor has channels_last or a sparse layout.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from fakes.npu_streams import NpuEvent, NpuStream
 
 CAST_TO_HALF = (
     *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "conv2d", "convolution"),
@@ -24,12 +31,53 @@ CAST_TO_HALF = (
 CAST_TO_FLOAT = ("layer_norm", "group_norm", "mse_loss", "softmax.int", "exp", "sum")
 """Operators that autocast sends to float32: a part of torch_npu's list, enough for a U-Net."""
 
+CARRY_NUMBERS = {
+    *("empty", "empty_strided", "_to_copy", "copy_", "clone", "detach", "alias", "lift_fresh"),
+    *("_local_scalar_dense", "is_pinned", "view", "_unsafe_view", "reshape", "t", "transpose", "permute"),
+    *("expand", "select", "slice", "squeeze", "unsqueeze"),
+}
+"""Operators that take any dtype, because they compute nothing."""
+CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+class NpuGradScaler(torch.amp.GradScaler):
+    """torch_npu's: the reciprocal of the scale in float32, where torch's own takes float64."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__("npu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        found_inf = torch.zeros((), device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+        state["stage"] = OptState.UNSCALED
+
 
 class NpuModule(types.ModuleType):
     """What becomes `torch.npu`: two devices, of which one is current."""
 
     count = 2
     current = 0
+    allocated = 0
+    """Bytes that the allocator claims to have handed out: nothing is counted, a test puts a number here."""
+    total = 64 * 2**30
+    Stream = NpuStream
+    Event = NpuEvent
+    amp = types.SimpleNamespace(GradScaler=NpuGradScaler)
+    _default_stream = _current_stream = NpuStream.__new__(NpuStream)
 
     def is_available(self) -> bool:
         return True
@@ -71,9 +119,23 @@ class NpuModule(types.ModuleType):
         pass
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {}
+        kinds = ("allocated_bytes.all", "reserved_bytes.all")
+        counted = {f"{kind}.{when}": self.allocated for kind in kinds for when in ("current", "peak")}
+        return counted | {"num_alloc_retries": 0, "num_ooms": 0}
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.allocated
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.allocated
 
     def max_memory_allocated(self, device: Any = None) -> int:
+        return self.allocated
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.total - self.allocated, self.total
+
+    def utilization(self, device: Any = None) -> int:
         return 0
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
@@ -95,8 +157,26 @@ class NpuModule(types.ModuleType):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
-    def is_bf16_supported(self) -> bool:
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
         return True
+
+    def current_stream(self, device: Any = None) -> NpuStream:
+        return self._current_stream
+
+    def default_stream(self, device: Any = None) -> NpuStream:
+        return self._default_stream
+
+    def set_stream(self, stream: NpuStream) -> None:
+        self._current_stream = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: NpuStream | None) -> Iterator[None]:
+        before = self._current_stream
+        self._current_stream = stream or before
+        try:
+            yield
+        finally:
+            self._current_stream = before
 
 
 class NpuTensor(torch.Tensor):
@@ -105,7 +185,7 @@ class NpuTensor(torch.Tensor):
     inside: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inside: torch.Tensor, index: int = 0) -> NpuTensor:
+    def __new__(cls, inside: torch.Tensor) -> NpuTensor:
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inside.size(),
@@ -113,7 +193,7 @@ class NpuTensor(torch.Tensor):
             storage_offset=inside.storage_offset(),
             dtype=inside.dtype,
             layout=inside.layout,
-            device=torch.device("npu", index),
+            device=torch.device("npu", 0),
         )
         tensor.inside = inside
         return tensor
@@ -140,23 +220,41 @@ def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [leaf for leaf in leaves if isinstance(leaf, NpuTensor)]
     wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     result = op(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if wanted is None or wanted.type == "npu":
+        refuse_what_an_ascend_lacks(op, [*given, *tree_leaves(result)], kwargs)
     if op in (aten._local_scalar_dense.default, aten.is_pinned.default):
         return result
     if wanted is not None and wanted.type != "npu":  # .to("cpu")
         return result
     if op is aten.copy_.default and not isinstance(args[0], NpuTensor):
         return args[0]
-    index = given[0].device.index if given else torch.npu.current_device()
-    if wanted is not None and wanted.index is not None:
-        index = wanted.index
     same = {id(tensor.inside): tensor for tensor in given}
 
     def wrap(value: Any) -> Any:
         if isinstance(value, NpuTensor) or not isinstance(value, torch.Tensor):
             return value
-        return same[id(value)] if id(value) in same else NpuTensor(value, index)
+        return same[id(value)] if id(value) in same else NpuTensor(value)
 
     return tree_map(wrap, result)
+
+
+def refuse_what_an_ascend_lacks(op: Any, values: list[Any], kwargs: dict[str, Any]) -> None:
+    """Raises: RuntimeError in the words of torch_npu and CANN."""
+    name = op.name().removeprefix("aten::").partition(".")[0]
+    if kwargs.get("memory_format") in CHANNELS_LAST:
+        raise RuntimeError(f"{name}: NPU contiguous operator only supported contiguous memory format.")
+    for tensor in values:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout != torch.strided:
+            backend = "SparsePrivateUse1" if tensor.layout == torch.sparse_coo else "SparseCsrPrivateUse1"
+            raise NotImplementedError(f"Could not run 'aten::{name}' with arguments from the '{backend}' backend.")
+        denied = "DT_DOUBLE" if tensor.dtype == torch.float64 else "DT_COMPLEX" if tensor.is_complex() else None
+        if denied and name not in CARRY_NUMBERS:
+            raise RuntimeError(
+                f"call aclnn {name} failed, detail:EZ1001: Tensor not implemented for {denied}, "
+                "should be in dtype support list [DT_FLOAT,DT_FLOAT16,DT_BFLOAT16]."
+            )
 
 
 def install() -> None:

@@ -1,0 +1,206 @@
+"""Step time of gradient sync between two hosts with a slow link, beside plain DDP in the same run.
+
+Two network namespaces joined by a token-bucket link stand for the hosts, one process of one thread on each; both are
+removed at the end. Needs root and iproute2. A full fine-tuning of a U-Net of 50 M parameters on 8x8 latents: little
+compute and many bytes, where a slow link hurts most.
+
+    python benchmarks/two_hosts.py [--rate 1gbit] [--steps 7] [--variants plain bf16_hook default ...] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+HOSTS = (("aigc-host-a", "10.211.7.1"), ("aigc-host-b", "10.211.7.2"))
+WARM_UP = 3
+VARIANTS = (
+    "plain",
+    "bf16_hook",
+    "powersgd_hook",
+    "default",
+    "int8",
+    "int4",
+    "sparse",
+    "sparse_int8",
+    "low_rank",
+    "auto",
+)
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str) -> Iterator[None]:
+    """Two namespaces with one link of this rate in each direction."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
+
+    names = [name for name, _ in HOSTS]
+    for name in names:  # of a run that was killed
+        subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "aigc0", "netns", names[0], "type", "veth", "peer", "name", "aigc0", "netns", names[1])
+        for name, address in HOSTS:
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "aigc0")
+            ip("-n", name, "link", "set", "aigc0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            shape = f"tc -n {name} qdisc add dev aigc0 root tbf rate {rate} burst 256kb latency 50ms"
+            subprocess.run(shape.split(), check=True, capture_output=True, text=True)
+        yield
+    finally:
+        for name in names:
+            subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
+
+
+def make_unet() -> Any:
+    import lightning_aigc  # noqa: F401  it mends torchvision's import
+
+    # isort: split
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(96, 192, 384, 384),
+        layers_per_block=2,
+        cross_attention_dim=256,
+        attention_head_dim=8,
+        norm_num_groups=32,
+    )
+
+
+def run_rank(rank: int, options: argparse.Namespace) -> None:
+    unet = make_unet()
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from lightning_aigc.gradient_sync import GradientCompressor
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "aigc0"
+    store = f"tcp://{HOSTS[0][1]}:29571"
+    dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    start_weights = {name: p.detach().clone() for name, p in unet.state_dict().items()}
+    generator = torch.Generator().manual_seed(rank)
+
+    def bf16_hook(state: Any, bucket: Any) -> Any:  # torch's own, which DDP refuses by its name without CUDA
+        return default_hooks.bf16_compress_hook(state, bucket)
+
+    bf16_hook.__annotations__.clear()
+
+    def measure(variant: str) -> dict[str, Any]:
+        unet.load_state_dict(start_weights)
+        one_bucket = 1e4 if variant == "powersgd_hook" else 25  # over Gloo torch's PowerSGD aborts with two buckets
+        ddp = DistributedDataParallel(unet, bucket_cap_mb=one_bucket, gradient_as_bucket_view=True)
+        compressor = None
+        if variant == "bf16_hook":
+            ddp.register_comm_hook(dist.group.WORLD, bf16_hook)
+        elif variant == "powersgd_hook":
+            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=16, start_powerSGD_iter=2)
+            powered = lambda state, bucket: powerSGD_hook.powerSGD_hook(state, bucket)  # noqa: E731
+            ddp.register_comm_hook(state, powered)
+        elif variant != "plain":
+            mode = {} if variant == "default" else {"mode": variant}
+            if variant == "sparse_int8":
+                mode["sparsity"] = 0.95
+            compressor = GradientCompressor(protect_layers=(), **mode)
+            compressor.hook_into_model(ddp)
+        optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5)
+        times, hidden, exposed = [], [], []
+        for _ in range(WARM_UP + options.steps):
+            latents = torch.randn(1, 4, 8, 8, generator=generator)
+            text = torch.randn(1, 77, 256, generator=generator)
+            timestep = torch.randint(1000, (1,), generator=generator)
+            dist.barrier()
+            start = time.perf_counter()
+            loss = (
+                (ddp(latents, timestep, text).sample - torch.randn(latents.shape, generator=generator)).square().mean()
+            )
+            loss.backward()
+            if compressor is not None:
+                compressor.settle()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - start)
+            if compressor is not None and compressor.last_step is not None:
+                hidden.append(compressor.last_step.share_hidden)
+                exposed.append(compressor.last_step.exposed_ms)
+        found = {"step_time_s": statistics.median(times[WARM_UP:]), "times": times[WARM_UP:]}
+        if compressor is not None:
+            found["mode"] = compressor.mode
+            found["sent_ratio"] = compressor.last_step.ratio if compressor.last_step else 1.0
+            found["exposed_ms"] = statistics.median(exposed[WARM_UP:] or [0.0])
+            found["share_hidden"] = statistics.median(hidden[WARM_UP:] or [0.0])
+            compressor.close()
+        return found
+
+    rows = []
+    # Plain DDP at the beginning and at the end: the difference is the machine's.
+    order = [*options.variants, "plain"] if options.variants[0] == "plain" else ["plain", *options.variants, "plain"]
+    for variant in order:
+        found = measure(variant)
+        rows.append({"variant": variant, **found})
+        if rank == 0:
+            print(variant, json.dumps({k: v for k, v in found.items() if k != "times"}), flush=True)
+    plain = statistics.median(t for row in rows if row["variant"] == "plain" for t in row["times"])
+    if rank == 0:
+        for row in rows:
+            times = row.pop("times")
+            entry = {
+                "benchmark": "two_hosts", "date": date.today().isoformat(), "rate": options.rate, "ranks": 2,
+                "parameters": sum(p.numel() for p in unet.parameters()), "device": "cpu", "threads": 1,
+                "torch": torch.__version__, "steps": options.steps, **row,
+                "step_time_spread_s": [round(min(times), 3), round(max(times), 3)],
+                "step_time_ratio": round(row["step_time_s"] / plain, 3),
+            }  # fmt: skip
+            entry = {key: round(value, 4) if isinstance(value, float) else value for key, value in entry.items()}
+            print(json.dumps(entry), flush=True)
+            if options.output:
+                with options.output.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+    dist.barrier()
+    os._exit(0)  # without waiting for groups of variants that are over
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        run_rank(options.rank, options)
+    with two_hosts(options.rate):
+        words = [sys.executable, *sys.argv]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(["ip", "netns", "exec", name, *words, "--rank", str(rank)], env=environment)
+            for rank, (name, _) in enumerate(HOSTS)
+        ]
+        try:
+            return max(process.wait() for process in ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,12 @@
+"""Devices for Lightning's Trainer. Importing this registers "npu" and patches what Lightning leaves out."""
+
+from lightning.pytorch.accelerators import AcceleratorRegistry
+
+from lightning_aigc.accelerators import lightning_patches
+from lightning_aigc.accelerators.npu import NPUAccelerator
+
+__all__ = ["NPUAccelerator"]
+
+if "npu" not in AcceleratorRegistry:
+    AcceleratorRegistry.register("npu", NPUAccelerator, description="Ascend NPU, through torch_npu")
+lightning_patches.apply(NPUAccelerator)

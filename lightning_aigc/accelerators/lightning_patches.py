@@ -1,0 +1,102 @@
+"""Three places where lightning 2.6 knows cuda, mps, tpu and cpu only, and would leave an NPU unused without a word.
+
+| stock Lightning                                         | with an NPU                                    |
+|---------------------------------------------------------|------------------------------------------------|
+| accelerator="auto" finds no NPU and takes the CPU       | finds it, after tpu, mps and cuda              |
+| one device: SingleDeviceStrategy("cpu")                 | SingleDeviceStrategy("npu:0")                  |
+| precision="16-mixed" autocasts for cuda, and does nothing | autocasts for npu, with the NPU's loss scaler |
+
+Each asks when a Trainer is made, and hands over to Lightning where the accelerator is another. They go when Lightning
+asks its accelerators instead of naming them (its issue 19498).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_aigc.accelerators.torch_npu_import import warn_of_broken_torch_npu
+from lightning_aigc.devices import grad_scaler
+
+WRITTEN_FOR = "2.6."
+
+
+def is_written_for_this_lightning() -> bool:
+    return lightning.__version__.startswith(WRITTEN_FOR)
+
+
+@functools.cache
+def warn_if_unpatched() -> None:
+    """Say once what another Lightning does with an NPU by itself."""
+    if not is_written_for_this_lightning():
+        warnings.warn(
+            f"lightning {lightning.__version__} is not patched for NPUs, wanted {WRITTEN_FOR}x; unless it knows them "
+            "itself, give Trainer accelerator='npu', strategy=SingleDeviceStrategy('npu:0') and "
+            "plugins=MixedPrecision(..., device='npu')",
+            stacklevel=3,
+        )
+
+
+def apply(npu: type[Accelerator]) -> None:
+    """Make the connector of lightning 2.6 know this accelerator; once, and in no other version."""
+    if not is_written_for_this_lightning() or hasattr(_AcceleratorConnector._choose_strategy, "__wrapped__"):
+        return
+    _replace(accelerator_connector, "_select_auto_accelerator", functools.partial(_find_npu, npu))
+    _replace(_AcceleratorConnector, "_choose_strategy", functools.partial(_stay_on_npu, npu))
+    _replace(_AcceleratorConnector, "_check_and_init_precision", functools.partial(_cast_for_npu, npu))
+
+
+def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """`ours` gets the stock function before its arguments; the stock one stays reachable as `__wrapped__`."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def patched(*args: Any) -> Any:
+        return ours(stock, *args)
+
+    setattr(owner, name, patched)
+
+
+def _find_npu(npu: type[Accelerator], stock: Callable[[], str]) -> str:
+    chosen = stock()
+    if chosen != "cpu":
+        return chosen
+    if npu.is_available():
+        return npu.name()
+    warn_of_broken_torch_npu()
+    return chosen
+
+
+def _stay_on_npu(
+    npu: type[Accelerator], stock: Callable[[_AcceleratorConnector], Strategy | str], connector: _AcceleratorConnector
+) -> Strategy | str:
+    one_device = connector._num_nodes_flag == 1 and len(connector._parallel_devices) == 1
+    if isinstance(connector.accelerator, npu) and one_device:
+        return SingleDeviceStrategy(device=connector._parallel_devices[0])
+    return stock(connector)
+
+
+def _cast_for_npu(
+    npu: type[Accelerator], stock: Callable[[_AcceleratorConnector], Any], connector: _AcceleratorConnector
+) -> Any:
+    precision = connector._precision_flag
+    if (
+        not isinstance(connector.accelerator, npu)
+        or connector._precision_plugin_flag is not None
+        or precision not in ("16-mixed", "bf16-mixed")
+    ):
+        return stock(connector)
+    connector._validate_precision_choice()
+    rank_zero_info(f"Using {precision} Automatic Mixed Precision (AMP) on npu")
+    scaler = grad_scaler("npu") if precision == "16-mixed" else None
+    return MixedPrecision(precision, "npu", scaler)

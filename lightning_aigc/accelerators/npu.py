@@ -1,0 +1,168 @@
+"""Ascend NPUs as an accelerator of Lightning: `Trainer(accelerator="npu")`.
+
+torch loads an installed torch_npu by itself. Where CANN is missing, `import torch` then fails already; with
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` in the environment torch starts, and this accelerator says what is missing.
+
+A process that has used the NPU must not be forked for more NPU work: strategies that start fresh processes are safe,
+and a DataLoader whose workers are forked after the first step wants `multiprocessing_context="spawn"` or
+"forkserver", or `persistent_workers=True`, which forks them once. Such workers may touch CPU tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_aigc.accelerators.checkpoint_on_cpu import CheckpointOnCPU
+from lightning_aigc.accelerators.lightning_patches import warn_if_unpatched
+from lightning_aigc.accelerators.torch_npu_import import explain_absence, npu_count, warn_of_transfer_to_npu
+from lightning_aigc.errors import ConfigError
+
+BYTES_OF = {
+    "allocated_mib": "allocated_bytes.all.current",
+    "peak_allocated_mib": "allocated_bytes.all.peak",
+    "reserved_mib": "reserved_bytes.all.current",
+    "peak_reserved_mib": "reserved_bytes.all.peak",
+}
+
+
+class NPUAccelerator(Accelerator):
+    """torch_npu behind Lightning's interface; registered as "npu".
+
+    Raises: ConfigError where there is no NPU. Lightning makes the object before it asks `is_available()`, so this
+        text is what a user sees, instead of a list of the accelerators that are available.
+    """
+
+    def __init__(self) -> None:
+        if not self.is_available():
+            raise ConfigError(explain_absence())
+        warn_of_transfer_to_npu()
+        warn_if_unpatched()
+
+    def __repr__(self) -> str:
+        """A Trainer of pytorch_lightning knows this object not, and prints it."""
+        return "<NPUAccelerator for the Trainer of lightning: from lightning.pytorch import Trainer>"
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make this process's NPU current.
+
+        Raises: ConfigError for any other device: a strategy that fell back to the CPU is a mistake, not a choice;
+            and in a process that was forked after the NPU was used, before torch_npu dies of it.
+        """
+        if device.type != "npu":
+            raise ConfigError(
+                f"accelerator='npu' got the device {str(device)!r} from its strategy, wanted an npu; give no strategy, "
+                "or one on an npu such as SingleDeviceStrategy('npu:0')"
+            )
+        if torch.npu._is_in_bad_fork():  # type: ignore[attr-defined]
+            raise ConfigError(
+                "this process was forked from one that had used the NPU, where torch_npu cannot work; use a strategy "
+                "that starts fresh processes (not *_fork or *_notebook), or do nothing on the NPU before Trainer.fit"
+            )
+        torch.npu.set_device(device)  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Trainer) -> None:
+        """Before the model moves: every later checkpoint of this Trainer holds CPU tensors.
+
+        Raises: ConfigError for Lightning's own DDP, which would open a CUDA stream next.
+        """
+        strategy = trainer.strategy
+        if _opens_cuda_stream(strategy):
+            raise ConfigError(
+                f"{type(strategy).__name__} got {trainer.num_devices} npu, wanted cuda or cpu, as it opens a CUDA "
+                "stream; train on several NPUs with strategy='npu_sparse'"
+            )
+        if not isinstance(strategy.checkpoint_io, CheckpointOnCPU):
+            strategy.checkpoint_io = CheckpointOnCPU(strategy.checkpoint_io)
+        device = strategy.root_device
+        used, name = trainer.num_devices, torch.npu.get_device_name(device)  # type: ignore[attr-defined]
+        rank_zero_info(f"NPU available: {npu_count()} ({name}), used: {used}")
+
+    def teardown(self) -> None:
+        torch.npu.empty_cache()  # type: ignore[attr-defined]
+
+    def get_device_stats(self, device: torch.device | str | int) -> dict[str, float]:
+        """Memory in MiB and utilisation in percent, for DeviceStatsMonitor; without what an older torch_npu lacks."""
+        npu = torch.npu  # type: ignore[attr-defined]
+        measured = npu.memory_stats(device)
+        stats = {name: measured.get(key, 0) / 2**20 for name, key in BYTES_OF.items()}
+        if hasattr(npu, "mem_get_info"):
+            free, total = npu.mem_get_info(device)
+            stats |= {"free_mib": free / 2**20, "total_mib": total / 2**20}
+        if hasattr(npu, "utilization"):
+            stats["utilization_percent"] = float(npu.utilization(device))
+        return stats
+
+    @staticmethod
+    def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
+        """Indices of NPUs from what Trainer's `devices` may be: 2, "2", "0,1", "1,", [0, 1], -1, "-1".
+
+        Raises: ConfigError for no device, one that is not there, or one given twice.
+        """
+        count = npu_count()
+        try:
+            indices = _indices(devices, count)
+        except ValueError as error:
+            raise ConfigError(
+                f"devices={devices!r} got {error}; wanted a number of NPUs from 1 to {count}, -1 for all of them, "
+                f"or different indices from 0 to {count - 1}, as in devices=[0] or devices='0,'"
+            ) from None
+        return indices
+
+    @staticmethod
+    def get_parallel_devices(devices: Sequence[int]) -> list[torch.device]:
+        return [torch.device("npu", index) for index in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return npu_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether torch_npu is here and sees an NPU; never raises, never initialises one."""
+        return npu_count() > 0
+
+    @staticmethod
+    def name() -> str:
+        return "npu"
+
+
+def _opens_cuda_stream(strategy: Strategy) -> bool:
+    """Whether this is DDP as Lightning wrote it: its `_setup_model` enters a CUDA stream for whatever is no CPU."""
+    if not isinstance(strategy, DDPStrategy) or type(strategy)._setup_model is not DDPStrategy._setup_model:
+        return False
+    return strategy.determine_ddp_device_ids() is not None
+
+
+def _indices(devices: Any, count: int) -> list[int]:
+    """Raises: ValueError with a few words on what is wrong."""
+    if isinstance(devices, str):
+        parts = [part.strip() for part in devices.split(",")]
+        try:
+            numbers = [int(part) for part in parts if part]
+        except ValueError:
+            raise ValueError("something that is no number") from None
+        return _indices(numbers[0] if len(parts) == 1 and numbers else numbers, count)
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices == -1:
+            return list(range(count))
+        if not 1 <= devices <= count:
+            raise ValueError(
+                f"{devices} NPUs, and {count} are here" if devices > 0 else f"{devices} as a number of NPUs"
+            )
+        return list(range(devices))
+    if not isinstance(devices, (list, tuple)) or not all(type(index) is int for index in devices):
+        raise ValueError("neither a number nor indices")
+    if not devices:
+        raise ValueError("no index")
+    if len(set(devices)) < len(devices):
+        raise ValueError("the same index twice")
+    if not all(0 <= index < count for index in devices):
+        raise ValueError(f"an index that is not here ({count} NPUs)")
+    return list(devices)

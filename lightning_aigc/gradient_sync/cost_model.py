@@ -1,0 +1,279 @@
+"""What gradient sync costs, modelled: bytes, seconds and memory of each mode from the link's latency and bandwidth.
+
+Nothing here is measured: an alpha-beta model of ring collectives, one machine's share of the link between nodes, and
+buckets that travel while backward runs. `benchmarks/scaling_model.py` says how far it is off on one machine.
+N ranks are M nodes of L. Needs no torch.
+
+Sources: Thakur et al., Optimization of Collective Communication Operations in MPICH, for the ring's 2(N-1)/N; Li et
+al., PyTorch Distributed, arXiv:2006.15704, for the buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_aigc.errors import ConfigError
+
+FP32_BYTES, BF16_BYTES = 4, 2
+VALUE_BITS = {"int8": 8, "int4": 4, "int3": 3}
+"""Bits of a value in the modes of few-bit integers."""
+INTEGER_BLOCK, SCALE_BITS = 32, 16
+"""Values that share a scale, and the scale's bits: a bfloat16."""
+ENERGY_BLOCK, ENERGY_BYTES = 256, 2
+"""Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
+TWO_FOUR_DENSITY = 2 / 4
+
+MODES = (
+    "dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local"
+)  # fmt: skip
+EXACT_MODES = ("dense", "local")
+"""Modes that lose nothing on the way, and so owe nothing: they keep no residual and compress nothing."""
+INTEGER_MODES = ("int8", "int4", "int3")
+
+BACKWARD_SHARE = 2 / 3
+"""Share of a step's arithmetic that is backward; more with gradient checkpointing."""
+OVERLAP_SHARE = 0.9
+"""Share of backward in which a bucket can travel; the first bucket has to be full before."""
+COMPRESSION_BPS = {"cpu": 0.29e9, "cuda": 160e9, "npu": 160e9}
+"""Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one measured thread; the
+cards' is derived: ten passes at 1.6 TB/s."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One card's part of a training step. Raises: ConfigError for a value outside what its field says."""
+
+    trainable: float
+    """Parameters that are trained."""
+    forward_s: float
+    backward_s: float
+    protected: float = 0
+    """Of them: parameters that are always sent whole, in float32."""
+    small: float = 0
+    """Of them: biases, norms and tensors too small to compress, sent like protected ones."""
+    frozen: float = 0
+    """Parameters that are not trained; they cost memory alone."""
+    frozen_bytes: float = BF16_BYTES
+    sparsity: float = 0.75
+    low_rank_elements: float | None = None
+    """Sum of rank x (rows + columns) over the compressed matrices; without it low_rank is not modelled."""
+    local_steps: int = 8
+    bucket_bytes: float = 25 * 2**20
+    overlap_share: float = OVERLAP_SHARE
+    """0 where whatever moves the bytes takes its time from backward, as gloo does on cores that are all busy."""
+    device: str = "npu"
+    """What compresses: npu, cuda or cpu."""
+
+    def __post_init__(self) -> None:
+        if self.trainable <= 0 or self.protected < 0 or self.small < 0:
+            raise ConfigError(f"trainable must be above 0, protected and small at least 0; got {self}")
+        if self.protected + self.small > self.trainable:
+            raise ConfigError(
+                f"protected ({self.protected:,.0f}) and small ({self.small:,.0f}) parameters are part of the trainable"
+                f" ones, got only {self.trainable:,.0f} of those"
+            )
+        if self.forward_s < 0 or self.backward_s < 0 or self.compute_s <= 0:
+            raise ConfigError(f"a step must take time, got forward {self.forward_s} s and backward {self.backward_s} s")
+        if not 0 <= self.sparsity < 1:
+            raise ConfigError(f"sparsity must be in [0, 1), got {self.sparsity}")
+        if not 0 <= self.overlap_share <= 1:
+            raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
+        if self.local_steps < 1 or self.bucket_bytes <= 0:
+            raise ConfigError(f"local_steps must be at least 1 and buckets hold something; got {self}")
+        if self.device not in COMPRESSION_BPS:
+            raise ConfigError(f"device must be one of {', '.join(COMPRESSION_BPS)}; got {self.device!r}")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without communication."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def whole(self) -> float:
+        """Parameters that travel in float32 whatever the mode."""
+        return self.protected + self.small
+
+    @property
+    def compressible(self) -> float:
+        return self.trainable - self.whole
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one card has inside its node and what one node has between nodes.
+
+    Raises: ConfigError for a bandwidth of nothing or a negative latency.
+    """
+
+    local_Bps: float  # noqa: N815  bytes a second, as the unit is written
+    between_Bps: float  # noqa: N815
+    """Of the whole node: its cards share it."""
+    latency_local_s: float = 5e-6
+    latency_between_s: float = 30e-6
+
+    def __post_init__(self) -> None:
+        if min(self.local_Bps, self.between_Bps) <= 0 or min(self.latency_local_s, self.latency_between_s) < 0:
+            raise ConfigError(f"bandwidths must be above 0 and latencies at least 0, got {self}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many nodes, and cards in each. Raises: ConfigError below 1."""
+
+    nodes: int
+    devices: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.devices < 1:
+            raise ConfigError(f"nodes and devices must be at least 1, got {self.nodes} and {self.devices}")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks first add up inside their node: only where there is an inside and an outside."""
+        return self.nodes > 1 and self.devices > 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A mode's modelled cost of one step, for one rank."""
+
+    mode: str
+    local_bytes: float
+    """Sent inside the node."""
+    between_bytes: float
+    """Sent between nodes, by this rank."""
+    wire_s: float
+    compression_s: float
+    exposed_s: float
+    """What backward does not hide."""
+    step_s: float
+    efficiency: float
+    """One card's step time over this one: 1 is linear scaling."""
+
+
+def bytes_per_element(mode: str, job: Job) -> float:
+    """Bytes that stand for one compressible gradient entry on its way, headers included.
+
+    Raises: ConfigError for an unknown mode, or low_rank without `low_rank_elements`.
+    """
+    scale = SCALE_BITS / INTEGER_BLOCK
+    density, energy = 1 - job.sparsity, ENERGY_BYTES / ENERGY_BLOCK
+    if mode in INTEGER_MODES:
+        return (VALUE_BITS[mode] + scale) / 8
+    if mode in ("sparse_int8", "sparse_int4"):
+        return density * (VALUE_BITS[mode.removeprefix("sparse_")] + scale) / 8 + energy
+    if mode == "low_rank":
+        if job.low_rank_elements is None:
+            raise ConfigError("low_rank depends on the matrices' shapes; give low_rank_elements, or a config to count")
+        return FP32_BYTES * job.low_rank_elements / max(job.compressible, 1)
+    simple = {
+        "dense": FP32_BYTES,
+        "bf16": BF16_BYTES,
+        "sparse": density * BF16_BYTES + energy,
+        "two_four": TWO_FOUR_DENSITY * BF16_BYTES,
+        "local": FP32_BYTES / job.local_steps,
+    }
+    if mode not in simple:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    return simple[mode]
+
+
+def payload_bytes(mode: str, job: Job) -> float:
+    """Bytes of one step's gradient as it travels, before the collective's own factor."""
+    whole = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
+    return whole * job.whole + bytes_per_element(mode, job) * job.compressible
+
+
+def ring_factor(ranks: int) -> float:
+    """How often a rank sends its payload in an allreduce: 2(N-1)/N."""
+    return 2 * (ranks - 1) / ranks
+
+
+def sent_bytes(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
+    """Bytes that one rank sends a step: inside its node, and between nodes."""
+    payload = payload_bytes(mode, job)
+    if not shape.hierarchical:
+        flat = ring_factor(shape.ranks) * payload
+        return (0.0, flat) if shape.nodes > 1 else (flat, 0.0)
+    inside = FP32_BYTES * job.trainable / (job.local_steps if mode == "local" else 1)
+    return ring_factor(shape.devices) * inside, ring_factor(shape.nodes) * payload / shape.devices
+
+
+def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
+    """One step's cost in a mode. Raises: ConfigError as `bytes_per_element` does."""
+    local, between = sent_bytes(mode, job, shape)
+    buckets = max(1, math.ceil(FP32_BYTES * job.trainable / job.bucket_bytes))
+    rounds = buckets / (job.local_steps if mode == "local" else 1)
+    inside_steps = 2 * (shape.devices - 1) if local else 0
+    between_steps = 2 * (shape.nodes - 1) if between else 0
+    wire = (
+        local / links.local_Bps
+        + shape.devices * between / links.between_Bps
+        + rounds * (inside_steps * links.latency_local_s + between_steps * links.latency_between_s)
+    )
+    compressed = mode not in EXACT_MODES and shape.ranks > 1
+    compression = FP32_BYTES * compressed_share(job, shape) / COMPRESSION_BPS[job.device] if compressed else 0.0
+    busy = wire + compression
+    if mode == "local":
+        exposed = busy  # parameters travel between steps, when nothing runs that could hide it
+    else:
+        last = busy / buckets
+        exposed = max(0.0, busy - last - min(job.overlap_share, 1 - 1 / buckets) * job.backward_s) + last
+    step = job.compute_s + exposed
+    return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
+
+
+def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
+    """Bytes on one card by kind; AdamW in float32, activations come on top."""
+    owed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(job, shape)
+    return {
+        "weights": FP32_BYTES * job.trainable + job.frozen_bytes * job.frozen,
+        "gradients": FP32_BYTES * job.trainable,
+        "optimizer": 2 * FP32_BYTES * job.trainable,
+        "residuals": FP32_BYTES * owed,
+    }
+
+
+def compressed_share(job: Job, shape: Shape) -> float:
+    """Gradient entries that one rank compresses: with several nodes, its node's peers have the others."""
+    return job.compressible / (shape.devices if shape.hierarchical else 1)
+
+
+def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
+    """Bytes a second between nodes that this efficiency takes; None where no link is fast enough.
+
+    Raises: ConfigError for an efficiency outside (0, 1).
+    """
+    return _least(lambda x: predict(mode, job, shape, replace(links, between_Bps=x)).efficiency, efficiency, 1e6, 1e15)
+
+
+def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
+    """Seconds that a step must take for this efficiency on these links; None where none under a day is long enough.
+
+    Raises: ConfigError for an efficiency outside (0, 1).
+    """
+    share = job.backward_s / job.compute_s
+
+    def reached(seconds: float) -> float:
+        timed = replace(job, forward_s=seconds * (1 - share), backward_s=seconds * share)
+        return predict(mode, timed, shape, links).efficiency
+
+    return _least(reached, efficiency, 1e-6, 86_400.0)
+
+
+def _least(reached: Callable[[float], float], wanted: float, low: float, high: float) -> float | None:
+    """The least value in [low, high] that reaches what is wanted; `reached` grows with it."""
+    if not 0 < wanted < 1:
+        raise ConfigError(f"efficiency must be between 0 and 1, got {wanted}; 0.927 is 92.7 % of linear")
+    if reached(high) < wanted:
+        return None
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if reached(middle) >= wanted else (middle, high)
+    return high

@@ -1,0 +1,183 @@
+"""Syncs that compress nothing: dense all_reduce under the same rules, and local steps between averages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_aigc.gradient_sync.groups import Groups
+from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.sync import StepReport
+from lightning_aigc.gradient_sync.traffic import KINDS, dense_ring_bytes
+
+
+class Dense:
+    """DDP's own all_reduce of each bucket, and a look at whether the sums are finite."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.step = self.skipped_steps = 0
+        self.report: StepReport | None = None
+        self._checks: list[torch.futures.Future[Any]] = []
+        self._sent = 0.0
+        self._arrived = self._done = 0.0
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
+            return self._on_bucket(bucket)
+
+        ddp.register_comm_hook(None, hook)
+
+    def settle(self) -> StepReport | None:
+        if self._checks:
+            finite = bool(torch.isfinite(torch.stack([check.value() for check in self._checks])).all())
+            self._checks = []
+            self.step += finite
+            self.skipped_steps += not finite
+            sent = dict.fromkeys(KINDS, 0.0) | {"values": self._sent}
+            self.report = StepReport(sent, 1.0, 1e3 * max(0.0, self._done - self._arrived), 0.0, finite)
+            self._sent = 0.0
+        return self.report
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mode": "dense", "step": self.step, "owed": {}, "reduction": {}, "world_size": self.groups.world_size}
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:
+        self.step = int(states[0]["step"])
+        owing = any(value["values"].any() for state in states for value in state["owed"].values())
+        return (
+            ["the checkpoint's run compressed gradients; what it still owed is dropped by mode dense"] if owing else []
+        )
+
+    def close(self) -> None:
+        pass
+
+    def _on_bucket(self, bucket: GradBucket) -> Any:
+        buffer = bucket.buffer().div_(self.groups.world_size)
+        self._sent += dense_ring_bytes(buffer.numel(), self.groups.world_size) * buffer.element_size() / 4
+        self._arrived = time.perf_counter()
+        check: torch.futures.Future[Any] = torch.futures.Future()
+        self._checks.append(check)
+
+        def finished(future: torch.futures.Future[Any]) -> Tensor:
+            reduced: Tensor = future.value()[0]
+            check.set_result(reduced.sum(dtype=torch.float32))
+            self._done = time.perf_counter()
+            return reduced
+
+        return dist.all_reduce(buffer, async_op=True).get_future().then(finished)
+
+
+class LocalSteps:
+    """Each rank steps alone; every `local_steps` optimizer steps the parameters go to their average.
+
+    Source: Douillard et al., DiLoCo, arXiv:2311.08105; with outer learning rate 1 and no momentum it is local SGD. The
+    ranks' optimizer states stay apart. One number travels each step, so that all skip a step that is not finite.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], options: SyncOptions, groups: Groups) -> None:
+        self.options, self.groups = options, groups
+        self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
+        self._anchor = {name: p.detach().clone().float() for name, p in self.parameters}
+        self._momentum = (
+            {name: torch.zeros_like(a) for name, a in self._anchor.items()} if options.outer_momentum else {}
+        )
+        self.step = self.skipped_steps = 0
+        self.report: StepReport | None = None
+        self._checks: list[Tensor] = []
+        self._numel = sum(p.numel() for _, p in self.parameters)
+        self._since_average = 0
+
+    def attach(self, ddp: DistributedDataParallel) -> None:
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
+            return self._on_bucket(bucket)
+
+        ddp.register_comm_hook(None, hook)
+
+    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        self._checks.append(bucket.buffer().sum(dtype=torch.float32))
+        if bucket.is_last():
+            wrong = (~torch.isfinite(torch.stack(self._checks)).all()).to(torch.float32).view(1)
+            self._checks = []
+            self.groups.everyone.all_reduce(wrong, "index").wait()
+            self._finite = wrong.item() == 0
+            if not self._finite:  # one loss scaler a rank: all must see what one saw
+                bucket.buffer().fill_(torch.nan)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def settle(self) -> StepReport | None:
+        sent = dict.fromkeys(KINDS, 0.0)
+        self.report = StepReport(sent, 0.0, 0.0, 0.0, self._finite)
+        return self.report
+
+    @torch.no_grad()
+    def after_optimizer_step(self) -> None:
+        """Average the parameters if it is time; every rank calls it after each step of the optimizer."""
+        if not self._finite:
+            self.skipped_steps += 1
+            return
+        self.step += 1
+        self._since_average += 1
+        if self._since_average >= self.options.local_steps:
+            self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Send the parameters to their average now: at the end of a run, and before a checkpoint that all may load."""
+        steps, self._since_average = max(self._since_average, 1), 0
+        moved = torch.cat([(self._anchor[name] - p).view(-1) for name, p in self.parameters])
+        moved /= self.groups.world_size
+        start = time.perf_counter()
+        before = dict(self.groups.traffic.sent)
+        self.groups.everyone.all_reduce(moved).wait()
+        at = 0
+        for name, parameter in self.parameters:
+            step = moved[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+            if self._momentum:
+                momentum = self._momentum[name].mul_(self.options.outer_momentum).add_(step)
+                step = step.add(momentum, alpha=self.options.outer_momentum)
+            self._anchor[name].sub_(step, alpha=self.options.outer_learning_rate)
+            parameter.copy_(self._anchor[name])
+        sent = {kind: total - before[kind] for kind, total in self.groups.traffic.sent.items()}
+        ratio = sum(sent.values()) / dense_ring_bytes(self._numel, self.groups.world_size) / steps
+        self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "mode": "local",
+            "step": self.step,
+            "since_average": self._since_average,
+            "owed": {},
+            "world_size": self.groups.world_size,
+            "reduction": {
+                "anchor": {name: value.cpu().clone() for name, value in self._anchor.items()},
+                "momentum": {name: value.cpu().clone() for name, value in self._momentum.items()},
+            },
+        }
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:
+        state = states[0]
+        self.step = int(state["step"])
+        if state["mode"] != "local":
+            return [f"the checkpoint was written in mode {state['mode']}; averages start from its parameters"]
+        self._since_average = int(state["since_average"])
+        for kind, own in (("anchor", self._anchor), ("momentum", self._momentum)):
+            for name, value in own.items():
+                if name in state["reduction"][kind]:
+                    value.copy_(state["reduction"][kind][name])
+        return []
+
+    def close(self) -> None:
+        pass
+
+    _finite = True
