@@ -10,6 +10,7 @@ import pytest
 import lightning_aigc
 
 NAMES = {
+    "lightning_aigc.accelerators": ["NPUAccelerator"],
     "lightning_aigc.callbacks": ["RunProgress", "RunReport", "SampleGrid", "SaveLoRA"],
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": ["StableDiffusionLoRA"],

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict")
-OWN_VERBS = {"export": "convert a LoRA file between layouts, or merge it into a pipeline folder"}
+OWN_VERBS = {
+    "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
+    "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
+    "plan": "model bytes, step time and memory of each way to send gradients on many cards",
+}
 USAGE = """usage: lightning VERB [options]
 
   fit        train:      lightning fit -c configs/sd_lora.yaml [--model.init_args.rank 32 ...]
   validate, test, predict: as Lightning's Trainer does, from the same YAML
   export     {export}
+  doctor     {doctor}
+  plan       {plan}
 
 lightning VERB --help shows a verb's options; fit takes -c several times, --print_config and --dry_run.
 """.format(**OWN_VERBS)
@@ -27,10 +35,16 @@ def main(argv: list[str] | None = None) -> None:
         from lightning_aigc.cli.trainer_verbs import run_trainer_verb
 
         raise SystemExit(run_trainer_verb(arguments))
-    if verb == "export":
-        from lightning_aigc.cli.export import main as export
-
-        raise SystemExit(export(arguments[arguments.index(verb) + 1 :]))
+    if verb in OWN_VERBS:
+        # One at a time: doctor has to run where torch, which the others need, does not start.
+        own = importlib.import_module(f"lightning_aigc.cli.{verb}")
+        try:
+            status = own.main(arguments[arguments.index(verb) + 1 :])
+            sys.stdout.flush()
+        except BrokenPipeError:  # `lightning doctor | head`; Python flushes once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 1
+        raise SystemExit(status)
     raise SystemExit(_hand_to_lightning_sdk(verb))
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 # Imported so that YAML may name every one of our classes without its path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
-from lightning_aigc.errors import ConfigError
+from lightning_aigc.errors import ConfigError, UserError
 
 KNOWN_CHECKPOINTS = ("best", "last", "hpc", "registry")  # words that Lightning takes for a checkpoint
 
@@ -113,5 +113,7 @@ class AIGCCLI(LightningCLI):
             self.save_config_callback = None
         try:
             return super().instantiate_trainer(**kwargs)
+        except UserError:
+            raise
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ConfigError(f"trainer: {first_sentence(str(error))}") from error

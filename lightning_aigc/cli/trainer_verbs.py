@@ -19,6 +19,11 @@ def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after an error in the user's hands, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
     _quiet_known_warnings()
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # torch loads torch_npu, which fails in its own ways without CANN
+        print(f"error: torch does not start ({error.__cause__ or error}); ask `lightning doctor`", file=sys.stderr)
+        return 1
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_aigc.cli.aigc_cli import AIGCCLI

@@ -36,7 +36,7 @@ BACKWARD_SHARE = 2 / 3
 """Share of a step's arithmetic that is backward; more with gradient checkpointing."""
 OVERLAP_SHARE = 0.9
 """Share of backward in which a bucket can travel; the first bucket has to be full before."""
-COMPRESSION_BPS = {"cpu": 0.29e9, "cuda": 160e9, "npu": 160e9}
+COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
 """Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one measured thread; the
 cards' is derived: ten passes at 1.6 TB/s."""
 
@@ -236,7 +236,7 @@ def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
         "weights": FP32_BYTES * job.trainable + job.frozen_bytes * job.frozen,
         "gradients": FP32_BYTES * job.trainable,
         "optimizer": 2 * FP32_BYTES * job.trainable,
-        "residuals": FP32_BYTES * owed,
+        "residuals": 2 * FP32_BYTES * owed,  # what is owed, and what will be if the step turns out finite
     }
 
 

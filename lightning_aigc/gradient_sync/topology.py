@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from lightning_aigc.errors import ConfigError, UserError
 
 TOOLS = {"npu-smi": ("npu-smi", "info", "-t", "topo"), "nvidia-smi": ("nvidia-smi", "topo", "-m")}
+VISIBLE = {"npu-smi": "ASCEND_RT_VISIBLE_DEVICES", "nvidia-smi": "CUDA_VISIBLE_DEVICES"}
+"""What hides cards from a process, and not from the tools."""
 REFUSAL = "This device does not support querying topo"
 CLOSENESS = ("SIO", "HCCS", "NV", "HCCS_SW", "PIX", "PIB", "PXB", "PHB", "NODE", "SYS")
 """Links from the closest to the farthest; what stands in no Legend counts as farther than all of them."""
@@ -104,7 +106,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def read_topology(timeout_s: float = 20) -> Reading:
-    """Ask the tool that is on PATH; a topology of None comes with the reason."""
+    """Ask the tool that is on PATH for the cards that this process sees; a topology of None comes with the reason."""
     tool = next((name for name in TOOLS if shutil.which(name)), None)
     if tool is None:
         return Reading(None, f"neither {' nor '.join(TOOLS)} is on PATH")
@@ -114,10 +116,32 @@ def read_topology(timeout_s: float = 20) -> Reading:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Reading(None, f"`{command}` did not answer: {error}")
     try:
-        return Reading(parse_topology(done.stdout), f"`{command}`")
+        return Reading(visible_part(parse_topology(done.stdout), VISIBLE[tool], os.environ), f"`{command}`")
     except TopologyError as error:
         status = f" and exit status {done.returncode}: {_shortened(done.stderr)}" if done.returncode else ""
         return Reading(None, f"`{command}`: {error}{status}")
+
+
+def visible_part(topology: Topology, variable: str, environ: Mapping[str, str]) -> Topology:
+    """The cards that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order; all when it is unset.
+
+    Raises: TopologyError when it names cards by anything but their place in the table.
+    """
+    given = environ.get(variable)
+    if given is None:
+        return topology
+    places = [part.strip() for part in given.split(",") if part.strip()]
+    if not all(place.isdigit() and int(place) < len(topology.devices) for place in places):
+        raise TopologyError(
+            f"{variable}={given} does not name cards by numbers below {len(topology.devices)}, so theirs are unknown"
+        )
+    kept = [int(place) for place in places]
+    return Topology(
+        tuple(topology.devices[i] for i in kept),
+        tuple(tuple(topology.links[i][j] for j in kept) for i in kept),
+        tuple(topology.cpus[i] for i in kept),
+        tuple(topology.numa[i] for i in kept),
+    )
 
 
 def read_ranktable(path: str | Path) -> list[RankPlace]:

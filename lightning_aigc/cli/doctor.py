@@ -1,0 +1,84 @@
+"""`lightning doctor`: what this machine has, what does not fit together, and what a log's HCCL codes mean.
+
+It works where torch does not start: nothing here imports torch, and every check stands alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_aigc.cli.doctor_checks import CHECKS, Finding, Host, run_check
+from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.gradient_sync.hccl_errors import explain
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb with its own arguments; returns 0, or 1 when there is a problem."""
+    parser = argparse.ArgumentParser(prog="lightning doctor")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments to its parser."""
+    parser.description = "Say what this machine has and what does not fit together; exits with 1 if there is a problem."
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument(
+        "--explain-log", "--explain_log", type=Path, metavar="FILE", help="only say what the HCCL codes in a log mean"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the arguments say and print it; returns the exit status.
+
+    Raises: ConfigError for a log that cannot be read.
+    """
+    if args.explain_log is not None:
+        return explain_log(args.explain_log, as_json=args.json)
+    host = Host()
+    findings = [finding for name, check in CHECKS.items() for finding in run_check(name, check, host)]
+    counts = Counter(finding.mark for finding in findings)
+    if args.json:
+        found = [finding.as_dict() for finding in findings]
+        print(json.dumps({"problems": counts["problem"], "warnings": counts["warn"], "findings": found}, indent=1))
+    else:
+        print(as_text(findings))
+    return int(counts["problem"] > 0)
+
+
+def explain_log(path: Path, *, as_json: bool) -> int:
+    """Print a line for each HCCL or CANN code in a log."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"--explain-log: {path} cannot be read: {error.strerror}; give the path of a log") from error
+    lines = explain(text)
+    if as_json:
+        print(json.dumps({"codes": lines}, indent=1))
+    else:
+        print(
+            "\n".join(lines) or f"{path} holds no HCCL or CANN error code (EI0006, EJ0001, error code is 507046, ...)"
+        )
+    return 0
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """The findings under their subjects, and a count as the last line."""
+    lines, subject = [], None
+    for finding in findings:
+        if finding.check != subject:
+            subject = finding.check
+            lines.append(subject)
+        lines.append(f"  {finding.mark:<8} {finding.text}")
+    counts = Counter(finding.mark for finding in findings)
+    lines.append(f"{counts['problem']} problems, {counts['warn']} warnings")
+    return "\n".join(lines)

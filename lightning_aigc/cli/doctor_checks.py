@@ -1,0 +1,284 @@
+"""What `lightning doctor` looks at, one function a subject. None of them imports torch; the probe does.
+
+A check returns its findings, and whatever it raises becomes one too, so that a broken part hides no other.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.cli import doctor_versions as versions
+from lightning_aigc.gradient_sync import link_settings, topology
+
+PROBE = Path(__file__).with_name("doctor_probe.py")
+PROBE_TIMEOUT_S = 180
+VARIABLES = re.compile(
+    r"(?:TORCH_)?(?:HCCL|NCCL)_\w+|GLOO_\w+|ASCEND_\w+|CPU_AFFINITY_CONF|TASK_QUEUE_ENABLE|INF_NAN_MODE_\w+"
+    r"|PYTORCH_(?:NPU_|CUDA_)?ALLOC_CONF|RANK_TABLE_FILE|TORCH_DEVICE_BACKEND_AUTOLOAD|(?:CUDA|NVIDIA)_VISIBLE_DEVICES"
+)
+_MISSING_LIBRARY = re.compile(r"(\S+\.so[\w.]*): cannot open shared object file")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    mark: str
+    """ok, note, warn, problem, or unknown."""
+    text: str
+
+    as_dict = asdict
+
+
+@dataclass
+class Host:
+    """What the checks ask, so that a test can answer."""
+
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @functools.cached_property
+    def probe(self) -> dict[str, dict[str, Any]]:
+        """The probe's answers by question; empty when it could not even start."""
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", str(PROBE)],
+                capture_output=True,
+                text=True,
+                timeout=PROBE_TIMEOUT_S,
+                env={**self.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": self._search_path()},
+                errors="replace",
+            )
+            said, end = done.stdout, f"it ended with status {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            said = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+            end = f"no answer in {PROBE_TIMEOUT_S} s"
+        lines = [line.partition(" ") for line in said.splitlines() if re.match(r"\w+ \{", line)]
+        answers: dict[str, dict[str, Any]] = defaultdict(lambda: {"error": f"the probe did not get there: {end}"})
+        answers.update({name: json.loads(answer) for name, _, answer in lines})
+        return answers
+
+    def _search_path(self) -> str:
+        """What this process can import, the probe can: a checkout that is not installed, too."""
+        return os.pathsep.join(filter(None, (self.environ.get("PYTHONPATH"), *sys.path)))
+
+    def ask(self, question: str) -> Any:
+        """The probe's value. Raises: RuntimeError with what the probe met."""
+        answer = self.probe[question]
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["value"]
+
+    @property
+    def backend(self) -> str:
+        """hccl, nccl or gloo: what the cards here would speak."""
+        for kind, backend in (("npu", "hccl"), ("cuda", "nccl")):
+            if self.probe[kind].get("value"):
+                return backend
+        return "gloo"
+
+
+Findings = list[versions.Verdict]
+Check = Callable[[Host], Findings]
+
+
+def run_check(name: str, check: Check, host: Host) -> list[Finding]:
+    """Do one check; an error in it becomes a finding of its own."""
+    try:
+        return [Finding(name, mark, text) for mark, text in check(host)]
+    except Exception as error:
+        text = re.sub(r"^RuntimeError: ", "", f"{type(error).__name__}: {error}")
+        return [Finding(name, "unknown", f"could not find out: {text}")]
+
+
+def check_versions(host: Host) -> Findings:
+    torch, torch_npu = versions.installed("torch"), versions.installed("torch_npu")
+    found: Findings = [("ok", f"python {platform.python_version()} on {platform.machine()}")]
+    found += [versions.judge_torch(torch), versions.judge_lightning(versions.installed("lightning"))]
+    if torch_npu is not None:
+        found.append(versions.judge_torch_npu(torch, torch_npu))
+        found.append(versions.judge_cann(torch_npu, versions.cann_version(host.environ)))
+    names = {(dist.metadata["Name"] or "").lower().replace("_", "-") for dist in importlib.metadata.distributions()}
+    tritons = versions.judge_tritons(names)
+    return [*found, tritons] if tritons else found
+
+
+def check_imports(host: Host) -> Findings:
+    """Whether torch and torch_npu start, and which library they miss."""
+    found: Findings = []
+    for package, remedy in (
+        ("torch", "reinstall torch"),
+        (
+            "torch_npu",
+            f"install CANN and `{versions.SET_ENV}`; until then TORCH_DEVICE_BACKEND_AUTOLOAD=0 starts torch",
+        ),
+    ):
+        error = host.probe[package].get("error")
+        if error is None:
+            if host.probe[package]["value"] is not None:
+                found.append(("ok", f"{package} can be imported"))
+            continue
+        library = _MISSING_LIBRARY.search(error)
+        reason = f"the library {library[1]} is missing" if library else error
+        found.append(("problem", f"{package} cannot be imported: {reason}; {remedy}"))
+        if package == "torch":
+            break
+    return found
+
+
+def check_devices(host: Host) -> Findings:
+    found: Findings = []
+    for kind in ("npu", "cuda"):
+        names = host.probe[kind].get("value") or []
+        if names:
+            found.append(("ok", f"{len(names)} {kind} card{'s' * (len(names) > 1)}: {', '.join(sorted(set(names)))}"))
+    if found:
+        return found
+    if any(Path("/dev").glob("davinci[0-9]*")) or shutil.which("npu-smi"):
+        missing = "" if versions.installed("torch_npu") else "; torch_npu is not installed: pip install '.[npu]'"
+        found.append(("warn", f"an Ascend card seems to be here, and torch sees no npu{missing}"))
+    if shutil.which("nvidia-smi"):
+        build = host.probe["torch"].get("value") or {}
+        why = "; this torch is built without CUDA: install a CUDA build" if build and not build["cuda"] else ""
+        found.append(("warn", f"nvidia-smi is on PATH, and torch sees no cuda card{why}"))
+    return [*found, ("note", "no accelerator: training runs on the CPU")]
+
+
+def check_topology(host: Host) -> Findings:
+    reading = topology.read_topology()
+    if reading.topology is None:
+        return [("note", f"unknown: {reading.said}; ranks keep their order")]
+    table = reading.topology
+    count = len(table.devices)
+    links = sorted({link for row in table.links for link in row} - {"X"}, key=topology.distance)
+    order = topology.device_order(table, count)
+    kept = "ranks keep their order" if order == list(range(count)) else f"rank order {' '.join(map(str, order))}"
+    found: Findings = [("ok", f"{reading.said}: {count} cards, links {', '.join(links) or 'none'}; {kept}")]
+    if all(table.cpus):
+        near = "; ".join(f"{name} {_ranges(cores)}" for name, cores in zip(table.devices, table.cpus, strict=True))
+        found.append(("note", f"cores near each card: {near}"))
+    return found
+
+
+def check_kernels(host: Host) -> Findings:
+    """Which fused ops have a kernel that runs on this device."""
+    reasons: dict[str | None, list[str]] = defaultdict(list)
+    for op, reason in host.ask("kernels").items():
+        reasons[reason].append(op)
+    device = {"hccl": "npu", "nccl": "cuda"}.get(host.backend, "cpu")
+    if device == "cpu":
+        ops = sorted(op for group in reasons.values() for op in group)
+        return [("note", f"on the CPU every op runs its torch reference: {', '.join(ops)}")]
+    found: Findings = []
+    for reason, ops in reasons.items():
+        if reason is None:
+            found.append(("ok", f"Triton kernels on {device}: {', '.join(ops)}"))
+        else:
+            mark = "note" if reason == "it has none" else "warn"
+            why = "they have no kernel of their own" if mark == "note" else reason
+            found.append((mark, f"torch reference on {device}: {', '.join(ops)}; {why}"))
+    return found
+
+
+def check_gradient_sync(host: Host) -> Findings:
+    mode = host.ask("sync_mode")
+    return [("note", f"strategy npu_sparse would send gradients as {mode} over {host.backend}, unless told otherwise")]
+
+
+def check_environment(host: Host) -> Findings:
+    """The variables that steer communication: those that are set, and those that we would set."""
+    given = {name: value for name, value in sorted(host.environ.items()) if VARIABLES.fullmatch(name)}
+    found: Findings = [("note", f"set: {name}={value}") for name, value in given.items()]
+    planned = link_settings.planned(host.backend, 1, False, host.environ)
+    found += [("note", f"would be set: {setting.name}={setting.value} ({setting.why})") for setting in planned]
+    if host.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" and versions.installed("torch_npu"):
+        found.append(("warn", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu: unset it to train"))
+    if host.backend == "gloo" and _own_address().startswith("127."):
+        found.append(
+            (
+                "note",
+                f"this host's own name means {_own_address()}: over several nodes, set GLOO_SOCKET_IFNAME for gloo",
+            )
+        )
+    return found or [("ok", f"nothing set, and nothing that {host.backend} would need")]
+
+
+def check_threads(host: Host) -> Findings:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = host.environ.get("OMP_NUM_THREADS")
+    if threads is None:
+        return [
+            ("note", f"{cores} cores; OMP_NUM_THREADS is unset: each rank would take them all, so set cores / ranks")
+        ]
+    if threads.isdigit() and int(threads) > cores:
+        return [
+            ("warn", f"OMP_NUM_THREADS={threads} on {cores} cores: threads wait for one another; set at most {cores}")
+        ]
+    return [("ok", f"{cores} cores, OMP_NUM_THREADS={threads}")]
+
+
+def check_command(host: Host) -> Findings:
+    """Who owns the `lightning` script: lightning-sdk installs one of the same name."""
+    path = shutil.which("lightning", path=host.environ.get("PATH"))
+    claims = {
+        entry.dist.metadata["Name"]: entry.value
+        for entry in importlib.metadata.entry_points(group="console_scripts", name="lightning")
+        if entry.dist is not None
+    }
+    others = sorted(name for name in claims if name.replace("-", "_") != "lightning_aigc")
+    use = "use `lightning-aigc` or `python -m lightning_aigc`"
+    if path is None:
+        return [("warn", f"no `lightning` is on PATH; {use}")]
+    script = Path(path).read_text(encoding="utf-8", errors="replace")
+    if "lightning_aigc" not in script:
+        owner = next((name for name in others if claims[name].partition(":")[0] in script), "another program")
+        return [("warn", f"{path} belongs to {owner}, which has no fit; {use}, or install lightning_aigc again")]
+    found: Findings = [("ok", f"{path} is ours")]
+    if others:
+        found.append(("note", f"{', '.join(others)} installs a `lightning` too; whichever is installed last owns it"))
+    return found
+
+
+CHECKS: dict[str, Check] = {
+    "versions": check_versions,
+    "imports": check_imports,
+    "devices": check_devices,
+    "topology": check_topology,
+    "kernels": check_kernels,
+    "gradient sync": check_gradient_sync,
+    "environment": check_environment,
+    "threads": check_threads,
+    "command": check_command,
+}
+
+
+def _ranges(cores: tuple[int, ...]) -> str:
+    """(0, 1, 2, 8) -> 0-2,8."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""

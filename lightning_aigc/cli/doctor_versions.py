@@ -1,0 +1,111 @@
+"""Which versions fit together: torch and torch_npu, torch_npu and CANN, Lightning and ours, one Triton."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")  # GHSA-w37p-236h-pfx3
+LIGHTNING_FROM, LIGHTNING_BELOW = (2, 6, 6), (2, 7)
+TORCH_FROM = (2, 6)
+CANN_OF_TORCH_NPU = {
+    "2.10.0": "9.0.0",
+    "2.9.0.post2": "9.0.0",
+    "2.8.0.post4": "9.0.0",
+    "2.7.1.post4": "9.0.0",
+    "2.9.0": "8.5.0",
+    "2.8.0.post2": "8.5.0",
+    "2.7.1.post2": "8.5.0",
+    "2.6.0.post5": "8.5.0",
+    "2.8.0": "8.3.RC1",
+    "2.7.1": "8.3.RC1",
+    "2.6.0.post3": "8.3.RC1",
+    "2.6.0": "8.2.RC1",
+}
+"""The version matching table in torch_npu's README, from our oldest torch on."""
+CANN_ROOTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
+CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
+SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+
+Verdict = tuple[str, str]
+"""A mark (ok, note, warn or problem) and a sentence."""
+
+
+def installed(distribution: str) -> str | None:
+    """An installed distribution's version, without importing it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def judge_lightning(version: str | None) -> Verdict:
+    wanted = "wanted lightning>=2.6.6,<2.7"
+    if version is None:
+        return "problem", f"lightning is not installed; {wanted}"
+    if version in MALICIOUS_LIGHTNING:
+        return "problem", (
+            f"lightning {version} is a malicious upload that steals credentials on import (GHSA-w37p-236h-pfx3);"
+            " uninstall it, change every secret that this machine has seen, then install lightning>=2.6.6,<2.7"
+        )
+    if not LIGHTNING_FROM <= numbers(version) < LIGHTNING_BELOW:
+        return "problem", f"lightning {version} is not served; {wanted} (2.6.5 runs code from checkpoints)"
+    return "ok", f"lightning {version}"
+
+
+def judge_torch(version: str | None) -> Verdict:
+    if version is None:
+        return "problem", "torch is not installed; wanted torch>=2.6"
+    if numbers(version) < TORCH_FROM:
+        return "problem", f"torch {version} is too old; wanted torch>=2.6"
+    return "ok", f"torch {version}"
+
+
+def judge_torch_npu(torch: str | None, torch_npu: str) -> Verdict:
+    """torch_npu is built against one torch: the first three numbers have to be equal."""
+    if torch is None or numbers(torch)[:3] == numbers(torch_npu)[:3]:
+        return "ok", f"torch_npu {torch_npu}"
+    wanted = ".".join(map(str, numbers(torch_npu)[:3]))
+    return "problem", f"torch_npu {torch_npu} is built for torch {wanted}, got torch {torch}; install torch=={wanted}"
+
+
+def judge_cann(torch_npu: str, cann: str | None) -> Verdict:
+    if cann is None:
+        return "problem", f"CANN was not found, and torch_npu needs it: install it, then `{SET_ENV}`"
+    wanted = CANN_OF_TORCH_NPU.get(torch_npu)
+    if wanted is None:
+        return "note", f"CANN {cann}; which one torch_npu {torch_npu} wants stands in its README, not in our table"
+    if not cann.upper().startswith(wanted.upper()):
+        return "warn", f"CANN {cann}, and torch_npu {torch_npu} was released for CANN {wanted}; others may work"
+    return "ok", f"CANN {cann}, the one torch_npu {torch_npu} was released for"
+
+
+def judge_tritons(installed_names: Iterable[str]) -> Verdict | None:
+    """Both Tritons are the folder `triton`: the one installed later has overwritten the other's files."""
+    if {"triton", "triton-ascend"} <= set(installed_names):
+        return "problem", (
+            "triton and triton-ascend are both installed, and share the folder triton/: the later one broke the other."
+            " Uninstall both, then install the one this machine's card needs; keep a venv for each"
+        )
+    return None
+
+
+def cann_version(environ: Mapping[str, str], roots: Iterable[str] = CANN_ROOTS) -> str | None:
+    """The version of the CANN toolkit that the environment names, or that stands in its usual place."""
+    named = [environ[variable] for variable in CANN_VARIABLES if environ.get(variable)]
+    for root in map(Path, (*named, *roots)):
+        files = [*root.glob("version.cfg"), *root.glob("*/ascend_toolkit_install.info"), *root.glob("*/version.info")]
+        for file in files:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            match = re.search(r"CANN-([\w.]+)", text) or re.search(r"(?im)^version=\s*\[?([\w.]+)", text)
+            if match:
+                return match[1]
+    return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """2.7.1.post2 -> (2, 7, 1)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

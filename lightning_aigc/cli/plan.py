@@ -1,0 +1,215 @@
+"""`lightning plan`: what each way of sending gradients would cost on many cards, modelled before anything is rented."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
+from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
+from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.gradient_sync import cost_model
+from lightning_aigc.gradient_sync.cost_model import Job, Links, Shape
+
+DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is compared, and where its numbers are from."""
+
+    job: Job
+    shape: Shape
+    links: Links
+    step_time_from: str
+    trainable_from: str
+    chosen_mode: str | None
+    """The mode that the config's strategy names."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the verb with its own arguments; returns 0, or 1 after printing what is wrong."""
+    parser = argparse.ArgumentParser(prog="lightning plan")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments to its parser."""
+    parser.description = "Model bytes, step time, scaling efficiency and memory of each gradient sync mode."
+    parser.add_argument("-c", "--config", type=Path, action="append", default=[], metavar="FILE", help="as for fit")
+    parser.add_argument("--nodes", type=int, required=True, help="how many machines")
+    parser.add_argument("--devices", type=int, required=True, help="cards in each")
+    parser.add_argument(
+        "--link", type=bytes_a_second, help="what one node has between nodes: 25Gb, 8 x 200Gb is 1600Gb"
+    )
+    parser.add_argument(
+        "--local_link", type=bytes_a_second, default=200e9, help="of a card in its node (default: 200GB)"
+    )
+    parser.add_argument("--latency", type=seconds, default=30e-6, help="between nodes (default: 30us)")
+    parser.add_argument("--local_latency", type=seconds, default=5e-6, help="inside a node (default: 5us)")
+    parser.add_argument("--step_time", type=seconds, help="of one card alone; else timed here where the model is small")
+    parser.add_argument("--trainable", type=count, help="parameters that are trained, such as 859.5M; else counted")
+    parser.add_argument("--protected", type=count, help="of them, those that are sent whole in float32")
+    parser.add_argument("--frozen", type=count, help="parameters that are not trained, for the memory alone")
+    parser.add_argument("--sparsity", type=float, help="of the sparse modes (default: the config's, else 0.75)")
+    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="the kind of card (default: the config's)")
+    parser.add_argument("--efficiency", type=float, help="also say which link and step time reach it, such as 0.927")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the arguments say and print the table; returns the exit status.
+
+    Raises: UserError with what to change.
+    """
+    plan = make_plan(args)
+    rows = [row_of(mode, plan, args.efficiency) for mode in modes_of(plan)]
+    if args.json:
+        about = {"modelled": True, "plan": asdict(plan), "constants": constants(plan), "modes": rows}
+        print(json.dumps(about, indent=1))
+    else:
+        print(as_text(plan, rows, args.efficiency))
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """What the arguments and the configs say, counted and timed where they do not.
+
+    Raises: ConfigError for what is missing.
+    """
+    shape = Shape(args.nodes, args.devices)
+    if args.link is None and shape.nodes > 1:
+        raise ConfigError("--link is missing: what one node has between nodes, such as --link 25Gb or --link 200GB")
+    config = read_configs(args.config)
+    options, is_ours = sync_options(config)
+    counted = None
+    if args.trainable is None:
+        if not config:
+            raise ConfigError("got neither --trainable nor a config to count; pass --trainable 859.5M or -c FILE")
+        counted = count_parameters(config, options)
+    step_time, step_time_from = _step_time(args, counted)
+    job = Job(
+        trainable=args.trainable if counted is None else counted.trainable,
+        protected=(counted.protected if counted else 0) if args.protected is None else args.protected,
+        small=counted.small if counted else 0,
+        frozen=(counted.frozen if counted else 0) if args.frozen is None else args.frozen,
+        frozen_bytes=counted.frozen_bytes if counted else cost_model.BF16_BYTES,
+        forward_s=step_time * (1 - cost_model.BACKWARD_SHARE),
+        backward_s=step_time * cost_model.BACKWARD_SHARE,
+        sparsity=options.sparsity if args.sparsity is None else args.sparsity,
+        low_rank_elements=counted.low_rank_elements if counted else None,
+        local_steps=options.local_steps,
+        bucket_bytes=options.bucket_mb * 1e6,
+        device=args.device or DEVICES.get(str((config.get("trainer") or {}).get("accelerator")), "npu"),
+    )
+    links = Links(args.local_link, args.link or args.local_link, args.local_latency, args.latency)
+    source = "given" if counted is None else "counted"
+    return Plan(job, shape, links, step_time_from, source, options.mode if is_ours else None)
+
+
+def modes_of(plan: Plan) -> list[str]:
+    """The modes that can be modelled: low_rank depends on shapes, which only a counted model has."""
+    return [mode for mode in cost_model.MODES if mode != "low_rank" or plan.job.low_rank_elements is not None]
+
+
+def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:
+    """One mode's modelled cost by name, in bytes and seconds."""
+    job, shape, links = plan.job, plan.shape, plan.links
+    row = asdict(cost_model.predict(mode, job, shape, links))
+    row["memory_bytes"] = cost_model.memory_bytes(mode, job, shape)
+    if efficiency is not None:
+        row["link_for_efficiency_Bps"] = cost_model.link_for_efficiency(mode, job, shape, links, efficiency)
+        row["step_time_for_efficiency_s"] = cost_model.step_time_for_efficiency(mode, job, shape, links, efficiency)
+    return row
+
+
+def constants(plan: Plan) -> dict[str, float]:
+    """What the model assumes and nobody gave."""
+    return {
+        "backward_share": cost_model.BACKWARD_SHARE,
+        "overlap_share": plan.job.overlap_share,
+        "bucket_bytes": plan.job.bucket_bytes,
+        "compression_Bps": cost_model.COMPRESSION_BPS[plan.job.device],
+    }
+
+
+def as_text(plan: Plan, rows: Sequence[dict[str, Any]], efficiency: float | None) -> str:
+    """The plan as a table under what it assumes."""
+    lines = [*_assumptions(plan), _memory(rows[0]["memory_bytes"]), ""]
+    head = ["mode", "in node", "between", "wire", "exposed", "step", "efficiency", "owed"]
+    if efficiency is not None:
+        head += [f"link for {efficiency:.1%}", f"step for {efficiency:.1%}"]
+    table = [head]
+    for row in rows:
+        cells = [
+            row["mode"] + (" *" if row["mode"] == plan.chosen_mode else ""),
+            with_scale(row["local_bytes"], "B"),
+            with_scale(row["between_bytes"], "B"),
+            as_time(row["wire_s"]),
+            as_time(row["exposed_s"]),
+            as_time(row["step_s"]),
+            f"{row['efficiency']:.1%}",
+            with_scale(row["memory_bytes"]["residuals"], "B"),
+        ]
+        if efficiency is not None:
+            link, step = row["link_for_efficiency_Bps"], row["step_time_for_efficiency_s"]
+            cells += [
+                "none" if link is None else with_scale(8 * link, "b/s"),
+                "none" if step is None else as_time(step),
+            ]
+        table.append(cells)
+    widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    if plan.chosen_mode:
+        lines.append("* what the config's strategy would do")
+    return "\n".join(lines)
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    job, shape, links = plan.job, plan.shape, plan.links
+    inside = f"{with_scale(links.local_Bps, 'B/s')} a card in its node, latency {as_time(links.latency_local_s)}"
+    between = (
+        f"{with_scale(8 * links.between_Bps, 'b/s')} a node outside of it, latency {as_time(links.latency_between_s)}"
+    )
+    protected, small = with_scale(job.protected), with_scale(job.small)
+    return [
+        f"{shape.nodes} x {shape.devices} = {shape.ranks} ranks: {inside}"
+        + (f"; {between}" if shape.nodes > 1 else ""),
+        f"{with_scale(job.trainable)} parameters trained ({plan.trainable_from}), {protected} protected, {small} small",
+        f"a step alone takes {as_time(job.compute_s)} ({plan.step_time_from})",
+        "All of this is modelled, as rings over equal cards with nothing else on the links. It assumes: backward is"
+        f" {cost_model.BACKWARD_SHARE:.0%}",
+        f"of a step, {job.overlap_share:.0%} of it hides traffic, buckets hold {with_scale(job.bucket_bytes, 'B')},"
+        f" {job.device} compresses {with_scale(cost_model.COMPRESSION_BPS[job.device], 'B/s')}.",
+    ]
+
+
+def _memory(of: dict[str, float]) -> str:
+    weights, gradients, optimizer = (with_scale(of[kind], "B") for kind in ("weights", "gradients", "optimizer"))
+    return (
+        f"Memory a card, without activations: weights {weights}, gradients {gradients}, AdamW {optimizer}, and what"
+        " gradient sync owes."
+    )
+
+
+def _step_time(args: argparse.Namespace, counted: Any) -> tuple[float, str]:
+    if args.step_time is not None:
+        if args.step_time <= 0:
+            raise ConfigError(f"--step_time must be above 0, got {args.step_time}")
+        return args.step_time, "given"
+    if counted is None or counted.trainable + counted.frozen > DRY_RUN_LIMIT:
+        why = "nothing was built to time" if counted is None else "this model is too large for a quick dry run"
+        raise ConfigError(
+            f"--step_time is missing, and {why}; pass the seconds of one step on one card: --step_time 1.2"
+        )
+    return time_one_step(args.config), "one dry-run step here, its warm-up included"

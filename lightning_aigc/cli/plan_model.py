@@ -1,0 +1,149 @@
+"""What `lightning plan` learns from a config: how much is trained, how it would be sent, and how long a step takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.errors import ConfigError
+
+DRY_RUN_LIMIT = 50e6
+"""Parameters up to which a dry run is started to time a step; larger models take minutes on a machine like this."""
+DRY_RUN_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Parameters by what becomes of their gradients."""
+
+    trainable: int
+    protected: int
+    small: int
+    frozen: int
+    frozen_bytes: float
+    """A frozen parameter's, on average."""
+    low_rank_elements: int
+
+
+def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
+    """The configs merged, the last one wins. Raises: ConfigError for a file that is no YAML mapping."""
+    import yaml
+
+    merged: dict[str, Any] = {}
+    for path in paths:
+        try:
+            config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"the config {path} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise ConfigError(
+                f"the config {path} holds {type(config).__name__}, wanted blocks such as trainer and model"
+            )
+        merged = _merge(merged, config)
+    return merged
+
+
+def sync_options(config: Mapping[str, Any]) -> tuple[Any, bool]:
+    """The SyncOptions of a config, and whether its strategy is npu_sparse, so that they would be used.
+
+    Raises: ConfigError for a value they refuse.
+    """
+    from lightning_aigc.gradient_sync.options import SyncOptions
+
+    strategy = (config.get("trainer") or {}).get("strategy")
+    if isinstance(strategy, dict):
+        ours = str(strategy.get("class_path", "")).rpartition(".")[2] == "NPUSparseStrategy"
+        known = {field.name for field in fields(SyncOptions)}
+        given = {name: value for name, value in (strategy.get("init_args") or {}).items() if name in known}
+        return SyncOptions(**given) if ours else SyncOptions(), ours
+    return SyncOptions(), strategy == "npu_sparse"
+
+
+def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
+    """Build the config's model on the CPU, as fit would, and count.
+
+    Raises: ConfigError when its pipeline is not on this machine; ModelError when it cannot be built.
+    """
+    block = config.get("model")
+    if not isinstance(block, dict) or "class_path" not in block:
+        raise ConfigError(
+            "the config has no model block with a class_path; pass --trainable, such as --trainable 859.5M"
+        )
+    _check_at_hand(block.get("init_args") or {})
+    from lightning.pytorch import LightningModule
+
+    from lightning_aigc.cli.aigc_cli import AIGCArgumentParser
+    from lightning_aigc.gradient_sync.layout import is_small
+
+    parser = AIGCArgumentParser()
+    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+    model = parser.instantiate_classes(parser.parse_object({"model": block})).model
+    model.configure_model()
+
+    protection = options.protection()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    protected = {name for name in trained if protection.covers(name)}
+    small = {name for name, p in trained.items() if name not in protected and is_small(p)}
+    shapes = [(p.shape[0], p.numel() // p.shape[0]) for name, p in trained.items() if name not in protected | small]
+    frozen = [p for p in _all_parameters(model) if not p.requires_grad]
+    frozen_count = sum(p.numel() for p in frozen)
+    return Counted(
+        trainable=sum(p.numel() for p in trained.values()),
+        protected=sum(trained[name].numel() for name in protected),
+        small=sum(trained[name].numel() for name in small),
+        frozen=frozen_count,
+        frozen_bytes=sum(p.numel() * p.element_size() for p in frozen) / max(frozen_count, 1),
+        low_rank_elements=sum(min(options.rank, rows, columns) * (rows + columns) for rows, columns in shapes),
+    )
+
+
+def time_one_step(paths: Sequence[Path]) -> float:
+    """Seconds of one step on one card of this machine, its warm-up included, from `lightning fit --dry_run`.
+
+    Raises: ConfigError when the dry run fails or takes too long.
+    """
+    command = [
+        *(sys.executable, "-m", "lightning_aigc", "fit", *(part for path in paths for part in ("-c", str(path)))),
+        *("--dry_run", "--trainer.devices", "1", "--trainer.num_nodes", "1", "--trainer.strategy", "auto"),
+    ]
+    wanted = "pass --step_time, the seconds of one step on one card, such as --step_time 1.2"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DRY_RUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"the dry run that times a step took over {DRY_RUN_TIMEOUT_S} s; {wanted}") from error
+    match = re.search(r"one step: ([\d.]+) s", done.stdout)
+    if done.returncode or match is None:
+        last = (done.stderr.strip().splitlines() or ["it printed no time"])[-1]
+        raise ConfigError(f"the dry run that times a step failed: {last.removeprefix('error: ')}; {wanted}")
+    return max(float(match[1]), 0.01)
+
+
+def _check_at_hand(init_args: Mapping[str, Any]) -> None:
+    from lightning_aigc.tiny.embedded import resolve
+
+    source = init_args.get("pretrained_model_name_or_path")
+    if source is not None and not resolve(str(source)).exists():
+        raise ConfigError(
+            f"the model {source} is not on this machine, so its parameters cannot be counted; pass --trainable and"
+            " --step_time, or a -c file that names a folder"
+        )
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: _merge(base[key], value) for key, value in over.items() if _are_dicts(base.get(key), value)}
+    return {**base, **over, **both}
+
+
+def _are_dicts(one: object, other: object) -> bool:
+    return isinstance(one, dict) and isinstance(other, dict)
+
+
+def _all_parameters(model: Any) -> list[Any]:
+    parts = getattr(model, "components", None)
+    outside = [parts.vae, *parts.text_encoders] if parts is not None else []
+    return list({id(p): p for module in (model, *outside) for p in module.parameters()}.values())

@@ -1,0 +1,50 @@
+"""Quantities as people write them, for options: 25Gb, 200GB/s, 30us, 859.5M."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
+
+
+def bytes_a_second(text: str) -> float:
+    """25Gb is 25 gigabits a second, 200GB is 200 gigabytes a second; powers of ten. Raises: ArgumentTypeError."""
+    match = re.fullmatch(_NUMBER + r"([kMGT]?)(b|bit|B)(?:it)?(?:/s|ps|E)?", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, wanted a bandwidth above 0 with its unit: 25Gb (bits a second) or 200GB (bytes a second)"
+        )
+    return float(match[1]) * SCALES[match[2]] / (1 if match[3] == "B" else 8)
+
+
+def seconds(text: str) -> float:
+    """1.2 and 1.2s are seconds; ms, us and ns are known too. Raises: ArgumentTypeError."""
+    match = re.fullmatch(_NUMBER + r"([mµun]?s|)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a time such as 1.2, 350ms or 30us")
+    return float(match[1]) * SECONDS[match[2] or "s"]
+
+
+def count(text: str) -> float:
+    """859.5M is 859,500,000; k, M, G (also B) and T. Raises: ArgumentTypeError."""
+    match = re.fullmatch(_NUMBER + r"([kMGBT]?)", text.strip().replace("_", "").replace(",", ""))
+    if match is None:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number of parameters such as 859.5M or 12_800_000")
+    return float(match[1]) * SCALES[match[2].replace("B", "G")]
+
+
+def with_scale(value: float, unit: str = "") -> str:
+    """Three digits and a power of ten: 3.44 GB."""
+    prefix = next((name for name in "TGMk" if abs(value) >= SCALES[name]), "")
+    return f"{value / SCALES[prefix]:.3g} {prefix}{unit}".rstrip()
+
+
+def as_time(value: float) -> str:
+    """1.23 s, 45.6 ms, 30 us."""
+    for unit in ("s", "ms", "us"):
+        if abs(value) >= SECONDS[unit]:
+            return f"{value / SECONDS[unit]:.3g} {unit}"
+    return "0" if value == 0 else f"{value / 1e-9:.3g} ns"

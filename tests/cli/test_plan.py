@@ -1,0 +1,173 @@
+"""`lightning plan` from its command line to its table."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_aigc.cli import plan_model
+
+Command = Callable[..., Any]
+GIVEN = ("--step_time", "1.2", "--trainable", "859.5M", "--protected", "34.9M")
+FORTY_EIGHT = ("--nodes", "48", "--devices", "8", "--link", "25Gb")
+DEMO = Path(__file__).parents[2] / "configs" / "sd_lora_demo.yaml"
+
+
+def test_every_mode_is_a_row_and_all_of_it_is_called_modelled(command: Command) -> None:
+    said = command("plan", *FORTY_EIGHT, *GIVEN)
+    assert said.code == 0, said.err
+    assert "48 x 8 = 384 ranks" in said.out and "is modelled" in said.out
+    rows = {line.split()[0] for line in said.out.splitlines()[said.out.splitlines().index("") + 2 :]}
+    assert rows == {
+        "dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4", "two_four", "local"
+    }  # fmt: skip
+
+
+def test_json_holds_the_same_with_its_constants(command: Command) -> None:
+    plan = json.loads(command("plan", *FORTY_EIGHT, *GIVEN, "--json", "--efficiency", "0.927").out)
+    assert plan["modelled"] is True and plan["constants"]["overlap_share"] == 0.9
+    dense = next(row for row in plan["modes"] if row["mode"] == "dense")
+    assert dense["between_bytes"] == pytest.approx(2 * 47 / 48 / 8 * 4 * 859.5e6)
+    assert dense["link_for_efficiency_Bps"] > 25e9 / 8 > 0  # 25 Gb/s is not enough for 92.7 % here
+    assert dense["efficiency"] < 0.927
+
+
+def test_an_efficiency_asks_for_the_link_and_the_step(command: Command) -> None:
+    said = command("plan", *FORTY_EIGHT, *GIVEN, "--efficiency", "0.927")
+    assert "link for 92.7%" in said.out and "step for 92.7%" in said.out
+
+
+@pytest.fixture
+def tiny_config(quick_config: dict[str, Any], tmp_path: Path) -> Path:
+    """A model of random weights that is on this machine."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(quick_config))
+    return path
+
+
+def test_a_config_at_hand_is_counted(command: Command, tiny_config: Path) -> None:
+    plan = json.loads(command("plan", "-c", tiny_config, "--nodes", 1, "--devices", 2, "--step_time", 1, "--json").out)
+    job = plan["plan"]["job"]
+    assert plan["plan"]["trainable_from"] == "counted"
+    assert 0 < job["trainable"] < job["frozen"] and job["protected"] + job["small"] <= job["trainable"]
+    assert "low_rank" in {row["mode"] for row in plan["modes"]}  # shapes are known
+
+
+def test_counting_agrees_with_the_model_itself(command: Command, tiny_config: Path) -> None:
+    from lightning_aigc.diffusion import StableDiffusionLoRA
+
+    arguments = yaml.safe_load(tiny_config.read_text())["model"]["init_args"]
+    keep = ("pretrained_model_name_or_path", "rank", "lora_targets")
+    model = StableDiffusionLoRA(**{name: arguments[name] for name in keep if name in arguments})
+    model.configure_model()
+    plan = json.loads(command("plan", "-c", tiny_config, "--nodes", 1, "--devices", 2, "--step_time", 1, "--json").out)
+    assert plan["plan"]["job"]["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_the_strategy_of_a_config_is_what_is_planned(command: Command, tmp_path: Path) -> None:
+    strategy = {"class_path": "NPUSparseStrategy", "init_args": {"mode": "sparse", "sparsity": 0.9, "local_steps": 4}}
+    path = tmp_path / "sync.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"accelerator": "gpu", "strategy": strategy}}))
+    said = command("plan", "-c", path, *FORTY_EIGHT, *GIVEN)
+    assert "sparse *" in said.out and "* what the config's strategy would do" in said.out
+    plan = json.loads(command("plan", "-c", path, *FORTY_EIGHT, *GIVEN, "--json").out)["plan"]
+    assert (plan["job"]["sparsity"], plan["job"]["local_steps"], plan["job"]["device"]) == (0.9, 4, "cuda")
+    assert plan["chosen_mode"] == "sparse"
+
+
+def test_later_configs_win_key_by_key(tmp_path: Path) -> None:
+    for name, config in {"a": {"trainer": {"x": 1, "y": 1}, "model": {}}, "b": {"trainer": {"y": 2}}}.items():
+        (tmp_path / name).write_text(yaml.safe_dump(config))
+    assert plan_model.read_configs([tmp_path / "a", tmp_path / "b"]) == {"trainer": {"x": 1, "y": 2}, "model": {}}
+
+
+def test_a_small_model_is_timed_by_one_dry_run_step(tiny_config: Path, tmp_path: Path) -> None:
+    seconds = plan_model.time_one_step([tiny_config])
+    assert 0.01 <= seconds < 60
+
+
+def test_a_dry_run_that_fails_says_why_and_what_to_pass(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(yaml.safe_dump({"model": {"class_path": "NoSuchModel"}}))
+    with pytest.raises(plan_model.ConfigError, match=r"dry run .* failed: .*NoSuchModel.*--step_time"):
+        plan_model.time_one_step([path])
+
+
+def test_a_large_model_wants_its_step_time(
+    command: Command, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_aigc.cli.plan.DRY_RUN_LIMIT", 10)
+    said = command("plan", "-c", tiny_config, "--nodes", 1, "--devices", 2)
+    assert said.code == 1
+    assert said.errors == [
+        "error: --step_time is missing, and this model is too large for a quick dry run; pass the seconds of one step"
+        " on one card: --step_time 1.2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--nodes", "2", "--devices", "2", *GIVEN), "--link is missing"),
+        (("--nodes", "1", "--devices", "2"), "neither --trainable nor a config"),
+        (("--nodes", "1", "--devices", "2", "--trainable", "1M"), "--step_time is missing, and nothing was built"),
+        (("--nodes", "0", "--devices", "2", *GIVEN), "nodes and devices must be at least 1"),
+        ((*FORTY_EIGHT, *GIVEN, "--efficiency", "92.7"), "efficiency must be between 0 and 1"),
+        ((*FORTY_EIGHT, *GIVEN, "--sparsity", "1"), r"sparsity must be in [0, 1), got 1.0"),
+        ((*FORTY_EIGHT, *GIVEN, "-c", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+        ((*FORTY_EIGHT, "--step_time", "0", "--trainable", "1M"), "--step_time must be above 0"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_line(command: Command, arguments: tuple[str, ...], said: str) -> None:
+    result = command("plan", *arguments)
+    assert result.code == 1 and len(result.errors) == 1 and said in result.errors[0]
+
+
+def test_a_model_that_is_elsewhere_says_what_to_pass(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "hub.yaml"
+    model = {"class_path": "StableDiffusionLoRA", "init_args": {"pretrained_model_name_or_path": "someone/model"}}
+    path.write_text(yaml.safe_dump({"model": model}))
+    result = command("plan", "-c", path, *FORTY_EIGHT)
+    assert result.code == 1
+    assert "someone/model is not on this machine" in result.errors[0] and "--trainable" in result.errors[0]
+
+
+def test_a_wrong_key_of_the_model_is_named(command: Command, tiny_config: Path) -> None:
+    config = yaml.safe_load(tiny_config.read_text())
+    config["model"]["init_args"]["network_dim"] = 4
+    tiny_config.write_text(yaml.safe_dump(config))
+    result = command("plan", "-c", tiny_config, *FORTY_EIGHT)
+    assert result.code == 2 and "network_dim" in result.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--devices", "8"), "--nodes"),
+        ((*FORTY_EIGHT[:4], "--link", "25"), "wanted a bandwidth"),
+        (("--nod",), "--nod"),
+    ],
+)
+def test_a_wrong_command_line_shows_the_usage(command: Command, arguments: tuple[str, ...], said: str) -> None:
+    result = command("plan", *arguments)
+    assert result.code == 2 and "usage: lightning plan" in result.err and said in result.err
+
+
+def test_the_worked_example_in_the_docs_is_what_the_command_says(command: Command) -> None:
+    text = (DEMO.parents[1] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    shown = text[text.index("$ lightning plan") :].partition("```")[0]
+    line, _, table = shown.partition("\n")
+    assert command(*line.split()[2:]).out.strip() == table.strip()
+
+
+def test_the_shipped_demo_config_can_be_planned(command: Command) -> None:
+    result = command("plan", "-c", DEMO, *FORTY_EIGHT, "--step_time", "1.2")
+    assert result.code == 0 and "parameters trained (counted)" in result.out
