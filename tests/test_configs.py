@@ -55,7 +55,10 @@ def test_a_config_parses_and_prints_itself_whole(
     assert printed["model"]["init_args"].items() >= given["model"]["init_args"].items()
     assert printed["data"]["init_args"].items() >= given["data"]["init_args"].items()
     for key, value in given["trainer"].items():
-        if key not in ("callbacks", "plugins"):
+        if key == "strategy" and isinstance(value, dict):
+            assert printed["trainer"][key]["class_path"].endswith(f".{value['class_path']}")
+            assert printed["trainer"][key]["init_args"].items() >= value["init_args"].items()
+        elif key not in ("callbacks", "plugins"):
             assert printed["trainer"][key] == value
     plugin = printed["trainer"]["plugins"]
     assert plugin["class_path"] == "lightning_aigc.precision.FusedBackwardPrecision"

@@ -19,7 +19,7 @@ from lightning_aigc.callbacks.picture_sheet import draw_sheet
 from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 
-_HOW_TO_SAMPLE = (
+HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
     "picture for each pair, [N, 3, H, W] in 0..1"
 )
@@ -91,14 +91,14 @@ class SampleGrid(Callback):
         if stage != "fit":
             return
         if not callable(getattr(pl_module, "sample", None)):
-            raise ModelError(f"SampleGrid cannot draw: {type(pl_module).__name__} has no `sample`; {_HOW_TO_SAMPLE}")
+            raise ModelError(f"SampleGrid cannot draw: {type(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}")
         self._prompts = list(self.prompts or getattr(pl_module, "validation_prompts", None) or ())
         if not self._prompts:
             raise ConfigError(
                 "SampleGrid got no prompts; set its `prompts`, or model.init_args.validation_prompts, or leave it out"
             )
         self._folder = Path(self.directory or Path(trainer.default_root_dir) / "samples").expanduser()
-        if trainer.is_global_zero and not _is_trial(trainer):
+        if trainer.is_global_zero and not is_trial(trainer):
             probe = self._folder / f".{os.getpid()}.part"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class SampleGrid(Callback):
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rank zero draws without any collective; all ranks meet again afterwards, whatever happened."""
-        if _is_trial(trainer):
+        if is_trial(trainer):
             return
         try:
             if trainer.is_global_zero and not self._too_slow:
@@ -202,5 +202,5 @@ def log_picture(trainer: Trainer, name: str, picture: Image.Image, step: int) ->
             logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
 
 
-def _is_trial(trainer: Trainer) -> bool:
+def is_trial(trainer: Trainer) -> bool:
     return bool(getattr(trainer, "fast_dev_run", False))

@@ -42,7 +42,8 @@ class CLIPModel:
         pretrained = pretrained or _DEFAULT_WEIGHTS.get(name)
         is_named = ":" not in source
         try:
-            with warnings.catch_warnings():
+            # Its first weights are drawn at random and then replaced: whoever loads it must not notice.
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.filterwarnings("ignore", "QuickGELU mismatch")
                 self.model: Any = open_clip.create_model(
                     source,

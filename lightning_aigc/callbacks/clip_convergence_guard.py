@@ -1,0 +1,368 @@
+"""CLIPConvergenceGuard: generate pictures while training, score them, stop at the best and keep it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_aigc.callbacks.image_checks import check_images
+from lightning_aigc.callbacks.picture_sheet import draw_sheet
+from lightning_aigc.callbacks.sample_grid import HOW_TO_SAMPLE, is_trial, log_picture, write_png
+from lightning_aigc.callbacks.undisturbed import undisturbed
+from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
+from lightning_aigc.metrics import CLIPSimilarity
+
+MEMORISING_CHECKS = 3
+"""Checks over which one score must rise and the other fall before that is reported."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One look at the model: each picture's scores, in the order of the prompts and seeds."""
+
+    step: int
+    clip_t: list[float]
+    clip_i: list[float]
+    """NaN without reference images."""
+
+    def scores(self, metric: str) -> list[float]:
+        """Each picture's score in clip_t, clip_i, or the mean of both."""
+        if metric == "mean":
+            return [(t + i) / 2 for t, i in zip(self.clip_t, self.clip_i, strict=True)]
+        found: list[float] = getattr(self, metric)
+        return found
+
+    def mean(self, metric: str) -> float:
+        scores = self.scores(metric)
+        return sum(scores) / len(scores)
+
+
+def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
+    """How much better pictures of the same prompts and seeds became: the mean difference and its standard error.
+
+    Pairs take most of the noise out: a prompt that scores low does so every time.
+    """
+    differences = [a - b for a, b in zip(now, before, strict=True)]
+    mean = sum(differences) / len(differences)
+    if len(differences) < 2:
+        return mean, 0.0
+    variance = sum((d - mean) ** 2 for d in differences) / (len(differences) - 1)
+    return mean, math.sqrt(variance / len(differences))
+
+
+class CLIPConvergenceGuard(Callback):
+    """Every `every_n_steps` optimizer steps: pictures of the same prompts and seeds, their CLIP scores, a decision.
+
+    The best weights so far are written to `<default_root_dir>/<output_name>_best.safetensors` as soon as they are
+    found. When no check has beaten the best for `patience` steps, training stops and one line says so. Pictures are
+    drawn on all ranks, each a part of them; the training does not notice. Works with any LightningModule that has
+    `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the best is kept by its `save_lora(path)`, or else its trainable
+    parameters are.
+
+    Args:
+        prompts: what to draw; the module's `validation_prompts` where None.
+        every_n_steps: optimizer steps between two checks.
+        num_images: pictures a prompt, of the seeds `seed`, `seed + 1`, ...
+        seed: the first seed.
+        metric: what counts: clip_t (picture to its prompt), clip_i (to the reference pictures), or mean of both.
+        patience: optimizer steps without a better score after which training stops.
+        min_delta: how much better a score must be; where None, more than the standard error of the paired difference,
+            which each check measures itself.
+        save_best: whether the best weights are written.
+        stop: whether training stops; without it the guard only watches and keeps.
+        clip_model: an open_clip name, a local folder, or `embedded:clip`.
+        clip_pretrained: weights of that model: an open_clip tag or a local file.
+        reference_images: how many training pictures clip_i compares with, from the data module's `reference_images`.
+        directory: where the grids go; `<default_root_dir>/guard` where None.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str] | None = None,
+        every_n_steps: int = 100,
+        num_images: int = 4,
+        seed: int = 2000,
+        metric: Literal["clip_t", "clip_i", "mean"] = "clip_t",
+        patience: int = 200,
+        min_delta: float | None = None,
+        save_best: bool = True,
+        stop: bool = True,
+        clip_model: str = "ViT-B-32",
+        clip_pretrained: str | None = None,
+        reference_images: int = 64,
+        directory: str | None = None,
+    ) -> None:
+        if isinstance(prompts, str) or (prompts is not None and not prompts):
+            raise ConfigError(f"got CLIPConvergenceGuard prompts={prompts!r}; wanted a list of prompts, or None")
+        if metric not in ("clip_t", "clip_i", "mean"):
+            raise ConfigError(f"CLIPConvergenceGuard metric must be clip_t, clip_i or mean, got {metric!r}")
+        for name, value in (("every_n_steps", every_n_steps), ("num_images", num_images), ("patience", patience)):
+            if value < 1:
+                raise ConfigError(f"CLIPConvergenceGuard {name} must be at least 1, got {value}")
+        if min_delta is not None and min_delta < 0:
+            raise ConfigError(
+                f"CLIPConvergenceGuard min_delta must be at least 0, or None for the noise; got {min_delta}"
+            )
+        self.prompts, self.every_n_steps, self.num_images, self.seed = prompts, every_n_steps, num_images, seed
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.save_best, self.stop = save_best, stop
+        self.clip_model, self.clip_pretrained = clip_model, clip_pretrained
+        self.reference_images, self.directory = reference_images, directory
+        self.checks: list[Check] = []
+        self.best_step: int | None = None
+        self.best_file: str | None = None
+        self._judge: CLIPSimilarity | None = None
+        self._prompts: list[str] = []
+        self._first_images: Tensor | None = None
+        self._last_images: Tensor | None = None
+        self._last_step = -1
+        self._too_slow = self._stopped = self._said_memorising = False
+
+    # What it knows
+
+    @property
+    def best_metric(self) -> float | None:
+        """The best score so far; None before the first check."""
+        best = self._best()
+        return None if best is None else best.mean(self.metric)
+
+    def should_stop_early(self) -> bool:
+        """Whether no check has beaten the best for `patience` steps."""
+        return (
+            bool(self.checks) and self.best_step is not None and self.checks[-1].step - self.best_step >= self.patience
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "checks": [[c.step, c.clip_t, c.clip_i] for c in self.checks],
+            "best_step": self.best_step,
+            "best_file": self.best_file,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.checks = [Check(int(step), list(t), list(i)) for step, t, i in state_dict["checks"]]
+        self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
+
+    # When it looks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Raises: ModelError without `sample` or a CLIP model, ConfigError without prompts or references."""
+        if stage != "fit" or is_trial(trainer):
+            return
+        if not callable(getattr(pl_module, "sample", None)):
+            raise ModelError(
+                f"CLIPConvergenceGuard cannot draw: {type(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}"
+            )
+        self._prompts = list(self.prompts or getattr(pl_module, "validation_prompts", None) or ())
+        if not self._prompts:
+            raise ConfigError(
+                "CLIPConvergenceGuard got no prompts; set its `prompts`, or model.init_args.validation_prompts"
+            )
+        if self.metric != "clip_t" and not callable(getattr(_data(trainer), "reference_images", None)):
+            raise ConfigError(
+                f"CLIPConvergenceGuard metric={self.metric} compares with training pictures, and the data module has "
+                "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
+            )
+        self._judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
+        self._judge.check()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._judge is None:
+            return
+        self._judge.to(pl_module.device)
+        find = getattr(_data(trainer), "reference_images", None)
+        if callable(find):
+            self._judge.set_reference_images(find(self.reference_images).to(pl_module.device))
+        self._last_step = trainer.global_step
+        if not self.checks:
+            self._check(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step, last = trainer.global_step, self._last_step
+        if self._judge is not None and step // self.every_n_steps > last // self.every_n_steps:
+            self._check(trainer, pl_module)
+            if self.stop and self.should_stop_early():
+                trainer.should_stop = self._stopped = True
+        self._last_step = step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._judge is None or not self.checks:
+            return
+        if self.checks[-1].step != trainer.global_step:
+            self._check(trainer, pl_module)
+        if trainer.is_global_zero and self._first_images is not None and self._last_images is not None:
+            pictures = torch.cat([self._first_images, self._last_images])
+            captions = [f"{when}\n{prompt}" for when in ("before", "after") for prompt, _ in self._pairs()]
+            self._show(trainer, draw_sheet(pictures, captions, self.num_images), "before_after")
+        score, kept = self.best_metric, f", kept in {self.best_file}" if self.best_file else ""
+        ended = f"stopped at step {trainer.global_step}" if self._stopped else "training ended"
+        rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")
+
+    # One check
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Every rank comes here, draws its part and gets all scores, so that all decide alike."""
+        if self._too_slow:
+            return
+        pairs, images, slow = self._pairs(), None, None
+        mine = pairs[trainer.global_rank :: trainer.world_size]
+        try:
+            if mine:
+                with undisturbed(pl_module, pl_module.device):
+                    images = self._draw(pl_module, mine)
+        except SamplingTooSlow as error:
+            slow = error
+        if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
+            self._too_slow = True
+            warnings.warn(f"CLIPConvergenceGuard checks no more: {slow or 'another rank was too slow'}", stacklevel=2)
+            return
+        scores_2N, images = self._gather(trainer, pl_module, len(pairs), mine, images)
+        check = Check(trainer.global_step, scores_2N[0].tolist(), scores_2N[1].tolist())
+        self.checks.append(check)
+        self._decide(trainer, pl_module, check)
+        if self._first_images is None:
+            self._first_images = images
+        self._last_images = images
+        if trainer.is_global_zero:
+            check_images(images, [f"step {check.step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
+            captions = [f"{score:.3f}\n{prompt}" for (prompt, _), score in zip(pairs, check.clip_t, strict=True)]
+            self._show(trainer, draw_sheet(images, captions, self.num_images), f"step_{check.step:06d}")
+            numbers = {f"guard/{name}": check.mean(name) for name in ("clip_t", "clip_i")}
+            numbers["guard/best"] = self.best_metric if self.best_metric is not None else math.nan
+            for logger in trainer.loggers:
+                known = {name: value for name, value in numbers.items() if math.isfinite(value)}
+                logger.log_metrics(known, step=check.step)
+
+    def _pairs(self) -> list[tuple[str, int]]:
+        return [(prompt, self.seed + i) for prompt in self._prompts for i in range(self.num_images)]
+
+    def _draw(self, pl_module: Any, pairs: Sequence[tuple[str, int]]) -> Tensor:
+        images = pl_module.sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
+        shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
+            raise ModelError(
+                f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
+                f"wanted [{len(pairs)}, 3, H, W] in 0..1"
+            )
+        return images.detach().float()
+
+    def _gather(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        count: int,
+        mine: Sequence[tuple[str, int]],
+        images: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """All scores [2, count] and all pictures [count, 3, H, W] on the CPU, whoever drew them."""
+        assert self._judge is not None
+        device, world = pl_module.device, trainer.world_size
+        if images is None:
+            scores_2N = torch.zeros(2, 0, device=device)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # check_images names broken pictures, once
+                found = self._judge.scores(images.to(device), [prompt for prompt, _ in mine])
+            scores_2N = torch.stack([found["clip_t"], found["clip_i"]])
+        if world == 1:
+            assert images is not None
+            return scores_2N.cpu(), images.cpu()
+        each = -(-count // world)
+        size = torch.tensor(images.shape[2:] if images is not None else (0, 0), device=device, dtype=torch.int32)
+        height, width = pl_module.all_gather(size).amax(0).tolist()  # type: ignore[union-attr]
+        padded_scores, padded = torch.zeros(2, each, device=device), torch.zeros(each, 3, height, width, device=device)
+        if images is not None:
+            padded_scores[:, : len(images)], padded[: len(images)] = scores_2N, images.to(device)
+        scores_R2E, images_RE3HW = pl_module.all_gather(padded_scores), pl_module.all_gather(padded)
+        assert isinstance(scores_R2E, Tensor) and isinstance(images_RE3HW, Tensor)
+        # Rank r drew the pairs r, r + world, ...: its e-th picture is number e * world + r.
+        scores = scores_R2E.permute(1, 2, 0).reshape(2, -1)[:, :count]
+        return scores.cpu(), images_RE3HW.transpose(0, 1).flatten(0, 1)[:count].cpu()
+
+    def _decide(self, trainer: Trainer, pl_module: LightningModule, check: Check) -> None:
+        best = self._best()
+        now = check.scores(self.metric)
+        if not all(math.isfinite(score) for score in now):
+            warnings.warn(
+                f"CLIPConvergenceGuard: {self.metric} of step {check.step} is not finite; the training has most likely "
+                "diverged: lower model.init_args.learning_rate. The best weights so far stay the best",
+                stacklevel=2,
+            )
+            return
+        if best is not None:
+            better, noise = improvement(now, best.scores(self.metric))
+            if better <= (noise if self.min_delta is None else self.min_delta):
+                self._watch_memorising(best, check)
+                return
+        self.best_step = check.step
+        if self.save_best and check.step > 0:
+            self.best_file = self._write_best(trainer, pl_module)
+        self._watch_memorising(best, check)
+
+    def _best(self) -> Check | None:
+        return next((check for check in self.checks if check.step == self.best_step), None)
+
+    def _watch_memorising(self, best: Check | None, check: Check) -> None:
+        """Prompts are followed better and the pictures leave the training pictures: or the other way round."""
+        if self._said_memorising or len(self.checks) <= MEMORISING_CHECKS:
+            return
+        before = self.checks[-1 - MEMORISING_CHECKS]
+        text, text_noise = improvement(check.clip_t, before.clip_t)
+        image, image_noise = improvement(check.clip_i, before.clip_i)
+        clear = abs(text) > text_noise and abs(image) > image_noise  # never with a NaN
+        if not clear or text * image >= 0:
+            return
+        self._said_memorising = True
+        rising, falling = ("clip_t", "clip_i") if text > 0 else ("clip_i", "clip_t")
+        meaning = (
+            "pictures follow the words but leave the look of the training pictures"
+            if rising == "clip_t"
+            else "pictures grow like the training pictures and follow the words less: the model memorises"
+        )
+        warnings.warn(
+            f"CLIPConvergenceGuard: since step {before.step} {rising} rises while {falling} falls ({text:+.3f} clip_t, "
+            f"{image:+.3f} clip_i): {meaning}. Lower model.init_args.learning_rate or rank, or stop here",
+            stacklevel=2,
+        )
+
+    # What it writes
+
+    def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
+        name = getattr(pl_module, "output_name", "lora")
+        path = Path(trainer.default_root_dir) / f"{name}_best.safetensors"
+        if trainer.is_global_zero:
+            save = getattr(pl_module, "save_lora", None)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if callable(save):
+                save(path, output_name=path.stem, steps=trainer.global_step)
+            else:
+                from safetensors.torch import save_file
+
+                trained = {n: p.detach().cpu().contiguous() for n, p in pl_module.named_parameters() if p.requires_grad}
+                temporary = path.with_name(f".{path.name}.part")
+                save_file(trained, temporary, {"step": str(trainer.global_step)})
+                temporary.replace(path)
+        return str(path)
+
+    def _show(self, trainer: Trainer, sheet: Any, name: str) -> None:
+        folder = Path(self.directory or Path(trainer.default_root_dir) / "guard").expanduser()
+        try:
+            write_png(folder / f"{name}.png", sheet, {"step": trainer.global_step, "prompts": self._prompts})
+        except OSError as error:
+            warnings.warn(f"CLIPConvergenceGuard cannot write to {folder}: {error.strerror or error}", stacklevel=2)
+        log_picture(trainer, f"guard_{name}" if name == "before_after" else "guard", sheet, trainer.global_step)
+
+
+def _data(trainer: Trainer) -> Any:
+    return getattr(trainer, "datamodule", None)

@@ -1,0 +1,312 @@
+"""CLIPConvergenceGuard: what it scores, when it stops, what it keeps, and that training does not notice."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from PIL import Image
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_aigc.callbacks import CLIPConvergenceGuard
+from lightning_aigc.callbacks.clip_convergence_guard import Check, improvement
+from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
+from lightning_aigc.tiny.embedded import resolve
+
+BRAND = resolve("embedded:brand")
+PROMPTS = ["a zorp mug", "a zorp bottle"]
+BEST_STEP = 6
+
+
+def picture_of(prompt: str) -> Tensor:
+    pixels = np.asarray(Image.open(BRAND / f"{prompt.split()[-1]}_000.png").convert("RGB"))
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float() / 255
+
+
+class Painter(LightningModule):
+    """Its pictures are real products under noise, which fades until `BEST_STEP` and then comes back."""
+
+    noise_of_rest = 0.9
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.drawn: list[tuple[list[str], list[int]]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+        self.drawn.append((prompts, seeds))
+        noise = min(self.noise_of_rest, abs(self.trainer.global_step - BEST_STEP) / 6)
+        images = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            rest = torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(seed))
+            images.append((1 - noise) * picture_of(prompt) + noise * rest)
+        return torch.stack(images)
+
+
+def fit(module: LightningModule, root: Path, *callbacks: Any, steps: int = 20, **given: Any) -> Trainer:
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": root}
+    trainer = Trainer(max_steps=steps, callbacks=list(callbacks), **(options | given))
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=4))
+    return trainer
+
+
+def guard(**given: Any) -> CLIPConvergenceGuard:
+    options: dict[str, Any] = {"prompts": PROMPTS, "every_n_steps": 2, "num_images": 2, "patience": 6}
+    return CLIPConvergenceGuard(**(options | {"clip_model": "embedded:clip"} | given))
+
+
+def test_it_stops_after_its_patience_and_keeps_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watching, painter = guard(), Painter()
+    with caplog.at_level("INFO"):
+        trainer = fit(painter, tmp_path, watching)
+    assert watching.best_step == BEST_STEP
+    assert trainer.global_step == BEST_STEP + 6
+    assert watching.should_stop_early()
+    best = next(check for check in watching.checks if check.step == BEST_STEP)
+    assert watching.best_metric == pytest.approx(sum(best.clip_t) / 4)
+    assert watching.best_metric > 0.8 > watching.checks[0].mean("clip_t")
+    line = next(r.message for r in caplog.records if "CLIPConvergenceGuard" in r.message)
+    assert f"stopped at step {BEST_STEP + 6}; best clip_t {watching.best_metric:.4f} at step {BEST_STEP}" in line
+    assert str(tmp_path / "lora_best.safetensors") in line
+    with safe_open(tmp_path / "lora_best.safetensors", "pt") as file:
+        assert file.metadata() == {"step": str(BEST_STEP)}
+        assert set(file.keys()) == {"net.0.weight", "net.0.bias"}
+
+
+def test_checks_are_paired_by_prompt_and_seed(tmp_path: Path) -> None:
+    painter = Painter()
+    fit(painter, tmp_path, guard(seed=70, stop=False), steps=4)
+    assert painter.drawn == [(["a zorp mug"] * 2 + ["a zorp bottle"] * 2, [70, 71, 70, 71])] * 3
+
+
+def test_without_stop_it_only_watches(tmp_path: Path) -> None:
+    watching = guard(stop=False)
+    assert fit(Painter(), tmp_path, watching, steps=16).global_step == 16
+    assert watching.best_step == BEST_STEP
+
+
+def test_a_score_within_its_own_noise_is_no_better() -> None:
+    better, noise = improvement([0.5, 0.7], [0.4, 0.4])
+    assert better == pytest.approx(0.2)
+    assert noise == pytest.approx(0.1)
+    assert improvement([0.5], [0.4]) == (pytest.approx(0.1), 0.0)
+
+
+@pytest.mark.parametrize(("min_delta", "best"), [(None, 0), (0.0, 2), (0.2, 0)])
+def test_min_delta_takes_the_place_of_the_measured_noise(
+    min_delta: float | None, best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One picture becomes 0.3 better and another 0.2 worse: 0.05 on average, with a standard error of 0.25."""
+    scores = iter([[0.4, 0.6], [0.7, 0.4]])
+    monkeypatch.setattr(
+        "lightning_aigc.metrics.CLIPSimilarity.scores",
+        lambda *_: {"clip_t": torch.tensor(next(scores)), "clip_i": torch.full((2,), torch.nan)},
+    )
+    watching = guard(num_images=1, min_delta=min_delta)
+    fit(Painter(), tmp_path, watching, steps=2)
+    assert watching.best_step == best
+
+
+def test_grids_scores_and_a_last_before_and_after_are_written(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(Painter(), tmp_path, guard(stop=False), steps=4, logger=logger, log_every_n_steps=1)
+    assert {p.name for p in (tmp_path / "guard").iterdir()} == {
+        "step_000000.png", "step_000002.png", "step_000004.png", "before_after.png",
+    }  # fmt: skip
+    logged = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "guard/clip_t" in logged
+    assert "guard/best" in logged
+    with Image.open(tmp_path / "guard" / "step_000004.png") as sheet:
+        assert json.loads(sheet.text["step"]) == 4  # type: ignore[attr-defined]
+        with Image.open(tmp_path / "guard" / "before_after.png") as before_after:
+            assert before_after.height > 1.8 * sheet.height
+
+
+def test_its_state_resumes_and_is_plain(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
+    whole = guard()
+    fit(Painter(), tmp_path / "whole", whole, checkpoint, enable_checkpointing=True)
+    resumed = guard()
+    trainer = Trainer(
+        accelerator="cpu", max_steps=20, callbacks=[resumed], logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path / "resumed", enable_checkpointing=False,
+    )  # fmt: skip
+    loader = DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning: the loader is not resumable, which does not matter here
+        trainer.fit(Painter(), loader, ckpt_path=str(tmp_path / "step=8.ckpt"), weights_only=True)
+    assert [(c.step, c.clip_t) for c in resumed.checks] == [(c.step, c.clip_t) for c in whole.checks]
+    assert (resumed.best_step, trainer.global_step) == (whole.best_step, BEST_STEP + 6)
+
+
+def test_a_score_that_is_not_finite_never_becomes_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([[0.4, 0.4], [0.5, 0.5], [torch.nan, 0.9]])
+    monkeypatch.setattr(
+        "lightning_aigc.metrics.CLIPSimilarity.scores",
+        lambda *_: {"clip_t": torch.tensor(next(scores)), "clip_i": torch.full((2,), torch.nan)},
+    )
+    watching = guard(num_images=1)
+    with pytest.warns(UserWarning, match="clip_t of step 4 is not finite.*learning_rate"):
+        fit(Painter(), tmp_path, watching, steps=4)
+    assert (watching.best_step, watching.best_metric) == (2, pytest.approx(0.5))
+
+
+def test_broken_pictures_are_named_and_score_as_black(tmp_path: Path) -> None:
+    class Diverging(Painter):
+        def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+            images = super().sample(prompts, seeds)
+            return images * torch.nan if self.trainer.global_step == BEST_STEP else images
+
+    watching = guard(stop=False)
+    with pytest.warns(ImageWarning, match="not finite pictures .*step 6"):
+        fit(Diverging(), tmp_path, watching, steps=8)
+    assert watching.best_step != BEST_STEP
+
+
+def test_words_that_are_lost_while_pictures_are_copied_are_reported() -> None:
+    watching = guard()
+    rows = [(0.8, 0.2), (0.7, 0.4), (0.6, 0.6), (0.5, 0.8)]
+    watching.checks = [Check(i, [t, t + 0.01], [s, s + 0.01]) for i, (t, s) in enumerate(rows)]
+    with pytest.warns(UserWarning, match=r"clip_i rises while clip_t falls.*memorises"):
+        watching._watch_memorising(None, watching.checks[-1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watching._watch_memorising(None, watching.checks[-1])  # said once
+
+
+def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_path: Path) -> None:
+    class Slow(Painter):
+        def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+            raise SamplingTooSlow("2 hours")
+
+    with pytest.warns(UserWarning, match="checks no more: 2 hours"):
+        assert fit(Slow(), tmp_path, guard(), steps=4).global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"prompts": []}, "wanted a list of prompts"),
+        ({"prompts": "a cup"}, "wanted a list of prompts"),
+        ({"metric": "fid"}, "clip_t, clip_i or mean, got 'fid'"),
+        ({"patience": 0}, "patience must be at least 1"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
+        ({"min_delta": -1.0}, "min_delta must be at least 0"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        guard(**options)
+
+
+def test_what_training_cannot_give_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Dumb(Painter):
+        sample = None  # type: ignore[assignment]
+
+    with pytest.raises(ModelError, match=r"Dumb has no `sample`; add this method to it: `def sample"):
+        fit(Dumb(), tmp_path, guard())
+    with pytest.raises(ConfigError, match="got no prompts"):
+        fit(Painter(), tmp_path, guard(prompts=None))
+    with pytest.raises(ConfigError, match="no `reference_images"):
+        fit(Painter(), tmp_path, guard(metric="clip_i"))
+    with pytest.raises(ModelError, match=r"without open_clip_config\.json"):
+        fit(Painter(), tmp_path, guard(clip_model=str(tmp_path)))
+
+
+def tiny_run(root: Path, *callbacks: Any) -> tuple[dict[str, Tensor], list[Any]]:
+    """Six steps of the embedded Stable Diffusion on its brand: trained weights and losses."""
+    seed_everything(7, verbose=False)
+    losses: list[Any] = []
+
+    class Watched(StableDiffusionLoRA):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(outputs["loss"].item())
+
+    module = Watched(
+        "embedded:sd", rank=4, learning_rate=1e-3, max_train_steps=6, num_inference_steps=2,
+        validation_prompts=PROMPTS,
+    )  # fmt: skip
+    module.configure_callbacks = list  # type: ignore[method-assign]  # the guard alone
+    data = ImageCaptionData(str(BRAND), train_batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=6, callbacks=list(callbacks), logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=root,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}, losses
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on modules in eval mode and on workers
+def test_a_stable_diffusion_trains_the_same_to_the_bit_with_the_guard(tmp_path: Path) -> None:
+    plain, losses = tiny_run(tmp_path / "plain")
+    watching = guard(prompts=None, metric="mean", stop=False, min_delta=0.0)
+    watched, watched_losses = tiny_run(tmp_path / "watched", watching)
+    assert [check.step for check in watching.checks] == [0, 2, 4, 6]
+    assert all(torch.tensor(check.clip_i).isfinite().all() for check in watching.checks)
+    assert watched_losses == losses
+    assert plain.keys() == watched.keys()
+    assert all(torch.equal(watched[name], value) for name, value in plain.items())
+    if watching.best_step:
+        with safe_open(tmp_path / "watched" / "lora_best.safetensors", "pt") as file:
+            assert file.metadata()["ss_steps"] == str(watching.best_step)
+
+
+TWO_RANKS = """
+import json, sys
+from pathlib import Path
+import lightning_aigc
+sys.path.insert(0, sys.argv[2])
+from test_clip_convergence_guard import Painter, fit, guard
+root = Path(sys.argv[1])
+watching, painter = guard(num_images=3), Painter()
+trainer = fit(painter, root / "run", watching, devices=2, strategy="ddp")
+found = {"steps": trainer.global_step, "best": watching.best_step, "checks": [c.clip_t for c in watching.checks],
+         "drawn": painter.drawn[0]}
+(root / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+"""
+
+
+def test_two_ranks_share_the_pictures_and_decide_alike(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    paths = os.pathsep.join(str(here.parents[1] / part) for part in ("", "kernels", "tests"))
+    (tmp_path / "script.py").write_text(TWO_RANKS)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    alone = guard(num_images=3)
+    fit(Painter(), tmp_path / "alone", alone)
+    assert first["drawn"] == [["a zorp mug", "a zorp mug", "a zorp bottle"], [2000, 2002, 2001]]
+    assert second["drawn"] == [["a zorp mug", "a zorp bottle", "a zorp bottle"], [2001, 2000, 2002]]
+    assert first["checks"] == second["checks"]
+    assert (first["steps"], first["best"]) == (second["steps"], second["best"]) == (BEST_STEP + 6, BEST_STEP)
+    for mine, theirs in zip(first["checks"], alone.checks, strict=True):
+        assert mine == pytest.approx(theirs.clip_t, abs=1e-5)
