@@ -100,7 +100,7 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
     if message.startswith("Problems parsing config"):
         return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
     message = message.replace("are required: fit.", "are required: ")
-    leaves = sorted(_leaves(message, parser), key=lambda leaf: leaf.rank)
+    leaves = sorted(_leaves(message, parser), key=lambda leaf: (leaf.rank, -len(leaf.path)))  # the innermost first
     # A class that one alternative of a union accepted, and found a wrong value in, is no wrong class.
     accepted = {leaf.class_path.rpartition(".")[2] for leaf in leaves if leaf.class_path}
     leaves = [leaf for leaf in leaves if leaf.text.removesuffix(_OTHER_KIND) not in accepted]

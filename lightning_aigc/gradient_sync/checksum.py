@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-MASK = 0x7FFFFFFF
+PRIME = 2**31 - 1
+"""Sums are kept modulo this: no power of two divides by it, so that no single bit drops out."""
 
 
 class RanksDivergedError(RuntimeError):
@@ -25,11 +26,11 @@ def check_equal(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     sums = torch.stack([bits_of(p) for _, p in parameters])
-    total = (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum() & MASK
+    total = (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum() % PRIME
     # One all_reduce finds both ends; int32, because HCCL has not always had int64.
-    ends = torch.stack([total, MASK - total]).to(torch.int32)
+    ends = torch.stack([total, PRIME - total]).to(torch.int32)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
-    highest, lowest = int(ends[0]), MASK - int(ends[1])
+    highest, lowest = int(ends[0]), PRIME - int(ends[1])
     if highest == lowest:
         return
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -47,7 +48,7 @@ def check_equal(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """A number of 31 bits that any changed bit of this tensor changes: the sum of its bits as integers."""
+    """A number below 2^31 that any one changed bit of this tensor changes: the sum of its words as integers."""
     flat = tensor.detach().contiguous().view(-1)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return flat.view(words).sum(dtype=torch.int64) & MASK
+    return flat.view(words).sum(dtype=torch.int64) % PRIME

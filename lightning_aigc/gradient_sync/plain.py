@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.gradient_sync.groups import Groups
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.runners import SyncError, at_the_end_of_backward, explain
 from lightning_aigc.gradient_sync.sync import StepReport
 from lightning_aigc.gradient_sync.traffic import KINDS, dense_ring_bytes
 
@@ -26,6 +27,7 @@ class Dense:
         self.step = self.skipped_steps = 0
         self.report: StepReport | None = None
         self._checks: list[torch.futures.Future[Any]] = []
+        self._failed: SyncError | None = None
         self._sent = 0.0
         self._arrived = self._done = 0.0
 
@@ -67,12 +69,23 @@ class Dense:
         self._checks.append(check)
 
         def finished(future: torch.futures.Future[Any]) -> Tensor:
-            reduced: Tensor = future.value()[0]
+            try:
+                reduced: Tensor = future.value()[0]
+            except RuntimeError as error:
+                self._failed, reduced = self._failed or explain(error, self.groups, self.step), buffer
             check.set_result(reduced.sum(dtype=torch.float32))
             self._done = time.perf_counter()
             return reduced
 
+        if bucket.is_last():
+            at_the_end_of_backward(self._raise_failure)
         return dist.all_reduce(buffer, async_op=True).get_future().then(finished)
+
+    def _raise_failure(self) -> None:
+        for check in self._checks:
+            check.wait()
+        if self._failed is not None:
+            raise self._failed
 
 
 class LocalSteps:
@@ -106,8 +119,9 @@ class LocalSteps:
         if bucket.is_last():
             wrong = (~torch.isfinite(torch.stack(self._checks)).all()).to(torch.float32).view(1)
             self._checks = []
-            self.groups.everyone.all_reduce(wrong, "index").wait()
+            self._all_reduce(wrong, "index")
             self._finite = wrong.item() == 0
+            self.skipped_steps += not self._finite
             if not self._finite:  # one loss scaler a rank: all must see what one saw
                 bucket.buffer().fill_(torch.nan)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -123,7 +137,6 @@ class LocalSteps:
     def after_optimizer_step(self) -> None:
         """Average the parameters if it is time; every rank calls it after each step of the optimizer."""
         if not self._finite:
-            self.skipped_steps += 1
             return
         self.step += 1
         self._since_average += 1
@@ -132,13 +145,15 @@ class LocalSteps:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Send the parameters to their average now: at the end of a run, and before a checkpoint that all may load."""
-        steps, self._since_average = max(self._since_average, 1), 0
+        """Send the parameters to their average now, if they left it: at the end of a run, and before a checkpoint."""
+        steps, self._since_average = self._since_average, 0
+        if steps == 0:  # momentum would carry them on
+            return
         moved = torch.cat([(self._anchor[name] - p).view(-1) for name, p in self.parameters])
         moved /= self.groups.world_size
         start = time.perf_counter()
         before = dict(self.groups.traffic.sent)
-        self.groups.everyone.all_reduce(moved).wait()
+        self._all_reduce(moved, "values")
         at = 0
         for name, parameter in self.parameters:
             step = moved[at : at + parameter.numel()].view_as(parameter)
@@ -151,6 +166,12 @@ class LocalSteps:
         sent = {kind: total - before[kind] for kind, total in self.groups.traffic.sent.items()}
         ratio = sum(sent.values()) / dense_ring_bytes(self._numel, self.groups.world_size) / steps
         self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
+
+    def _all_reduce(self, tensor: Tensor, kind: str) -> None:
+        try:
+            self.groups.everyone.all_reduce(tensor, kind).wait()
+        except RuntimeError as error:
+            raise explain(error, self.groups, self.step) from error
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -10,11 +10,33 @@ from typing import Any
 
 import torch
 
+from lightning_aigc.gradient_sync.groups import Groups
+
 Work = Generator[Any, None, None]
 
 
 class SyncError(RuntimeError):
     """Gradients could not be added up: a rank is gone, stuck, or does something else."""
+
+
+def explain(error: BaseException, groups: Groups, step: int) -> SyncError:
+    """The error of a collective in words that say where to look."""
+    said = str(error).strip().splitlines() or ["no message"]
+    return SyncError(
+        f"rank {groups.rank} of {groups.world_size} could not add up gradients in step {step}: "
+        f"{type(error).__name__}: {said[0]}. Most often another rank has stopped or hangs: look at its log first; a "
+        f"rank that is only slow needs a longer timeout than {groups.timeout}"
+    )
+
+
+def at_the_end_of_backward(check: Callable[[], None]) -> None:
+    """Call `check` when the backward pass at hand is over, for it to raise what went wrong.
+
+    An error that a DDP hook's future carries comes out as a RuntimeError about a cast; what the engine's own callback
+    raises comes out as it is.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(check)
 
 
 class Inline:
@@ -46,17 +68,14 @@ class Thread(Inline):
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
         super().__init__(explain)
         self._inbox: queue.Queue[tuple[Work, Callable[[SyncError | None], None], bool] | None] = queue.Queue()
-        self._idle = threading.Event()
-        self._idle.set()
         self._thread = threading.Thread(target=self._serve, name="gradient-sync", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
-        self._idle.clear()
         self._inbox.put((work, done, last))
 
     def finish(self) -> None:
-        self._idle.wait()
+        self._inbox.join()
 
     def close(self) -> None:
         self._inbox.put(None)
@@ -87,8 +106,7 @@ class Thread(Inline):
                 running.clear()
             if not running:
                 self.busy_seconds += time.perf_counter() - start
-            if last:
-                self._idle.set()
+            self._inbox.task_done()
 
 
 class _Running:
@@ -113,11 +131,12 @@ class _Running:
 class Stream(Inline):
     """Queues everything on a side stream of an accelerator: there, waiting for a collective blocks no one.
 
-    The stream of the backward pass waits for the side stream after the last unit.
+    The stream of the backward pass waits for the side stream after the last unit, or where `late`, in `finish`.
     """
 
-    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device) -> None:
+    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, late: bool) -> None:
         super().__init__(explain)
+        self._late = late
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self._stream = self._module.Stream(device=device)
@@ -127,9 +146,12 @@ class Stream(Inline):
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
             error = _run(work, self._explain)
-        if last:
+        if last and not self._late:
             current.wait_stream(self._stream)
         done(error)
+
+    def finish(self) -> None:
+        self._module.current_stream(self._device).wait_stream(self._stream)
 
 
 def _run(work: Work, explain: Callable[[BaseException], SyncError]) -> SyncError | None:

@@ -7,6 +7,7 @@ ranks. What is not chosen stays owed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class SharedBlocks:
             index: torch.zeros(of.numel(), dtype=torch.int32, device=of.device) for index, of in layers.items()
         }
         self._next: dict[int, tuple[Tensor, Tensor]] = {}
-        self._chosen = self._choose()
+        self._chosen = self._choose(self._energy)
 
     def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
         chosen_K = self._chosen[unit.index]
@@ -72,18 +73,18 @@ class SharedBlocks:
         self._next[unit.index] = energies_of(total_N), torch.zeros_like(self._age[unit.index])
 
     def choose_by(self, energies: dict[int, Tensor]) -> None:
-        """Choose the next step's blocks by fresher energies; the same on every rank, for units by index."""
-        self._energy |= energies
-        self._chosen = self._choose()
+        """Choose this step's blocks by fresher energies; the same on every rank, for units by index."""
+        self._chosen = self._choose(energies)
 
     def commit(self) -> None:
         for index, (energy, age) in self._next.items():
             self._energy[index], self._age[index] = energy, age
-        self._chosen = self._choose()
-        self.forget()
+        self._next = {}
+        self._chosen = self._choose(self._energy)
 
     def forget(self) -> None:
         self._next = {}
+        self._chosen = self._choose(self._energy)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -97,13 +98,15 @@ class SharedBlocks:
             energy, age = state["energy"].get(str(index)), state["age"].get(str(index))
             if energy is not None and energy.numel() == of.numel():
                 self._energy[index], self._age[index] = energy.to(of.device), age.to(of.device)
-        self._chosen = self._choose()
+        self._chosen = self._choose(self._energy)
 
-    def _choose(self) -> dict[int, Tensor]:
+    def _choose(self, energies: dict[int, Tensor]) -> dict[int, Tensor]:
         """The blocks of each unit that travel, ascending."""
         if not self._layers:
             return {}
-        energy, age, layers = (torch.cat(list(d.values())) for d in (self._energy, self._age, self._layers))
+        energy, age, layers = (
+            torch.cat([d[index] for index in self._layers]) for d in (energies, self._age, self._layers)
+        )
         quota_L = quotas(energy, layers, self._density, adaptive=self._adaptive)
         oldest_L = (quota_L * FOR_THE_OLDEST).ceil().long()
         by_energy = rank_within(layers, energy) < (quota_L - oldest_L)[layers]
@@ -119,17 +122,19 @@ def quotas(energy: Tensor, layers: Tensor, density: float, *, adaptive: bool) ->
     sqrt(energy * blocks) is a layer's blocks times the root mean square of its gradient. A layer sends at least
     LEAST_SHARE of its even share, one block at the least, and at most all it has.
     """
-    blocks_L = torch.bincount(layers).double().cpu()
+    blocks_L = torch.bincount(layers).cpu().double()
     even_L = density * blocks_L
-    if not adaptive:
+    if not adaptive or density == 1:
         return even_L.ceil().long().to(layers.device)
     energy_L = torch.zeros(len(blocks_L), dtype=torch.float64)
-    energy_L.index_add_(0, layers.cpu(), energy.double().cpu())
+    energy_L.index_add_(0, layers.cpu(), energy.cpu().double())
     weight_L = (energy_L * blocks_L).sqrt()
     least_L, wanted = LEAST_SHARE * even_L, even_L.sum()
-    low, high = 0.0, float(blocks_L.max() / weight_L[weight_L > 0].min().clamp_min(1e-300)) if weight_L.any() else 0.0
+    low = high = 0.0
+    if weight_L.any():  # no layer above its least share, and every one at all it has
+        low, high = float(least_L.min() / weight_L.max()), float(blocks_L.max() / weight_L[weight_L > 0].min())
     for _ in range(60):  # the factor at which the shares, cut to what a layer may send, add up
-        factor = (low + high) / 2
+        factor = math.sqrt(low * high)
         if (factor * weight_L).maximum(least_L).minimum(blocks_L).sum() < wanted:
             low = factor
         else:
@@ -185,6 +190,7 @@ class TwoOfFour:
         pattern = torch.cat([largest, oldest], 1)
         fours = e_N.view(-1, 4)
         values = fours.gather(1, pattern)
+        values[0, 0] += 0 * fours.sum()  # NaN where a value that stays is not finite: every rank must hear of it
         wire, _ = yield from in_bfloat16(values, group)
         fours.scatter_(1, pattern, values)
         total = wire.float()

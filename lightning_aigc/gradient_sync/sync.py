@@ -12,12 +12,21 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.groups import Groups
 from lightning_aigc.gradient_sync.layout import Entry, Unit, make_units
 from lightning_aigc.gradient_sync.modes import make_reduction, own_part
 from lightning_aigc.gradient_sync.options import SPARSE_MODES, SyncOptions
 from lightning_aigc.gradient_sync.reductions import Reduction, Whole
-from lightning_aigc.gradient_sync.runners import Inline, Stream, SyncError, Thread, Work
+from lightning_aigc.gradient_sync.runners import (
+    Inline,
+    Stream,
+    SyncError,
+    Thread,
+    Work,
+    at_the_end_of_backward,
+    explain,
+)
 from lightning_aigc.gradient_sync.sparse import SharedBlocks, energies_of
 from lightning_aigc.gradient_sync.traffic import dense_ring_bytes
 
@@ -53,17 +62,14 @@ class _BucketFuture:
 
     def __init__(self, buffer: Tensor) -> None:
         self.future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._buffer, self._left, self._failed = buffer, 1, False
+        self._buffer, self._left = buffer, 1
 
     def hold(self) -> None:
         self._left += 1
 
-    def release(self, error: SyncError | None) -> None:
-        if error is not None and not self._failed:
-            self._failed = True
-            self.future.set_exception(error)  # type: ignore[arg-type]  # its annotation has forgotten exceptions
+    def release(self) -> None:
         self._left -= 1
-        if self._left == 0 and not self._failed:
+        if self._left == 0:
             self.future.set_result(self._buffer)
 
 
@@ -86,6 +92,11 @@ class GradientSync:
 
         Raises: ConfigError for options that do not fit the parameters.
         """
+        if options.delay_one_step and find_unused:
+            raise ConfigError(
+                "delay_one_step wants a gradient for every parameter in each step, got DDP with find_unused_parameters "
+                "or static_graph: a late gradient would be dropped where its parameter goes unused"
+            )
         self.options, self.groups, self.find_unused, self._loss_scale = options, groups, find_unused, loss_scale
         self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self.device = self.parameters[0][1].device
@@ -108,7 +119,7 @@ class GradientSync:
         elif self.device.type == "cpu":
             self._runner = Thread(self._explain)
         else:
-            self._runner = Stream(self._explain, self.device)
+            self._runner = Stream(self._explain, self.device, late=options.delay_one_step)
         self.step = 0
         self.skipped_steps = 0
         self.report: StepReport | None = None
@@ -120,6 +131,7 @@ class GradientSync:
         self.choose_early = True
         """Sparse modes, with accumulation: choose by the sum of the micro-batches so far, not by the step before."""
         self._accumulating = False
+        self._removable: list[Any] = []
 
     # A step, bucket by bucket
 
@@ -131,13 +143,21 @@ class GradientSync:
 
         ddp.register_comm_hook(None, hook)
         if isinstance(self.reduction, SharedBlocks):
-            self._forward_hook = ddp.register_forward_pre_hook(lambda model, _: self._before_forward(model))
+            self._removable.append(ddp.register_forward_pre_hook(lambda model, _: self._before_forward(model)))
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         waiting = _BucketFuture(bucket.buffer())
         self._arrived(bucket.parameters(), bucket.gradients(), waiting, last=bucket.is_last())
-        waiting.release(None)
+        waiting.release()
+        if bucket.is_last():
+            at_the_end_of_backward(self._raise_failure)
         return waiting.future
+
+    def _raise_failure(self) -> None:
+        if not self.options.delay_one_step:
+            self._runner.finish()
+        if self._failed is not None:
+            raise self._failed
 
     def _arrived(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], waiting: _BucketFuture, *, last: bool
@@ -167,9 +187,9 @@ class GradientSync:
 
     def _release(self, one: _OnItsWay) -> Callable[[SyncError | None], None]:
         def done(error: SyncError | None) -> None:
-            self._last_done = time.perf_counter()
+            self._last_done, self._failed = time.perf_counter(), self._failed or error
             for waiting in one.futures:
-                waiting.release(error)
+                waiting.release()
 
         return done
 
@@ -202,23 +222,24 @@ class GradientSync:
         reduction = self.reduction if compresses else self._whole
         if unit.whole:
             total, check = yield from reduction.reduce(unit, flat, groups.everyone)
-        elif groups.inside is None:
-            unused = yield from self._set_aside_unused(one, flat)
-            total, check = yield from reduction.reduce(unit, flat, groups.between)
-            for entry, owed in unused:
-                flat[entry.start : entry.stop].add_(owed)
-        else:
+            self._checks.append(check)
+            return total
+        e_N = flat
+        if groups.inside is not None:
             e_N = self._staged[unit.index]
             yield groups.inside.reduce_scatter(e_N, flat)
             if self.options.error_feedback:
                 e_N.add_(self._owed[unit.index])
-            part, check = yield from reduction.reduce(unit, e_N, groups.between)
-            total = flat
-            yield groups.inside.all_gather(total, part)
-            if not compresses and not unit.whole:
-                self.reduction.observe(unit, part)
-        if not compresses and not unit.whole and groups.inside is None:
+        unused = yield from self._set_aside_unused(one, e_N)
+        total, check = yield from reduction.reduce(unit, e_N, groups.between)
+        for place, owed in unused:
+            e_N[place].add_(owed)
+        if not compresses:
             self.reduction.observe(unit, total)
+        total[0] += 0 * check  # what is not finite may have stayed behind: a loss scaler must find it all the same
+        if groups.inside is not None:
+            yield groups.inside.all_gather(flat, total)
+            total, check = flat, flat.view(groups.inside.size, -1)[:, 0].sum()  # the node's ranks decide as one
         self._checks.append(check)
         return total
 
@@ -260,13 +281,13 @@ class GradientSync:
         total = self._late.get(one.unit.index)
         self._hand_out(one, torch.zeros(one.unit.numel, device=self.device) if total is None else total)
         for waiting in one.futures:
-            waiting.release(None)
+            waiting.release()
 
         def work() -> Work:
             self._arriving[one.unit.index] = yield from self._travel(one, flat)
 
         def done(error: SyncError | None) -> None:
-            self._last_done, self._failed = time.perf_counter(), error or self._failed
+            self._last_done, self._failed = time.perf_counter(), self._failed or error
 
         self._runner.submit(work(), done, last=last)
 
@@ -304,25 +325,26 @@ class GradientSync:
             reduction.choose_by({unit.index: part for unit, part in zip(self._compressed, parts, strict=True)})
 
         def done(error: SyncError | None) -> None:
-            self._failed = error or self._failed
+            self._failed = self._failed or error
 
         self._runner.submit(work(), done, last=True)
 
     # Parameters without a gradient on any rank
 
-    def _set_aside_unused(self, one: _OnItsWay, e_N: Tensor) -> Any:
+    def _set_aside_unused(self, one: _OnItsWay, e_N: Tensor) -> Generator[Any, None, list[tuple[slice, Tensor]]]:
         """What is owed to parameters that no rank used in this step, taken out of e_N: DDP drops their gradients."""
         if not self.find_unused:
             return []
         entries = one.unit.entries
         used = torch.stack([one.gradients[entry.name].count_nonzero() for entry in entries]).to(torch.float32)
-        yield self.groups.between.all_reduce(used, "index")
+        yield self.groups.everyone.all_reduce(used, "index")
+        start, length = own_part(one.unit, self.groups)
         aside = []
         for entry, count in zip(entries, used.tolist(), strict=True):
-            if count == 0:
-                view = e_N[entry.start : entry.stop]
-                aside.append((entry, view.clone()))
-                view.zero_()
+            place = slice(max(entry.start - start, 0), min(entry.stop - start, length))
+            if count == 0 and place.start < place.stop:
+                aside.append((place, e_N[place].clone()))
+                e_N[place].zero_()
         return aside
 
     # The end of a step
@@ -341,10 +363,10 @@ class GradientSync:
     def _conclude(self) -> None:
         if self._concluded or self._open:
             return
-        self._concluded = True
         self._runner.finish()
         if self._failed is not None:
             raise self._failed
+        self._concluded = True
         finite = bool(torch.isfinite(torch.stack(self._checks)).all())
         if finite:
             if self.options.error_feedback:
@@ -354,6 +376,8 @@ class GradientSync:
         else:
             self.reduction.forget()
             self.skipped_steps += 1
+            for staged in self._staged.values():  # NaN came into the padding too, which nothing else overwrites
+                staged.zero_()
         self._late, self._arriving = self._arriving, {}
         self.report = self._make_report(finite)
 
@@ -387,25 +411,33 @@ class GradientSync:
         return {
             "version": STATE_VERSION,
             "world_size": self.groups.world_size,
+            "ranks_inside": self.ranks_inside,
             "mode": self.options.mode,
             "step": self.step,
             "owed": owed,
+            "late": {
+                entry.name: total[entry.start : entry.stop].cpu().clone()
+                for index, total in self._late.items()
+                for entry in self.units[index].entries
+            },
             "reduction": self.reduction.state_dict(),
         }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:
         """Take up the states of all ranks that saved, one or more; what cannot be exact is returned as sentences.
 
-        With as many ranks as before each takes its own; else the sum of all that was owed is shared out evenly.
+        With as many ranks as before each takes its own; else, or where nodes came first in one of the two runs alone,
+        the sum of all that was owed is shared out evenly.
         """
         notes = []
-        same = len(states) == self.groups.world_size
-        mine = [states[self.groups.rank]] if same else list(states)
-        factor = 1.0 if same else 1 / self.groups.world_size
+        same = len(states) == self.groups.world_size and states[0].get("ranks_inside", 1) == self.ranks_inside
+        own = states[self.groups.rank if same else 0]
+        mine = [own] if same else list(states)
+        factor = 1.0 if same else 1 / self.groups.between.size
         if not same:
             notes.append(
-                f"{len(states)} ranks saved and {self.groups.world_size} go on: what they owed is shared out evenly, "
-                "its sum unchanged; the run is not bit for bit the same"
+                f"{len(states)} ranks saved and {self.groups.world_size} go on, on other nodes or in other numbers: "
+                "what they owed is shared out evenly, its sum unchanged; the run is not bit for bit the same"
             )
         for unit in self._compressed:
             start, vector = own_part(unit, self.groups)[0], self._owed[unit.index]
@@ -423,24 +455,39 @@ class GradientSync:
                         vector[first - start : end - start].add_(part, alpha=factor)
         self.step = int(states[0]["step"])
         if states[0]["mode"] == self.options.mode:
-            self.reduction.load_state_dict(states[self.groups.rank if same else 0]["reduction"])
+            self.reduction.load_state_dict(own["reduction"])
         else:
             notes.append(f"the checkpoint was written in mode {states[0]['mode']}, this run is in {self.options.mode}")
+        self._load_late(own.get("late", {}))
         missing = [name for name in self._unit_of if name not in states[0]["owed"] and not self._unit_of[name].whole]
         if missing and same and self.groups.inside is None:
             notes.append(f"{len(missing)} parameters are not in the checkpoint's sync state and owe nothing")
         return notes
 
+    def _load_late(self, late: dict[str, Tensor]) -> None:
+        """Take up the sums that the next step hands out, and whether that step counts."""
+        if not (late and self.options.delay_one_step):
+            return
+        self._late = {unit.index: torch.zeros(unit.numel, device=self.device) for unit in self.units}
+        for unit in self.units:
+            for entry in unit.entries:
+                if entry.name in late:
+                    self._late[unit.index][entry.start : entry.stop] = late[entry.name].to(self.device)
+        finite = all(bool(torch.isfinite(total.sum())) for total in self._late.values())
+        self.report = StepReport(dict.fromkeys(self.groups.traffic.sent, 0.0), 0.0, 0.0, 0.0, finite)
+
+    @property
+    def ranks_inside(self) -> int:
+        """Ranks that add up among themselves first."""
+        return 1 if self.groups.inside is None else self.groups.inside.size
+
     def close(self) -> None:
+        for handle in self._removable:
+            handle.remove()
         self._runner.close()
 
     def _explain(self, error: BaseException) -> SyncError:
-        return SyncError(
-            f"rank {self.groups.rank} of {self.groups.world_size} could not add up gradients in step {self.step}: "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}. "
-            "Most often another rank has stopped or hangs: look at its log first; a rank that is only slow needs a "
-            f"longer timeout than {self.groups.timeout}"
-        )
+        return explain(error, self.groups, self.step)
 
 
 def _view(flat: Tensor, entry: Entry) -> Tensor:

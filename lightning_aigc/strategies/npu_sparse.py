@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
@@ -194,6 +193,7 @@ class NPUSparseStrategy(DDPStrategy):
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+        atexit.register(_destroy_dist_connection)  # Lightning does so for nccl alone; sooner, and a second fit hangs
 
     def _get_process_group_backend(self) -> str:
         return (
@@ -206,8 +206,7 @@ class NPUSparseStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         if self.root_device.type != "npu":
             return super()._setup_model(model)
-        with nullcontext():
-            return DistributedDataParallel(model, **self._ddp_kwargs)
+        return DistributedDataParallel(model, **self._ddp_kwargs)  # its parent would open a CUDA stream
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As in DDP; on NPUs a mean is a sum divided here, because HCCL has none."""
@@ -243,7 +242,7 @@ class NPUSparseStrategy(DDPStrategy):
             nodes = f"{groups.world_size} ranks on {len(groups.nodes)} node(s)"
             why += f", {nodes}, {'hierarchical' if groups.inside is not None else 'flat'}"
         rank_zero_info(f"npu_sparse: {why}")
-        for note in self._checkpoint.apply(self._sync):
+        for note in self._checkpoint.apply(self._sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
 
     def _loss_scale(self) -> float:
@@ -310,6 +309,11 @@ class NPUSparseStrategy(DDPStrategy):
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
+    def on_train_end(self) -> None:
+        if isinstance(self._sync, LocalSteps):
+            self._sync.average()
+        super().on_train_end()
+
     # Checkpoints: every rank's own state lies beside the file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -318,16 +322,20 @@ class NPUSparseStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        state = self._checkpoint.of(self._sync, self._optimizer_steps)
-        if state is not None:
-            checkpoint = {**checkpoint, SyncCheckpoint.KEY: {"world_size": self.world_size}}
-            self._checkpoint.save(self.checkpoint_io, state, filepath, self.global_rank)
+        if self._sync is not None:
+            checkpoint = self._checkpoint.save(self.checkpoint_io, self._sync, checkpoint, filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._checkpoint.load(self.checkpoint_io, checkpoint, checkpoint_path, self.global_rank, self.world_size)
-        return checkpoint
+        return self._checkpoint.load(
+            self.checkpoint_io,
+            checkpoint,
+            checkpoint_path,
+            self.global_rank,
+            self.world_size,
+            own_optimizers=self.options.mode == "local",
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -340,5 +348,3 @@ class NPUSparseStrategy(DDPStrategy):
             self._sync.close()
             self._sync = None
         super().teardown()
-        if self.root_device.type == "npu" and dist.is_initialized():
-            dist.destroy_process_group()  # Lightning does so for nccl alone

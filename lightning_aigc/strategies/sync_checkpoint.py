@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import PurePath
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath
 from typing import Any
 
 from lightning_aigc.gradient_sync.factory import AnySync
+from lightning_aigc.gradient_sync.plain import LocalSteps
+from lightning_aigc.gradient_sync.sync import GradientSync
 
 
 class SyncCheckpoint:
@@ -15,50 +17,88 @@ class SyncCheckpoint:
     KEY = "npu_sparse"
 
     def __init__(self) -> None:
+        self._expected = False
         self._states: list[dict[str, Any]] = []
-        self._notes: list[str] = []
+        self._read: Callable[[Iterable[int]], list[dict[str, Any]]] = lambda ranks: []
+        self._saved_ranks = 0
+        self._error = ""
 
-    def of(self, sync: AnySync | None, optimizer_steps: int) -> dict[str, Any] | None:
-        return None if sync is None else sync.state_dict() | {"optimizer_steps": optimizer_steps}
+    def save(self, checkpoint_io: Any, sync: AnySync, checkpoint: dict[str, Any], filepath: Any) -> dict[str, Any]:
+        """Write this rank's file.
 
-    def save(self, checkpoint_io: Any, state: dict[str, Any], filepath: Any, rank: int) -> None:
-        checkpoint_io.save_checkpoint(state, _path(filepath, rank))
+        Returns: the checkpoint with a word on how many ranks wrote theirs, and at which step.
+        """
+        written = {"world_size": sync.groups.world_size, "global_step": checkpoint.get("global_step")}
+        state = sync.state_dict() | {"global_step": written["global_step"]}
+        if isinstance(sync, LocalSteps):  # the ranks' optimizers step apart, and the checkpoint has one of them
+            state["optimizer_states"] = checkpoint.get("optimizer_states")
+        checkpoint_io.save_checkpoint(state, _path(filepath, sync.groups.rank))
+        return {**checkpoint, self.KEY: written}
 
-    def load(self, checkpoint_io: Any, checkpoint: Mapping[str, Any], filepath: Any, rank: int, ranks: int) -> None:
-        """Read this rank's state, or all of them when their number has changed."""
-        self._states, self._notes = [], []
-        if self.KEY not in checkpoint:
-            return
-        saved_ranks = int(checkpoint[self.KEY]["world_size"])
-        try:
-            if saved_ranks == ranks:
-                own = checkpoint_io.load_checkpoint(_path(filepath, rank), weights_only=True)
-                self._states = [own] * ranks
+    def load(
+        self,
+        checkpoint_io: Any,
+        checkpoint: dict[str, Any],
+        filepath: Any,
+        rank: int,
+        ranks: int,
+        *,
+        own_optimizers: bool,
+    ) -> dict[str, Any]:
+        """Read this rank's state, or all of them when their number has changed.
+
+        Returns: the checkpoint, where `own_optimizers` with this rank's optimizer states, if it had its own.
+        """
+        self._expected, self._states, self._error = False, [], ""
+        written = checkpoint.get(self.KEY)
+        if written is None:
+            return checkpoint
+        self._expected, self._saved_ranks = True, int(written["world_size"])
+
+        def read(of_ranks: Iterable[int]) -> list[dict[str, Any]]:
+            try:
+                states = [checkpoint_io.load_checkpoint(_path(filepath, k), weights_only=True) for k in of_ranks]
+                if any(state["global_step"] != written["global_step"] for state in states):
+                    raise OSError("its files are of another step than the checkpoint")
+            except OSError as error:
+                self._error = f"{_folder(filepath)} has no whole sync state: {error}"
+                return []
+            return states
+
+        self._read = read
+        self._states = read([rank] if self._saved_ranks == ranks else range(self._saved_ranks))
+        own = self._states[0].get("optimizer_states") if own_optimizers and len(self._states) == 1 else None
+        return checkpoint if own is None else {**checkpoint, "optimizer_states": own}
+
+    def apply(self, sync: AnySync | None, agree: Callable[[bool], bool]) -> list[str]:
+        """Hand what was read to the sync; sentences on what is not exact. Collective where there is a sync.
+
+        Args: agree: whether all ranks say yes.
+        """
+        states, expected, self._states, self._expected = self._states, self._expected, [], False
+        if not expected:
+            return []
+        if sync is None:
+            return ["the checkpoint's run compressed gradients and this one does not; what ranks owed is dropped"]
+        if self._saved_ranks == sync.groups.world_size and states:
+            if isinstance(sync, GradientSync) and states[0].get("ranks_inside", 1) != sync.ranks_inside:
+                states = self._read(range(self._saved_ranks))
             else:
-                paths = (_path(filepath, k) for k in range(saved_ranks))
-                self._states = [checkpoint_io.load_checkpoint(path, weights_only=True) for path in paths]
-        except (FileNotFoundError, OSError) as error:
-            self._notes = [
-                f"{_folder(filepath)} has no whole sync state ({error}); what {saved_ranks} ranks still owed is lost, "
-                "and compression starts anew"
+                states = states * self._saved_ranks
+        if not agree(bool(states)):  # one rank with another history would choose and send other values than the rest
+            return [
+                f"{self._error or 'another rank misses its sync state'}; what {self._saved_ranks} ranks still owed is "
+                "lost, and compression starts anew"
             ]
-
-    def apply(self, sync: AnySync | None) -> list[str]:
-        """Hand what was read to the sync; sentences on what is not exact."""
-        states, self._states = self._states, []
-        notes, self._notes = self._notes, []
-        if states and sync is not None:
-            notes += sync.load_state_dict(states)
-        elif states:
-            notes.append("the checkpoint's run compressed gradients and this one does not; what ranks owed is dropped")
-        return notes
+        return sync.load_state_dict(states)
 
     def remove(self, checkpoint_io: Any, filepath: Any) -> None:
         checkpoint_io.remove_checkpoint(_folder(filepath))
 
 
 def _folder(filepath: Any) -> str:
-    return f"{filepath}.sync"
+    link = Path(filepath)
+    return f"{link.resolve() if link.is_symlink() else filepath}.sync"  # save_last="link"
 
 
 def _path(filepath: Any, rank: int) -> str:

@@ -1,0 +1,188 @@
+"""Four ranks on two nodes that are simulated: nodes first, then between them; and other numbers of ranks at resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fakes.given_gradients import (
+    MODES,
+    SHAPES,
+    Training,
+    make_gradients,
+    make_round_gradients,
+    owed_of,
+    poisoned,
+)
+from fakes.ranks import run_ranks
+from lightning_aigc.gradient_sync import groups
+
+STEPS = range(5)
+OWING = [mode for mode in MODES if mode not in ("dense", "local")]
+NODES_FIRST = [mode for mode in OWING if mode != "low_rank"]
+RESUMED_ON = {"four flat": 4, "four on two nodes": 4, "two": 2}
+
+
+def on_two_nodes(rank: int) -> None:
+    groups.node_key = lambda: f"node {rank // 2}"
+
+
+def all_states(run: Training) -> list[dict[str, Any]]:
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, run.compressor.state_dict())
+    return states
+
+
+def four(rank: int, folder: str) -> dict[str, Any]:
+    on_two_nodes(rank)
+    results: dict[str, Any] = {}
+    for mode in MODES:
+        run = Training(mode=mode, local_steps=1, ddp={"bucket_cap_mb": 0.001}, bucket_mb=0.006)
+        results[mode] = run.steps(rank, STEPS), run.compressor._sync.groups.inside is not None
+        for hierarchical in ("auto", False):
+            exact = Training(mode=mode, hierarchical=hierarchical, sparsity_target=0.0, local_steps=1)
+            results[mode, hierarchical] = exact.steps(rank, STEPS, make_round_gradients)
+    for mode in OWING:
+        without, bad = Training(mode=mode), Training(mode=mode)
+        without.steps(rank, [0, 1, 3])
+
+        def make(step: int, rank: int) -> dict[str, Tensor]:
+            # Of the unit's two halves this value is in the first, which rank 3 leaves to the other one of its node.
+            gradients = make_gradients(step, rank)
+            return poisoned(gradients, "third", 5) if (step, rank) == (2, 3) else gradients
+
+        finite = [bad.step(make(step, rank)) for step in range(4)]
+        results["bad", mode] = [finite, without.flat(), bad.flat(), all_states(without)[rank], all_states(bad)[rank]]
+
+        unused = Training({"find_unused_parameters": True}, mode=mode)
+        unused.steps(rank, [0, 1])
+        before = owed_of(unused.compressor.state_dict())["second"]
+        gradients = make_gradients(2, rank)
+        del gradients["second"]
+        unused.step(gradients)
+        results["unused", mode] = [before, owed_of(unused.compressor.state_dict())["second"]]
+
+        flat, layered = Training(mode=mode, hierarchical=False), Training(mode=mode)
+        for name, run in (("four flat", flat), ("four on two nodes", layered)):
+            run.steps(rank, [0, 1, 2])
+            torch.save(all_states(run), Path(folder, f"{name} {mode}.pt"))
+    return results
+
+
+def two(rank: int, folder: str) -> None:
+    for mode in OWING:
+        run = Training(mode=mode)
+        run.steps(rank, [0, 1, 2])
+        torch.save(all_states(run), Path(folder, f"two {mode}.pt"))
+
+
+def resume(rank: int, folder: str, layered: bool) -> dict[str, Any]:
+    if layered:
+        on_two_nodes(rank)
+    results = {}
+    for mode in OWING:
+        for name in RESUMED_ON:
+            states = torch.load(Path(folder, f"{name} {mode}.pt"), weights_only=True)
+            run = Training(mode=mode)
+            notes = run.compressor.load_state_dict(*states)
+            owed = owed_of(run.compressor.state_dict())
+            run.steps(rank, [3, 4])
+            results[name, mode] = [owed, notes, run.flat()]
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[Any]:
+    return run_ranks(four, 4, folder / "four", str(folder))
+
+
+@pytest.fixture(scope="module")
+def resumed(folder: Path, ranks: list[Any]) -> dict[str, list[Any]]:
+    run_ranks(two, 2, folder / "two", str(folder))
+    return {
+        "two": run_ranks(resume, 2, folder / "on two", str(folder), False),
+        "four flat": run_ranks(resume, 4, folder / "on four", str(folder), False),
+        "four on two nodes": run_ranks(resume, 4, folder / "on nodes", str(folder), True),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_four_ranks_on_two_nodes_stay_equal_to_the_bit(mode: str, ranks: list[Any]) -> None:
+    after, nodes_first = ranks[0][mode]
+    assert nodes_first == (mode in NODES_FIRST)
+    assert after[-1].isfinite().all() and after[-1].any()
+    for other in ranks[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, other[mode][0], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "sparse"])
+def test_nodes_first_is_the_same_sum_where_numbers_are_exact(mode: str, ranks: list[Any]) -> None:
+    for step, layered in enumerate(ranks[0][mode, "auto"]):
+        assert torch.equal(layered, ranks[0][mode, False][step])
+        assert torch.equal(layered, ranks[0]["dense", False][step])
+
+
+@pytest.mark.parametrize("mode", OWING)
+def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: str, ranks: list[Any]) -> None:
+    for rank in ranks:
+        finite, without, bad, state_without, state = rank["bad", mode]
+        assert finite == [True, True, False, True]
+        assert torch.equal(without, bad)
+        for name, part in state["owed"].items():
+            assert torch.equal(part["values"], state_without["owed"][name]["values"])
+
+
+@pytest.mark.parametrize("mode", OWING)
+def test_what_is_owed_to_an_unused_parameter_waits_with_its_half(mode: str, ranks: list[Any]) -> None:
+    assert any(rank["unused", mode][0].any() for rank in ranks)
+    for rank in ranks:
+        before, after = rank["unused", mode]
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("mode", OWING)
+@pytest.mark.parametrize("now", RESUMED_ON)
+@pytest.mark.parametrize("before", RESUMED_ON)
+def test_other_ranks_or_nodes_take_up_the_sum_of_what_was_owed(
+    before: str, now: str, mode: str, folder: Path, resumed: dict[str, list[Any]]
+) -> None:
+    saved = [owed_of(state) for state in torch.load(folder / f"{before} {mode}.pt", weights_only=True)]
+    taken = [rank[before, mode][0] for rank in resumed[now]]
+    for name in SHAPES:
+        owed = sum(state[name] for state in saved)
+        torch.testing.assert_close(sum(state[name] for state in taken), owed, rtol=1e-6, atol=1e-7)
+        if name in ("first", "second", "third"):
+            assert owed.any()  # type: ignore[union-attr]
+    flat = {name: "flat" if mode == "low_rank" or name != "four on two nodes" else "nodes" for name in RESUMED_ON}
+    same = RESUMED_ON[before] == RESUMED_ON[now] and flat[before] == flat[now]
+    assert ("shared out evenly" in str(resumed[now][0][before, mode][1])) == (not same)
+    for rank in resumed[now][1:]:
+        assert torch.equal(rank[before, mode][2], resumed[now][0][before, mode][2])
+
+
+def test_uneven_nodes_are_no_hierarchy_and_asking_for_one_says_so(tmp_path: Path) -> None:
+    for said in run_ranks(uneven, 3, tmp_path):
+        assert said == [
+            False,
+            "ConfigError: hierarchical: true wants several nodes with equally many ranks, two or more",
+        ]
+
+
+def uneven(rank: int) -> list[Any]:
+    groups.node_key = lambda: "one" if rank < 2 else "other"
+    run = Training(mode="int8")
+    try:
+        Training(mode="int8", hierarchical=True)
+    except ValueError as error:
+        return [run.compressor._sync.groups.inside is not None, f"{type(error).__name__}: {error}".partition(";")[0]]
+    return []

@@ -1,0 +1,211 @@
+"""Checkpoints of `npu_sparse`: what ranks owe lies beside the file, goes with it, and is taken up again."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from fakes.given_gradients import MODES
+from fakes.ranks import run_ranks
+from fakes.small_lightning import Small, fit
+from lightning_aigc.strategies import NPUSparseStrategy
+
+SHAPES = {"net.0.weight": (64, 40), "net.2.weight": (40, 64), "head.weight": (40, 40)}
+RUNS: dict[str, dict[str, Any]] = {mode: {"mode": mode, "local_steps": 3} for mode in MODES}
+RUNS |= {"outer momentum": {"mode": "local", "local_steps": 2, "outer_momentum": 0.5}}
+RUNS |= {"late": {"mode": "int4", "delay_one_step": True}, "16-mixed": {"mode": "sparse"}}
+OWING = ("int3", "sparse", "low_rank")
+
+
+class Owed(Callback):
+    """Keeps what this rank owes before the first step."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        state = trainer.strategy.sync.state_dict()
+        self.values = {name: part["values"] for name, part in state["owed"].items()}
+
+
+class Heard(logging.Handler):
+    """What Lightning said at level info."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.INFO)
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run(
+    rank: int, ranks: int, options: dict[str, Any], *, epochs: int = 2, precision: str = "32", **arguments: Any
+) -> Any:
+    warnings.simplefilter("ignore")
+    strategy = NPUSparseStrategy(process_group_backend="gloo", timeout=timedelta(seconds=20), **options)
+    plugins = [MixedPrecision("16-mixed", "cpu")] if precision == "16-mixed" else []
+    return fit(
+        rank, Small(), batches=4, strategy=strategy, devices=ranks, max_epochs=epochs, plugins=plugins, **arguments
+    )
+
+
+def saving(folder: Path, **arguments: Any) -> dict[str, Any]:
+    checkpoint = ModelCheckpoint(folder, filename="{epoch}", **({"save_top_k": -1} | arguments))
+    return {"enable_checkpointing": True, "callbacks": [checkpoint]}
+
+
+def two(rank: int, folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, options in RUNS.items():
+        precision = "16-mixed" if name == "16-mixed" else "32"
+        place = Path(folder, name)
+        whole, trainer = run(rank, 2, options, precision=precision, **saving(place))
+        owed = Owed()
+        first = place / "epoch=0.ckpt"
+        resumed, again = run(rank, 2, options, precision=precision, ckpt_path=first, callbacks=[owed])
+        results[name] = [whole.after[4:], resumed.after, whole.flat(), resumed.flat(), owed.values]
+        results[name] += [[t.optimizers[0].state_dict()["state"][0]["exp_avg"] for t in (trainer, again)]]
+
+    heard = Heard()
+    best = saving(Path(folder, "best"), save_top_k=1, monitor="loss", mode="min", save_last="link")
+    run(rank, 2, {"mode": "int3"}, epochs=3, **best)
+    owed = Owed()
+    run(rank, 2, {"mode": "int3"}, epochs=4, ckpt_path=Path(folder, "best", "last.ckpt"), callbacks=[owed])
+    results["linked"] = owed.values
+
+    for what, path, spoil in (
+        ("missing", "int3/epoch=0.ckpt.sync/rank1.ckpt", lambda path: path.unlink()),
+        ("stale", "int4/epoch=0.ckpt.sync/rank0.ckpt", lambda path: path.write_bytes(later(path).read_bytes())),
+    ):
+        if rank == 0:
+            spoil(Path(folder, path))
+        torch.distributed.barrier()
+        heard.lines.clear()
+        mode = path.partition("/")[0]
+        module, _ = run(rank, 2, {"mode": mode}, ckpt_path=Path(folder, mode, "epoch=0.ckpt"), callbacks=[owed])
+        results[what] = [list(heard.lines), module.after, owed.values]
+    heard.lines.clear()
+    run(rank, 2, {"mode": "dense"}, ckpt_path=Path(folder, "int8", "epoch=0.ckpt"))
+    results["to dense"] = list(heard.lines)
+    heard.lines.clear()
+    run(rank, 2, {"mode": "int4"}, ckpt_path=Path(folder, "local", "epoch=0.ckpt"))
+    results["from local"] = [
+        list(heard.lines),
+        run(rank, 2, {"mode": "int4"}, ckpt_path=Path(folder, "local", "epoch=0.ckpt"))[0].after,
+    ]
+    return results
+
+
+def later(path: Path) -> Path:
+    return Path(str(path).replace("epoch=0", "epoch=1"))
+
+
+def other_number(rank: int, ranks: int, folder: str, write: bool) -> dict[str, Any]:
+    """Save on these many ranks, or resume on them what others have saved."""
+    results = {}
+    for mode in OWING:
+        place = Path(folder, f"{mode} of other ranks")
+        if write:
+            run(rank, ranks, {"mode": mode}, epochs=1, **saving(place))
+        else:
+            owed = Owed()
+            module, _ = run(rank, ranks, {"mode": mode}, ckpt_path=place / "epoch=0.ckpt", callbacks=[owed])
+            results[mode] = [owed.values, module.after]
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> list[Any]:
+    return run_ranks(two, 2, folder, str(folder), gloo=False)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(name: str, both: list[Any]) -> None:
+    for row in both:
+        whole, resumed, end, end_again, _, (moment, moment_again) = row[name]
+        assert len(resumed) == 4
+        assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+        assert torch.equal(end, end_again) and torch.equal(moment, moment_again)
+    assert torch.equal(both[0][name][2], both[1][name][2])  # after training, mode local too
+
+
+@pytest.mark.parametrize("name", ["int3", "sparse", "two_four", "low_rank"])
+def test_the_files_hold_what_each_rank_owes_and_load_without_code(name: str, folder: Path, both: list[Any]) -> None:
+    path = folder / name / "epoch=0.ckpt"
+    assert torch.load(path, weights_only=True)["npu_sparse"]["world_size"] == 2
+    for rank, row in enumerate(both):
+        if name == "int3" and rank == 1:
+            continue  # another test's missing file
+        state = torch.load(folder / name / "epoch=0.ckpt.sync" / f"rank{rank}.ckpt", weights_only=True)
+        assert state["owed"].keys() == SHAPES.keys() == row[name][4].keys()
+        for parameter, part in state["owed"].items():
+            assert part["values"].any() and torch.equal(part["values"], row[name][4][parameter])
+
+
+def test_a_checkpoint_that_goes_takes_its_sync_state_along(folder: Path, both: list[Any]) -> None:
+    left = {path.name for path in (folder / "best").iterdir()}
+    (kept,) = (name for name in left if name.startswith("epoch") and name.endswith(".ckpt"))
+    assert left == {kept, f"{kept}.sync", "last.ckpt"}
+
+
+def test_the_link_to_the_last_checkpoint_finds_its_sync_state(both: list[Any]) -> None:
+    assert all(values.any() for row in both for values in row["linked"].values())
+
+
+@pytest.mark.parametrize(
+    ("what", "mode", "words"),
+    [
+        ("missing", "int3", "another rank misses its sync state"),
+        ("stale", "int4", "has no whole sync state: its files are of another step than the checkpoint"),
+    ],
+)
+def test_sync_state_that_is_not_whole_is_named_and_no_rank_uses_its_part(
+    what: str, mode: str, words: str, both: list[Any]
+) -> None:
+    said, after, _ = both[0][what]
+    (line,) = (line for line in said if "still owed is lost" in line)
+    assert words in line and "what 2 ranks still owed is lost, and compression starts anew" in line
+    for row in both:
+        assert not any(values.any() for values in row[what][2].values())
+    assert all(torch.equal(a, b) for a, b in zip(after, both[1][what][1], strict=True))
+
+
+def test_going_on_in_mode_dense_says_that_what_was_owed_is_dropped(both: list[Any]) -> None:
+    assert any("what it still owed is dropped by mode dense" in line for line in both[0]["to dense"])
+
+
+def test_going_on_from_local_steps_every_rank_takes_the_same_optimizer_state(both: list[Any]) -> None:
+    said, after = both[0]["from local"]
+    assert any("the checkpoint was written in mode local, this run is in int4" in line for line in said)
+    assert all(torch.equal(a, b) for a, b in zip(after, both[1]["from local"][1], strict=True))
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2)])
+def test_other_numbers_of_ranks_take_up_the_sum_of_what_was_owed(before: int, now: int, tmp_path: Path) -> None:
+    run_ranks(other_number, before, tmp_path / "before", before, str(tmp_path), True, gloo=False)
+    rows = run_ranks(other_number, now, tmp_path / "now", now, str(tmp_path), False, gloo=False)
+    for mode in OWING:
+        place = tmp_path / f"{mode} of other ranks" / "epoch=0.ckpt.sync"
+        saved = [torch.load(place / f"rank{rank}.ckpt", weights_only=True)["owed"] for rank in range(before)]
+        for name in SHAPES:
+            owed = torch.stack([state[name]["values"].double() for state in saved]).sum(0)
+            taken = torch.stack([row[mode][0][name].double() for row in rows]).sum(0)
+            torch.testing.assert_close(taken, owed, rtol=1e-6, atol=1e-9)
+            assert owed.any()
+        for row in rows[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(row[mode][1], rows[0][mode][1], strict=True))

@@ -1,0 +1,115 @@
+"""Trainer(accelerator="npu", strategy="npu_sparse") end to end on the fake npu with the fake hccl."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from fakes import fake_npu
+from fakes.given_gradients import MODES
+from fakes.ranks import run_ranks
+from fakes.small_lightning import Small, fit
+
+PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
+RESUMED = ("int3", "sparse_int8", "local")
+
+
+def run(rank: int, ranks: int, mode: str, precision: str = "32-true", **arguments: Any) -> Any:
+    from lightning_aigc.strategies import NPUSparseStrategy
+
+    strategy = NPUSparseStrategy(mode=mode, local_steps=1)  # type: ignore[arg-type]
+    arguments = {"batches": 4, "accelerator": "npu", "devices": ranks, "precision": precision} | arguments
+    return fit(rank, arguments.pop("module", None), strategy=strategy, **arguments)
+
+
+def work(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    fake_npu.install()
+    results: dict[str, Any] = {}
+    for mode in MODES:
+        module, trainer = run(rank, ranks, mode)
+        results[mode] = [module.after, str(trainer.strategy.root_device.type), trainer.strategy._process_group_backend]
+    for precision in PRECISIONS:
+        dtypes: list[str] = []
+        seen = Small()
+        seen.net[0].register_forward_hook(lambda m, given, out, d=dtypes: d.append(f"{out.device.type} {out.dtype}"))
+        seen, _ = run(rank, ranks, "int3", precision, module=seen)
+        results[precision] = [seen.after, dtypes]
+    bad = Small([(1, ranks - 1)], 1e37)
+    module, trainer = run(rank, ranks, "sparse", "16-mixed", module=bad, batches=5)
+    results["overflow"] = [module.after, trainer.precision_plugin.scaler.get_scale()]
+
+    for mode in RESUMED:
+        place = Path(folder, mode)
+        saving = {
+            "enable_checkpointing": True,
+            "callbacks": [ModelCheckpoint(place, filename="{epoch}", save_top_k=-1)],
+        }
+        whole, _ = run(rank, ranks, mode, "16-mixed", max_epochs=2, **saving)
+        resumed, _ = run(rank, ranks, mode, "16-mixed", max_epochs=2, ckpt_path=place / "epoch=0.ckpt")
+        results["resumed", mode] = [whole.after[4:], resumed.after]
+    module, trainer = fit(rank, batches=4, accelerator="npu", devices=ranks, strategy="npu_sparse")
+    results["by name"] = [module.after, type(trainer.strategy).__name__]
+    return results
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    folder = tmp_path_factory.mktemp("on_npu")
+    return run_ranks(work, request.param, folder, request.param, str(folder), gloo=False), folder
+
+
+Rows = tuple[list[Any], Path]
+
+
+def assert_alike_and_moving(rows: Rows, key: Any) -> list[torch.Tensor]:
+    after: list[torch.Tensor] = rows[0][0][key][0]
+    for row in rows[0][1:]:
+        assert all(torch.equal(a, b) for a, b in zip(after, row[key][0], strict=True))
+    assert after[-1].isfinite().all() and not torch.equal(after[-2], after[-1])
+    return after
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_on_the_npu_over_hccl(mode: str, rows: Rows) -> None:
+    assert_alike_and_moving(rows, mode)
+    assert rows[0][0][mode][1:] == ["npu", "hccl"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_is_the_one_asked_for(precision: str, rows: Rows) -> None:
+    assert_alike_and_moving(rows, precision)
+    assert rows[0][0][precision][1] == [f"npu torch.{PRECISIONS[precision]}"] * 4
+
+
+def test_an_overflow_skips_the_step_on_all(rows: Rows) -> None:
+    after = assert_alike_and_moving(rows, "overflow")
+    assert torch.equal(after[0], after[1]) and not torch.equal(after[1], after[2])
+    assert [row["overflow"][1] for row in rows[0]] == [2.0**15] * len(rows[0])
+
+
+@pytest.mark.parametrize("mode", RESUMED)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(mode: str, rows: Rows) -> None:
+    for row in rows[0]:
+        whole, resumed = row["resumed", mode]
+        assert len(resumed) == 4 and all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+def test_what_ranks_owe_is_written_as_cpu_tensors(rows: Rows) -> None:
+    ranks, folder = rows
+    paths = sorted((folder / "int3" / "epoch=0.ckpt.sync").glob("*"))
+    assert len(paths) == (len(ranks) if len(ranks) > 1 else 0)
+    for path in paths:
+        state = torch.load(path, weights_only=True)  # no map_location: this process has no npu
+        assert state["owed"].keys() == {"net.0.weight", "net.2.weight", "head.weight"}
+        assert all(part["values"].device.type == "cpu" and part["values"].any() for part in state["owed"].values())
+
+
+def test_the_name_alone_trains_on_the_npu(rows: Rows) -> None:
+    assert_alike_and_moving(rows, "by name")
+    assert all(row["by name"][1] == "NPUSparseStrategy" for row in rows[0])
