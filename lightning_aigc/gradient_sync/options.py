@@ -45,8 +45,8 @@ class SyncOptions:
     overlap: bool = True
     """Whether gradients travel while backward runs on."""
     delay_one_step: bool = False
-    """Apply each gradient one step late, so that it may travel through a whole step. Costs quality: 17 % of the loss of
-    a small denoiser under AdamW at 2e-3."""
+    """Apply each gradient one step late, so that it may travel through a whole step. Costs quality: it raised a small
+    denoiser's loss by 23 %."""
     rank: int = 16
     """low_rank: columns of the factors."""
     local_steps: int = 8

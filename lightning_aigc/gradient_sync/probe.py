@@ -1,80 +1,81 @@
-"""Pick a mode by measuring the link and the packing for a second: what `mode="auto"` does."""
+"""Pick a mode by trying each for a moment on this link: what `mode="auto"` does."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from lightning_aigc.gradient_sync.block_integers import BLOCK, BlockIntegers
 from lightning_aigc.gradient_sync.groups import Groups
+from lightning_aigc.gradient_sync.layout import Unit
 from lightning_aigc.gradient_sync.options import Mode
-from lightning_aigc.gradient_sync.traffic import CountedGroup, dense_ring_bytes, synchronize
+from lightning_aigc.gradient_sync.reductions import BFloat16, Integers, Reduction
+from lightning_aigc.gradient_sync.traffic import CountedGroup, Traffic, dense_ring_bytes, synchronize
 
 PROBE_VALUES = 1 << 20
-"""Values of the vector that is sent and packed: 4 MB, enough for a link's bandwidth to show."""
-REPEATS = 9
+"""Values of the vector that is added up, about: 4 MB, enough for a link's bandwidth to show."""
+REPEATS = 8
 WORTHWHILE = 0.7
 """A less exact mode must bring gradient sync below this share of the time before it is picked."""
 NOT_WORTH_MS = 2.0
 """Below this a dense sync stays as it is."""
-BITS = {"int8": 8, "int4": 4, "int3": 3}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Seconds for one pass of PROBE_VALUES."""
+    """What adding up one vector took."""
 
-    dense: float
-    """An all_reduce in float32."""
-    bfloat16: float
-    packing: dict[str, float]
-    """Packing and unpacking, by mode."""
+    values: int
+    seconds: dict[Mode, float]
+    """By mode, from exact to coarse; copies to and from the vector included, as in a real step."""
 
 
 def probe(groups: Groups, device: torch.device) -> Probe:
-    """Measure; collective, and the same numbers on every rank: the means of all."""
-    x = torch.zeros(PROBE_VALUES, device=device)  # zeros stay what they are when they are added up again and again
-    group = CountedGroup(groups.everyone.group, type(groups.traffic)())  # its bytes are not the gradients'
-    dense = _time(lambda: group.all_reduce(x).wait(), device)
-    half = x.bfloat16()
-    bfloat16 = _time(lambda: (half.copy_(x), group.all_reduce(half).wait(), x.copy_(half)), device)
-    packing = {}
-    x.normal_()
-    for mode, bits in BITS.items():
-        code = BlockIntegers(bits)
-        wire = torch.zeros(code.wire_bytes(PROBE_VALUES), dtype=torch.uint8, device=device)
-        packing[mode] = _time(lambda c=code, w=wire: (c.encode_(x, w), c.decode(w, x)), device)  # type: ignore[misc]
-    numbers = torch.tensor([dense, bfloat16, *packing.values()], dtype=torch.float32, device=device)
-    group.all_reduce(numbers).wait()
-    dense, bfloat16, *rest = (numbers / groups.world_size).tolist()
-    return Probe(dense, bfloat16, dict(zip(packing, rest, strict=True)))
+    """Measure; collective, and the same numbers on every rank: the means of each rank's best."""
+    group = CountedGroup(groups.everyone.group, Traffic())  # its bytes are not the gradients'
+    values = -(-PROBE_VALUES // (256 * group.size)) * 256 * group.size
+    gradients = torch.randn(values, device=device)
+    unit = Unit(0, whole=False, protected=False, entries=(), numel=values)
+
+    def add_up(reduction: Reduction) -> None:
+        flat = gradients / group.size
+        work = reduction.reduce(unit, flat, group)
+        while True:
+            try:
+                next(work).wait()
+            except StopIteration as end:
+                gradients.copy_(end.value[0])
+                return
+
+    seconds: dict[Mode, float] = {"dense": _best(lambda: group.all_reduce(gradients.zero_()).wait(), device)}
+    gradients.normal_()
+    tried: dict[Mode, Reduction] = {"bf16": BFloat16(), "int8": Integers(8), "int4": Integers(4), "int3": Integers(3)}
+    for mode, reduction in tried.items():
+        seconds[mode] = _best(lambda r=reduction: add_up(r), device)  # type: ignore[misc]
+    means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
+    group.all_reduce(means).wait()
+    return Probe(values, dict(zip(seconds, (means / group.size).tolist(), strict=True)))
 
 
 def choose_mode(measured: Probe, numel: int, ranks: int) -> tuple[Mode, str]:
     """The mode with the least to wait for, the more exact one when in doubt, and the sentence that says why."""
-    times: dict[Mode, float] = {"dense": measured.dense, "bf16": measured.bfloat16}
-    for mode, packing in measured.packing.items():
-        share = (BITS[mode] + 16 / BLOCK) / 32
-        times[mode] = measured.dense * share + packing  # type: ignore[index]
-    scale = numel / PROBE_VALUES
+    scale = numel / measured.values
+    dense = measured.seconds["dense"]
     chosen: Mode = "dense"
-    for mode, seconds in times.items():  # from exact to coarse
-        if 1e3 * scale * measured.dense > NOT_WORTH_MS and seconds < WORTHWHILE * times[chosen]:
+    for mode, seconds in measured.seconds.items():
+        if 1e3 * scale * dense > NOT_WORTH_MS and seconds < WORTHWHILE * measured.seconds[chosen]:
             chosen = mode
-    speed = dense_ring_bytes(PROBE_VALUES, ranks) / measured.dense / 1e6
-    estimates = ", ".join(f"{mode} {1e3 * seconds * scale:.0f} ms" for mode, seconds in times.items())
+    speed = dense_ring_bytes(measured.values, ranks) / dense / 1e6
+    estimates = ", ".join(f"{mode} {1e3 * seconds * scale:.0f} ms" for mode, seconds in measured.seconds.items())
     return chosen, (
-        f"auto chose {chosen}: the link carries {speed:.0f} MB/s, and {numel / 1e6:.1f} M gradients "
-        f"would take {estimates} a step (measured on {PROBE_VALUES / 1e6:.0f} M, without overlap)"
+        f"auto chose {chosen}: the link carries {speed:.0f} MB/s, and {numel / 1e6:.1f} M gradients would take "
+        f"{estimates} a step (measured on {measured.values / 1e6:.0f} M, without overlap)"
     )
 
 
-def _time(run: Callable[[], Any], device: torch.device) -> float:
+def _best(run: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(REPEATS):
         synchronize(device)
@@ -82,4 +83,4 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
         run()
         synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return min(times)

@@ -62,7 +62,8 @@ class Thread(Inline):
     """Drives the units from one thread, so that one is packed while another travels.
 
     Which collective follows which depends on the order of the units alone, never on what finished first: with each new
-    unit every one goes on to its next collective, the oldest first, and the last unit drives all to their end.
+    unit every one goes on to its next collective, the new one first, and the last unit drives all to their end. So a
+    unit is packed while those before it travel, and each collective has had that time when it is waited for.
     """
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
@@ -92,8 +93,7 @@ class Thread(Inline):
             running.append(_Running(work, done))
             while failed is None and running:
                 try:
-                    # The oldest first: it has waited longest for its collective.
-                    for unit in list(running):
+                    for unit in reversed(list(running)):
                         if unit.advance():
                             running.remove(unit)
                 except Exception as error:

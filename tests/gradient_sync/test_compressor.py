@@ -21,8 +21,8 @@ from lightning_aigc.gradient_sync.probe import Probe, choose_mode
 
 SHORT = timedelta(seconds=3)
 ENDS = ("int3", "dense", "sparse", "local", "inline", "late")
-FAST = Probe(dense=1e-4, bfloat16=5e-5, packing={"int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
-SLOW = Probe(dense=1e-1, bfloat16=5e-2, packing={"int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
+FAST = Probe(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
+SLOW = Probe(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})
 
 
 def refusal(call: Any) -> str:
