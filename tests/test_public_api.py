@@ -11,12 +11,15 @@ import lightning_aigc
 
 NAMES = {
     "lightning_aigc.accelerators": ["NPUAccelerator"],
-    "lightning_aigc.callbacks": ["RunProgress", "RunReport", "SampleGrid", "SaveLoRA"],
+    "lightning_aigc.callbacks": [
+        "CLIPConvergenceGuard", "GradientHealthMonitor", "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
+    ],
+    "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": ["StableDiffusionLoRA"],
     "lightning_aigc.metrics": ["CLIPSimilarity", "clip_similarity"],
     "lightning_aigc.precision": ["FusedBackwardPrecision"],
-}
+}  # fmt: skip
 ARGUMENTS = {
     ("lightning_aigc.diffusion", "StableDiffusionLoRA"): [
         "pretrained_model_name_or_path", "rank", "lora_alpha", "lora_dropout", "lora_targets", "use_dora", "use_rslora",
@@ -34,6 +37,12 @@ ARGUMENTS = {
         "keep_tokens", "caption_separator", "caption_dropout_rate", "num_repeats", "missing_captions", "cache_latents",
         "cache_text_embeddings", "cache_dir", "class_data_dir", "class_prompt", "prior_ratio", "mask_dir",
         "use_alpha_mask", "num_workers", "pin_memory", "prefetch_factor", "max_image_pixels", "seed",
+    ],
+    ("lightning_aigc.callbacks", "GradientHealthMonitor"): [
+        "every_n_steps", "thresholds", "on_error", "page", "dirpath", "norms_in_logger",
+    ],
+    ("lightning_aigc.callbacks.health", "Alert"): [
+        "step", "check", "layer", "level", "message", "cause", "remedy", "since", "rank",
     ],
     ("lightning_aigc.callbacks", "RunReport"): [
         "clip_model", "clip_pretrained", "prompts", "prior_prompts", "num_images", "seed", "images_shown",

@@ -143,6 +143,10 @@ class StableDiffusionLoRA(LightningModule):
         self.components: Components | None = None
         self.schedule: DDPMScheduler | None = None
         self.ema: EMAModel | None = None
+        self.last_example_losses: Tensor | None = None
+        """The last batch's weighted losses, [B], detached: GradientHealthMonitor judges them by timestep."""
+        self.last_timesteps: Tensor | None = None
+        """The timesteps that they were taken at, int64 [B]."""
         self.sampling_limit = TimeLimit(sample_time_limit_s)
         check_source(pretrained_model_name_or_path)
         check_arguments(self.args, self.lora_alpha)
@@ -232,6 +236,13 @@ class StableDiffusionLoRA(LightningModule):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
+    @property
+    def num_train_timesteps(self) -> int:
+        """Timesteps of the noise schedule."""
+        self._loaded()
+        assert self.schedule is not None
+        return int(self.schedule.config.num_train_timesteps)
+
     # What ImageCaptionData asks for its caches ----------------------------------------------------------------------
 
     def encoder_identity(self) -> dict[str, str]:
@@ -296,7 +307,9 @@ class StableDiffusionLoRA(LightningModule):
         predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, self._condition(batch), batch)
         target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
         loss_B = example_losses(predicted_BCHW, target_BCHW, args.loss_type, args.huber_c, batch.get("mask"))
-        return loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
+        loss_B = loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
+        self.last_example_losses, self.last_timesteps = loss_B.detach(), timesteps_B
+        return loss_B
 
     def _finite_moments(self, batch: dict[str, Any]) -> Tensor:
         """Latent moments of pictures that no cache has checked."""

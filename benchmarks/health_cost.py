@@ -1,0 +1,212 @@
+"""What GradientHealthMonitor costs on a U-Net of Stable Diffusion 1.5's shape, beside the loop that people write.
+
+    OMP_NUM_THREADS=1 python benchmarks/health_cost.py                    # LoRA of rank 64, float32
+    OMP_NUM_THREADS=1 python benchmarks/health_cost.py --kind full        # every weight, bfloat16
+    python benchmarks/health_cost.py --device cuda --size 512 --precision bf16-mixed
+
+A real `Trainer.fit` with the monitor's defaults; its hooks are timed inside of it. The naive loop, timed in the same
+steps, takes three norms and a print of every parameter that is trained: weight norm, gradient norm, largest gradient.
+Weights are random and pictures are noise: neither changes the time. Prints one JSON row and appends it to
+benchmarks/results/DATE-health_cost.jsonl: milliseconds of a step, of the monitor in a step between looks and in one
+with a look, of the naive loop; and the share of the step time over a period of `every_n_steps`, of the monitor and of
+the naive loop. Medians; cpu_ are the same in CPU time, which other processes hardly disturb.
+"""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import lightning.pytorch
+import peft
+import torch
+from diffusers import UNet2DConditionModel
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_aigc.callbacks import GradientHealthMonitor
+from lightning_aigc.precision import FusedBackwardPrecision
+
+HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+
+
+class UNet(LightningModule):
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+        self.unet.to_empty(device="cpu")
+        self.unet.to(dtype)
+        with torch.no_grad():
+            for name, p in self.unet.named_parameters():
+                p.normal_(std=0.02) if p.dim() > 1 else p.fill_(float("norm" in name and name.endswith("weight")))
+        if kind == "lora":
+            self.unet.requires_grad_(False)
+            targets = ["to_k", "to_q", "to_v", "to_out.0"]
+            self.unet.add_adapter(peft.LoraConfig(r=64, lora_alpha=64, target_modules=targets))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        t_B = torch.randint(0, 1000, (len(batch),), device=self.device)
+        text = torch.randn(len(batch), 77, 768, dtype=self.unet.dtype, device=self.device)
+        loss_B = self.unet(batch.to(self.unet.dtype), t_B, text).sample.float().square().mean(dim=(1, 2, 3))
+        self.last_example_losses, self.last_timesteps = loss_B.detach(), t_B
+        return loss_B.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        # Of all weights, the optimizer with the least to do: the cheapest step is the hardest comparison.
+        return torch.optim.AdamW(trained, 1e-4) if len(trained) < 400 else torch.optim.SGD(trained, 1e-5)
+
+
+class Timed(GradientHealthMonitor):
+    """The monitor, and what each step of it took, in seconds of wall and of CPU time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent: list[list[float]] = [[0.0, 0.0]]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        start = time.perf_counter()
+        super().on_train_start(trainer, pl_module)
+        self.start_s = time.perf_counter() - start
+
+
+def _timed(name: str) -> Any:
+    def hook(self: Timed, *args: Any) -> None:
+        start, cpu = time.perf_counter(), time.process_time()
+        getattr(GradientHealthMonitor, name)(self, *args)
+        self.spent[-1][0] += time.perf_counter() - start
+        self.spent[-1][1] += time.process_time() - cpu
+        if name == "on_train_batch_end":
+            self.spent.append([0.0, 0.0])
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(Timed, _name, _timed(_name))
+
+
+class Naive(Callback):
+    """Three norms and a print of every parameter, and the clock of the steps."""
+
+    def __init__(self) -> None:
+        self.spent: list[list[float]] = []
+        self.steps: list[list[float]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._wait(pl_module)
+        self.start, self.start_cpu = time.perf_counter(), time.process_time()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        self._wait(pl_module)
+        start, cpu = time.perf_counter(), time.process_time()
+        with contextlib.redirect_stdout(io.StringIO()):
+            for name, p in pl_module.named_parameters():
+                if p.grad is not None:
+                    print(name, p.norm().item(), p.grad.norm().item(), p.grad.abs().max().item())
+        self.spent.append([time.perf_counter() - start, time.process_time() - cpu])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._wait(pl_module)
+        self.steps.append([time.perf_counter() - self.start, time.process_time() - self.start_cpu])
+
+    @staticmethod
+    def _wait(module: LightningModule) -> None:
+        if module.device.type != "cpu":
+            torch.get_device_module(module.device).synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("lora", "full"), default="lora")
+    parser.add_argument("--size", type=int, default=256, help="side of the pictures, pixels")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", help="unset: 32-true for a LoRA, bf16-true for full fine-tuning")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    warnings.filterwarnings("ignore")
+    precision = given.precision or ("32-true" if given.kind == "lora" else "bf16-true")
+    monitor, naive = Timed(), Naive()
+    side = given.size // 8
+    with tempfile.TemporaryDirectory() as root:
+        trainer = Trainer(
+            accelerator=given.device,
+            devices=1,
+            max_steps=given.steps,
+            plugins=[FusedBackwardPrecision(precision, memory="off")],
+            default_root_dir=root,
+            callbacks=[naive, monitor],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = UNet(given.kind, torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        pictures = [torch.randn(given.batch, 4, side, side) for _ in range(given.steps)]
+        trainer.fit(module, DataLoader(pictures, batch_size=None))
+    every = monitor.every_n_steps
+    row: dict[str, Any] = {
+        "kind": given.kind,
+        "trained_values": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "trained_tensors": sum(p.requires_grad for p in module.parameters()),
+        "size": given.size,
+        "batch": given.batch,
+        "steps": given.steps,
+        "precision": precision,
+        "start_ms": round(1000 * monitor.start_s, 1),
+    }
+    for i, clock in enumerate(("", "cpu_")):
+        own = [spent[i] for spent in monitor.spent[: given.steps]]
+        looks = [s for n, s in enumerate(own, 1) if n % every == 0]
+        # The step after a look reads how far the weights moved; the first two steps are warm-up.
+        plain = [s for n, s in enumerate(own, 1) if n % every and n > 2]
+        # What a training without either takes.
+        alone = [s[i] - n[i] - o for s, n, o in zip(naive.steps, naive.spent, own, strict=True)][2:]
+        step, loop = statistics.median(alone), statistics.median(n[i] for n in naive.spent[2:])
+        between, look = statistics.median(plain), statistics.median(looks)
+        monitor_share = ((every - 1) * between + look) / every / step
+        row |= {
+            f"{clock}step_ms": round(1000 * step, 1),
+            f"{clock}between_looks_ms": round(1000 * between, 2),
+            f"{clock}look_ms": round(1000 * look, 1),
+            f"{clock}naive_ms": round(1000 * loop, 1),
+            f"{clock}monitor_share": round(monitor_share, 5),
+            f"{clock}naive_share": round(loop / step, 5),
+        }
+    row |= {
+        "alerts": sorted({f"{a.level} {a.check}" for a in monitor.alerts}),
+        "device": f"{given.device} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "versions": {m.__name__: m.__version__ for m in (torch, lightning.pytorch, diffusers, peft)},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    line = json.dumps(row)
+    print(line, flush=True)
+    given.results.mkdir(parents=True, exist_ok=True)
+    with (given.results / f"{time.strftime('%Y-%m-%d')}-health_cost.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Checks of each parameter's gradient: missing, vanishing, exploding, saturated, not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from lightning_aigc.callbacks.health.alert import Check, Finding
+from lightning_aigc.callbacks.health.history import History
+from lightning_aigc.callbacks.health.measurement import Measurement
+from lightning_aigc.callbacks.health.names import lora_pairs
+from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.thresholds import HealthThresholds
+
+CHECKS: tuple[Check, ...] = ("no_gradient", "vanishing", "exploding", "saturated")
+SETTLED_LORA = 0.03
+"""Norm of B over that of A below which A's gradient, which is proportional to B, may be as small as it likes."""
+
+
+def check_gradients(
+    now: Measurement, limits: HealthThresholds, remedies: Remedies, histories: Mapping[str, History] | None = None
+) -> list[Finding]:
+    """What is wrong with any gradient. `histories` are the norms of earlier looks, by parameter."""
+    weights, gradients = now.by_name(now.weight_norm), now.by_name(now.gradient_norm)
+    young = {
+        a for a, b in lora_pairs(now.names).values() if not weights[b] > SETTLED_LORA * weights[a]
+    }  # A's gradient is zero while B is
+    findings = []
+    for i, name in enumerate(now.names):
+        if now.is_missing[i]:
+            findings.append(_missing(name))
+        elif now.gradient_norm[i] == 0:
+            if name not in young and now.sizes[i]:
+                findings.append(_zero(name, remedies))
+        elif not math.isfinite(now.gradient_norm[i]):
+            pass  # the non_finite check's
+        else:
+            history = (histories or {}).get(name)
+            findings += _of_size(now, i, limits, remedies, history, is_young=name in young, gradients=gradients)
+            findings += _of_values(now, i, limits, remedies)
+    return findings
+
+
+def non_finite_gradients(now: Measurement) -> list[str]:
+    """Parameters whose gradients are not finite, the one nearest to the output first."""
+    return [
+        name
+        for name, norm, missing in zip(now.names, now.gradient_norm, now.is_missing, strict=True)
+        if not missing and not math.isfinite(norm)
+    ][::-1]
+
+
+def _missing(name: str) -> Finding:
+    return Finding(
+        "no_gradient",
+        name,
+        "error",
+        "it is trainable, and its gradient is None",
+        "it is not used in the loss, or what it goes through has no backward (a detach, a kernel without one)",
+        f"{name}.requires_grad_(False), or use it in the loss",
+    )
+
+
+def _zero(name: str, remedies: Remedies) -> Finding:
+    return Finding(
+        "no_gradient",
+        name,
+        "warning",
+        "every value of its gradient is zero",
+        "dead units behind it, a product with zero, or gradients too small for float16",
+        remedies.mixed_precision() if remedies.precision.startswith("16") else remedies.learning_rate(0.5),
+    )
+
+
+def _of_size(
+    now: Measurement,
+    i: int,
+    limits: HealthThresholds,
+    remedies: Remedies,
+    history: History | None,
+    *,
+    is_young: bool,
+    gradients: Mapping[str, float],
+) -> list[Finding]:
+    name, norm = now.names[i], now.gradient_norm[i]
+    if norm < limits.vanishing_norm and not is_young:
+        # A norm behind a bias or a softmax over keys takes its gradient away; the weight beside it tells.
+        weight = gradients.get(f"{name.removesuffix('bias')}weight", math.nan) if name.endswith("bias") else math.nan
+        level = "info" if weight >= limits.vanishing_norm else "warning"
+        return [
+            Finding(
+                "vanishing",
+                name,
+                level,  # type: ignore[arg-type]
+                f"its gradient's norm is {norm:.2g}, below {limits.vanishing_norm:g}",
+                "the loss hardly depends on it: a saturated activation, a scale near zero, a loss that is too small",
+                remedies.learning_rate(2),
+            )
+        ]
+    if history is not None and history.is_spike(norm, limits.exploding_z, limits.exploding_ratio):
+        said = f"its gradient's norm is {norm:.3g}, {norm / history.median():.0f} times its median"
+    elif norm > limits.exploding_norm:
+        said = f"its gradient's norm is {norm:.3g}, above {limits.exploding_norm:g}"
+    else:
+        return []
+    return [exploding(name, said, remedies)]
+
+
+def exploding(layer: str, said: str, remedies: Remedies) -> Finding:
+    """The finding of a gradient that is too large."""
+    return Finding(
+        "exploding",
+        layer,
+        "warning",
+        said,
+        "a learning rate that is too high, or a batch unlike the others",
+        remedies.clipping(1.0) if not remedies.clip else remedies.learning_rate(0.5),
+    )
+
+
+def _of_values(now: Measurement, i: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
+    name = now.names[i]
+    share = f"{limits.alike_share:.0%}"
+    if now.is_alike[i]:
+        return [
+            Finding(
+                "saturated",
+                name,
+                "warning",
+                f"{share} of its gradient's values or more have one size",
+                "values clipped one by one, a saturated float16 range, or a loss that only sees signs",
+                remedies.safe_precision() if remedies.precision.startswith("16") else "gradient_clip_algorithm: norm",
+            )
+        ]
+    if now.zero_share[i] >= limits.alike_share and now.dims[i] > 1:
+        return [
+            Finding(
+                "saturated",
+                name,
+                "info",
+                f"{now.zero_share[i]:.0%} of its gradient's values are zero",
+                "rows that this batch does not use (an embedding), dead units, or a sparse gradient",
+                "nothing for an embedding; else a smaller learning rate: " + remedies.learning_rate(0.5),
+            )
+        ]
+    return []

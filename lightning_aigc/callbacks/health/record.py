@@ -1,0 +1,70 @@
+"""The norms of every look, thinned out when they become many: what the page draws and a checkpoint keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+MOST_LOOKS = 240
+"""Looks kept; one more, and every second is dropped."""
+
+
+class Record:
+    """Gradient norms by look and layer, and the losses beside them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+        self._rows: list[list[float]] = []
+        self._stride = 1
+        self._looks = 0
+
+    def add(self, step: int, names: Sequence[str], norms: Sequence[float], loss: float) -> None:
+        """Keep a look; names that are new get empty cells before. A norm of NaN is a gradient that is None."""
+        self._looks += 1
+        if (self._looks - 1) % self._stride:
+            return
+        if list(names) != self.names[: len(names)] or len(names) != len(self.names):
+            self.names += [name for name in names if name not in set(self.names)]
+        by_name = dict(zip(names, norms, strict=True))
+        self.steps.append(step)
+        self.losses.append(loss)
+        self._rows.append([by_name.get(name, math.nan) for name in self.names])
+        if len(self.steps) > MOST_LOOKS:
+            self.steps, self.losses, self._rows = self.steps[::2], self.losses[::2], self._rows[::2]
+            self._stride *= 2
+
+    def norms(self) -> dict[str, list[float]]:
+        """Each layer's norm at every kept look."""
+        wide = len(self.names)
+        rows = [row + [math.nan] * (wide - len(row)) for row in self._rows]
+        return {name: [row[i] for row in rows] for i, name in enumerate(self.names)}
+
+    def state(self) -> dict[str, Any]:
+        norms = self.norms()
+        return {
+            "names": list(self.names),
+            "steps": list(self.steps),
+            "losses": list(self.losses),
+            "norms": torch.tensor([norms[name] for name in self.names], dtype=torch.float32),
+            "stride": self._stride,
+            "looks": self._looks,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.names, self.steps, self.losses = list(state["names"]), list(state["steps"]), list(state["losses"])
+        self._rows = state["norms"].T.tolist() if self.names else []
+        self._stride, self._looks = int(state["stride"]), int(state["looks"])
+
+
+def block_norms(names: Sequence[str], norms: Sequence[float], block_of: Any) -> dict[str, float]:
+    """The L2 norm of each block's gradient; what is not finite makes its block so, None counts as zero."""
+    squares: dict[str, float] = {}
+    for name, norm in zip(names, norms, strict=True):
+        block = block_of(name)
+        squares[block] = squares.get(block, 0.0) + (0.0 if math.isnan(norm) else norm * norm)
+    return {block: math.sqrt(square) for block, square in squares.items()}
