@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
+
+from lightning_aigc.errors import UserError
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict")
 OWN_VERBS = {
@@ -36,16 +39,25 @@ def main(argv: list[str] | None = None) -> None:
 
         raise SystemExit(run_trainer_verb(arguments))
     if verb in OWN_VERBS:
-        # One at a time: doctor has to run where torch, which the others need, does not start.
-        own = importlib.import_module(f"lightning_aigc.cli.{verb}")
-        try:
-            status = own.main(arguments[arguments.index(verb) + 1 :])
-            sys.stdout.flush()
-        except BrokenPipeError:  # `lightning doctor | head`; Python flushes once more when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = 1
-        raise SystemExit(status)
+        raise SystemExit(_run_own_verb(verb, arguments[arguments.index(verb) + 1 :]))
     raise SystemExit(_hand_to_lightning_sdk(verb))
+
+
+def _run_own_verb(verb: str, arguments: list[str]) -> int:
+    # One at a time: doctor has to run where torch, which the others need, does not start.
+    own = importlib.import_module(f"lightning_aigc.cli.{verb}")
+    parser = argparse.ArgumentParser(prog=f"lightning {verb}")
+    own.add_arguments(parser)
+    try:
+        status: int = own.run(parser.parse_args(arguments))
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `lightning doctor | head`; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
 
 
 def _hand_to_lightning_sdk(verb: str) -> int:

@@ -7,25 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_aigc.cli.doctor_checks import CHECKS, Finding, Host, run_check
-from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.hccl_errors import explain
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb with its own arguments; returns 0, or 1 when there is a problem."""
-    parser = argparse.ArgumentParser(prog="lightning doctor")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

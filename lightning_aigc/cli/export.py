@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_aigc.errors import ConfigError, UserError
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb with its own arguments; returns 0, or 1 after printing what is wrong."""
-    parser = argparse.ArgumentParser(prog="lightning export")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+from lightning_aigc.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
-from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import cost_model
 from lightning_aigc.gradient_sync.cost_model import Job, Links, Shape
 
@@ -30,17 +29,6 @@ class Plan:
     trainable_from: str
     chosen_mode: str | None
     """The mode that the config's strategy names."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the verb with its own arguments; returns 0, or 1 after printing what is wrong."""
-    parser = argparse.ArgumentParser(prog="lightning plan")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

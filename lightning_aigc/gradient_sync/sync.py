@@ -17,6 +17,7 @@ from lightning_aigc.gradient_sync.groups import Groups
 from lightning_aigc.gradient_sync.layout import Entry, Unit, make_units
 from lightning_aigc.gradient_sync.modes import make_reduction, own_part
 from lightning_aigc.gradient_sync.options import SPARSE_MODES, SyncOptions
+from lightning_aigc.gradient_sync.owed import owed_by_name, take_up
 from lightning_aigc.gradient_sync.reductions import Reduction, Whole
 from lightning_aigc.gradient_sync.runners import (
     Inline,
@@ -398,23 +399,13 @@ class GradientSync:
     def state_dict(self) -> dict[str, Any]:
         """Plain CPU tensors and numbers: what this rank owes, by parameter name, and the mode's own state."""
         self._conclude()
-        owed = {}
-        for unit in self._compressed:
-            start, vector = own_part(unit, self.groups)[0], self._owed[unit.index].cpu()
-            for entry in unit.entries:
-                low, high = max(entry.start, start), min(entry.stop, start + vector.numel())
-                if low < high:
-                    owed[entry.name] = {
-                        "start": low - entry.start,
-                        "values": vector[low - start : high - start].clone(),
-                    }
         return {
             "version": STATE_VERSION,
             "world_size": self.groups.world_size,
             "ranks_inside": self.ranks_inside,
             "mode": self.options.mode,
             "step": self.step,
-            "owed": owed,
+            "owed": owed_by_name(self._compressed, self._owed, self.groups),
             "late": {
                 entry.name: total[entry.start : entry.stop].cpu().clone()
                 for index, total in self._late.items()
@@ -439,20 +430,7 @@ class GradientSync:
                 f"{len(states)} ranks saved and {self.groups.world_size} go on, on other nodes or in other numbers: "
                 "what they owed is shared out evenly, its sum unchanged; the run is not bit for bit the same"
             )
-        for unit in self._compressed:
-            start, vector = own_part(unit, self.groups)[0], self._owed[unit.index]
-            vector.zero_()
-            for entry in unit.entries:
-                for state in mine:
-                    saved = state["owed"].get(entry.name)
-                    if saved is None:
-                        continue
-                    low = entry.start + int(saved["start"])
-                    values = saved["values"]
-                    first, end = max(low, start), min(low + values.numel(), start + vector.numel())
-                    if first < end:
-                        part = values[first - low : end - low].to(self.device)
-                        vector[first - start : end - start].add_(part, alpha=factor)
+        take_up(self._compressed, self._owed, self.groups, [state["owed"] for state in mine], factor)
         self.step = int(states[0]["step"])
         if states[0]["mode"] == self.options.mode:
             self.reduction.load_state_dict(own["reduction"])

@@ -21,6 +21,7 @@ from peft import LoraConfig
 from torch import nn
 
 from fakes.pipelines import assemble, make_text_encoder
+from lightning_aigc import cli
 from lightning_aigc.cli import export
 from lightning_aigc.diffusion import lora_bytes, lora_names
 from lightning_aigc.diffusion.lora_file import convert, read_lora, save_lora
@@ -445,7 +446,9 @@ def test_export_command_converts_and_merges(tmp_path: Path, capsys: pytest.Captu
     assert run(path, "--merge_into", tmp_path / "base", "--output", tmp_path / "m", "--strength", 0.8) == 0
     assert (tmp_path / "m" / "model_index.json").is_file()
     assert "wrote" in capsys.readouterr().out
-    assert export.main([str(tmp_path / "absent"), "--to", "kohya", "--output", str(tmp_path / "k.safetensors")]) == 1
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["export", str(tmp_path / "absent"), "--to", "kohya", "--output", str(tmp_path / "k.safetensors")])
+    assert stop.value.code == 1
     assert capsys.readouterr().err.startswith("error: got ")
     with pytest.raises(ConfigError, match="the input itself"):
         run(path, "--to", "kohya", "--output", path)
