@@ -25,30 +25,40 @@ def check_equal(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    sums = torch.stack([bits_of(p) for _, p in parameters])
-    total = (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum() % PRIME
+    different = first_difference(torch.stack([bits_of(p) for _, p in parameters]))
+    if different is not None:
+        place, odd = different
+        raise RanksDivergedError(
+            f"the ranks' parameters differ: {parameters[place][0]} is the first, and rank(s) "
+            f"{', '.join(map(str, odd))} hold other values than the rest. Something changed them outside gradient sync "
+            "(a callback on one rank alone, a parameter that DDP ignores, a faulty device); start again from the last "
+            "checkpoint"
+        )
+
+
+def first_difference(sums_N: Tensor) -> tuple[int, list[int]] | None:
+    """The first of these `bits_of` that is not the same on all ranks, and the ranks where it is another than on most.
+
+    Collective: one number travels, and all of them only after a difference.
+    """
+    total = (sums_N * torch.arange(1, len(sums_N) + 1, device=sums_N.device)).sum() % PRIME
     # One all_reduce finds both ends; int32, because HCCL has not always had int64.
     ends = torch.stack([total, PRIME - total]).to(torch.int32)
     dist.all_reduce(ends, dist.ReduceOp.MAX)
-    highest, lowest = int(ends[0]), PRIME - int(ends[1])
-    if highest == lowest:
-        return
+    if int(ends[0]) == PRIME - int(ends[1]):
+        return None
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums.tolist())
-    for i, (name, _) in enumerate(parameters):
-        here = [sums_of_rank[i] for sums_of_rank in of_ranks]
+    dist.all_gather_object(of_ranks, sums_N.tolist())
+    for place, here in enumerate(zip(*of_ranks, strict=True)):
         if len(set(here)) > 1:
             common = max(set(here), key=here.count)
-            odd = [rank for rank, value in enumerate(here) if value != common]
-            raise RanksDivergedError(
-                f"the ranks' parameters differ: {name} is the first, and rank(s) {', '.join(map(str, odd))} hold other "
-                "values than the rest. Something changed them outside gradient sync (a callback on one rank alone, a "
-                "parameter that DDP ignores, a faulty device); start again from the last checkpoint"
-            )
+            return place, [rank for rank, value in enumerate(here) if value != common]
+    return None
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """A number below 2^31 that any one changed bit of this tensor changes: the sum of its words as integers."""
-    flat = tensor.detach().contiguous().view(-1)
+def bits_of(tensor: Tensor, *, by_row: bool = False) -> Tensor:
+    """A number below 2^31 that any one changed bit of this tensor, or of each row, changes: the sum of its words."""
+    flat = tensor.detach().contiguous()
+    flat = flat.flatten(1) if by_row else flat.view(-1)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return flat.view(words).sum(dtype=torch.int64) % PRIME
+    return flat.view(words).sum(-1, dtype=torch.int64) % PRIME

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_aigc.callbacks.health.alert import Alert, Finding
-from lightning_aigc.gradient_sync.checksum import PRIME, bits_of
+from lightning_aigc.gradient_sync.checksum import bits_of, first_difference
 
 
 def is_alone() -> bool:
@@ -22,29 +22,20 @@ def check_ranks(names: Sequence[str], rows_PS: Tensor) -> list[Finding]:
     """Whether all ranks hold the same sampled weights. Collective: one number, and one a row after a difference."""
     if is_alone():
         return []
-    total = bits_of(rows_PS)
-    ends = torch.stack([total, PRIME - total]).to(torch.int32)  # HCCL has not always had int64
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    if int(ends[0]) == PRIME - int(ends[1]):
+    different = first_difference(bits_of(rows_PS, by_row=True))
+    if different is None:
         return []
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, [int(bits_of(row)) for row in rows_PS])
-    for i, name in enumerate(names):
-        here = [sums[i] for sums in of_ranks]
-        if len(set(here)) > 1:
-            common = max(set(here), key=here.count)
-            odd = [rank for rank, value in enumerate(here) if value != common]
-            return [
-                Finding(
-                    "rank_divergence",
-                    name,
-                    "error",
-                    f"rank(s) {', '.join(map(str, odd))} hold other values than the rest; it is the first that differs",
-                    "something changed weights on one rank alone: a callback, a parameter that DDP ignores, a device",
-                    "lightning fit --ckpt_path last: train on from the last checkpoint",
-                )
-            ]
-    return []
+    place, odd = different
+    return [
+        Finding(
+            "rank_divergence",
+            names[place],
+            "error",
+            f"rank(s) {', '.join(map(str, odd))} hold other values than the rest; it is the first that differs",
+            "something changed weights on one rank alone: a callback, a parameter that DDP ignores, a device",
+            "lightning fit --ckpt_path last: train on from the last checkpoint",
+        )
+    ]
 
 
 def share_alerts(own: Sequence[Alert]) -> list[Alert]:
