@@ -202,9 +202,13 @@ class CLIPConvergenceGuard(Callback):
         if self.checks[-1].step != trainer.global_step:
             self._check(trainer, pl_module)
         if trainer.is_global_zero and self._first_images is not None and self._last_images is not None:
-            pictures = torch.cat([self._first_images, self._last_images])
-            captions = [f"{when}\n{prompt}" for when in ("before", "after") for prompt, _ in self._pairs()]
-            self._show(trainer, draw_sheet(pictures, captions, self.num_images), "before_after")
+            rows = [
+                torch.unflatten(images, 0, (-1, self.num_images)) for images in (self._first_images, self._last_images)
+            ]
+            pictures = torch.cat(rows, 1).flatten(0, 1)  # a row a prompt: its pictures before, then after
+            whens = ["before"] * self.num_images + ["after"] * self.num_images
+            captions = [f"{when}\n{prompt}" for prompt in self._prompts for when in whens]
+            self._show(trainer, draw_sheet(pictures, captions, 2 * self.num_images), "before_after")
         score, kept = self.best_metric, f", kept in {self.best_file}" if self.best_file else ""
         ended = f"stopped at step {trainer.global_step}" if self._stopped else "training ended"
         rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")

@@ -145,7 +145,7 @@ def test_grids_scores_and_a_last_before_and_after_are_written(tmp_path: Path) ->
     with Image.open(tmp_path / "guard" / "step_000004.png") as sheet:
         assert json.loads(sheet.text["step"]) == 4  # type: ignore[attr-defined]
         with Image.open(tmp_path / "guard" / "before_after.png") as before_after:
-            assert before_after.height > 1.8 * sheet.height
+            assert (before_after.width > 1.8 * sheet.width, before_after.height) == (True, sheet.height)
 
 
 def test_its_state_resumes_and_is_plain(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def tiny_run(root: Path, *callbacks: Any) -> tuple[dict[str, Tensor], list[Any]]
         validation_prompts=PROMPTS,
     )  # fmt: skip
     module.configure_callbacks = list  # type: ignore[method-assign]  # the guard alone
-    data = ImageCaptionData(str(BRAND), train_batch_size=4)
+    data = ImageCaptionData(str(BRAND), resolution=64, train_batch_size=4)
     trainer = Trainer(
         accelerator="cpu", max_steps=6, callbacks=list(callbacks), logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, default_root_dir=root,
