@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.image_checks import check_images
 from lightning_aigc.callbacks.picture_sheet import draw_sheet
-from lightning_aigc.callbacks.sample_grid import HOW_TO_SAMPLE, is_trial, log_picture, write_png
+from lightning_aigc.callbacks.sample_grid import HOW_TO_SAMPLE, is_trial, log_picture, sample_pairs, write_png
 from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
@@ -224,7 +224,7 @@ class CLIPConvergenceGuard(Callback):
         try:
             if mine:
                 with undisturbed(pl_module, pl_module.device):
-                    images = self._draw(pl_module, mine)
+                    images = sample_pairs(pl_module, mine)
         except SamplingTooSlow as error:
             slow = error
         if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
@@ -250,16 +250,6 @@ class CLIPConvergenceGuard(Callback):
 
     def _pairs(self) -> list[tuple[str, int]]:
         return [(prompt, self.seed + i) for prompt in self._prompts for i in range(self.num_images)]
-
-    def _draw(self, pl_module: Any, pairs: Sequence[tuple[str, int]]) -> Tensor:
-        images = pl_module.sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
-        shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
-            raise ModelError(
-                f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
-                f"wanted [{len(pairs)}, 3, H, W] in 0..1"
-            )
-        return images.detach().float()
 
     def _gather(
         self,

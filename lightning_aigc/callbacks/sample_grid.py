@@ -145,15 +145,7 @@ class SampleGrid(Callback):
     def _draw_on_rank_zero(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
         pairs = [(prompt, seed) for prompt in self._prompts for seed in self.seeds]
-        sample: Any = pl_module.sample
-        images_N3HW = sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
-        shape = list(images_N3HW.shape) if isinstance(images_N3HW, Tensor) else type(images_N3HW).__name__
-        if not isinstance(images_N3HW, Tensor) or images_N3HW.ndim != 4 or shape[:2] != [len(pairs), 3]:
-            raise ModelError(
-                f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
-                f"wanted [{len(pairs)}, 3, H, W] in 0..1"
-            )
-        images_N3HW = images_N3HW.detach().float().cpu()
+        images_N3HW = sample_pairs(pl_module, pairs).cpu()
         check_images(images_N3HW, [f"step {step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
         sheet = draw_sheet(images_N3HW, [f"seed {seed}\n{prompt}" for prompt, seed in pairs], self.columns)
         self._write(sheet, step)
@@ -176,6 +168,22 @@ class SampleGrid(Callback):
             return
         self._cannot_write = False
         self.history = [entry for entry in self.history if entry[0] != step] + [(step, str(path))]
+
+
+def sample_pairs(pl_module: LightningModule, pairs: Sequence[tuple[str, int]]) -> Tensor:
+    """The module's picture of each prompt and seed, float32 [N, 3, H, W] where the module left them.
+
+    Raises: ModelError when it returns something else.
+    """
+    sample: Any = pl_module.sample
+    images = sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
+    shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+    if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
+        raise ModelError(
+            f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
+            f"wanted [{len(pairs)}, 3, H, W] in 0..1"
+        )
+    return images.detach().float()
 
 
 def write_png(path: Path, picture: Image.Image, facts: dict[str, Any]) -> None:

@@ -78,7 +78,6 @@ class GradientCompressor:
         self._sync: AnySync | None = None
         self._why = "not hooked into a model yet"
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._accumulate = 1
         self._optimizer_steps = 0
         self._removable: list[Any] = []
 
@@ -136,7 +135,7 @@ class GradientCompressor:
             )
         if not self._parameters:
             raise ConfigError("call hook_into_model(ddp_model) before enable_gradient_accumulation")
-        self._accumulate, passes = steps, 0
+        passes = 0
 
         def before_forward(ddp: nn.Module, _: Any) -> None:
             nonlocal passes

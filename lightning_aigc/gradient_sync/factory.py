@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from torch import nn
 
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.groups import DEFAULT_TIMEOUT, Groups
 from lightning_aigc.gradient_sync.options import Mode, SyncOptions
 from lightning_aigc.gradient_sync.plain import Dense, LocalSteps
@@ -35,8 +36,6 @@ def make_sync(
     trained = [(name, p) for name, p in parameters if p.requires_grad]
     flat = options.mode in FLAT_MODES
     if flat and options.hierarchical is True:
-        from lightning_aigc.errors import ConfigError
-
         raise ConfigError(f"mode {options.mode} adds up over all ranks at once; leave hierarchical at auto")
     groups = Groups(False if flat else options.hierarchical, timeout)
     mode, why = options.mode, f"mode {options.mode}"

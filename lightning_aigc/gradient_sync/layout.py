@@ -49,9 +49,7 @@ class Unit:
     """Length of the flat vector, its padding included."""
 
 
-def make_units(
-    parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, divisor: int = 1, *, compresses: bool = True
-) -> list[Unit]:
+def make_units(parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, divisor: int = 1) -> list[Unit]:
     """The units of these parameters; a compressed unit's length divides by ALIGNMENT * `divisor`.
 
     Raises: ConfigError for a pattern in `protect` that the user gave and that covers none of them.
@@ -75,7 +73,7 @@ def make_units(
 
     for name, parameter in reversed(named):
         protected = protection.covers(name)
-        kind = (protected or not compresses or is_small(parameter), protected, parameter.dtype)
+        kind = (protected or is_small(parameter), protected, parameter.dtype)
         members = open_units.setdefault(kind, [])
         members.append((name, parameter))
         if sum(p.numel() for _, p in members) >= limit:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.gradient_sync.groups import Groups
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.runners import SyncError, at_the_end_of_backward, explain
+from lightning_aigc.gradient_sync.runners import SyncError, at_the_end_of_backward, attach_hook, explain
 from lightning_aigc.gradient_sync.sync import StepReport
 from lightning_aigc.gradient_sync.traffic import KINDS, dense_ring_bytes
 
@@ -32,10 +32,7 @@ class Dense:
         self._arrived = self._done = 0.0
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
-            return self._on_bucket(bucket)
-
-        ddp.register_comm_hook(None, hook)
+        attach_hook(ddp, self._on_bucket)
 
     def settle(self) -> StepReport | None:
         if self._checks:
@@ -109,10 +106,7 @@ class LocalSteps:
         self._since_average = 0
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
-            return self._on_bucket(bucket)
-
-        ddp.register_comm_hook(None, hook)
+        attach_hook(ddp, self._on_bucket)
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._checks.append(bucket.buffer().sum(dtype=torch.float32))

@@ -72,7 +72,7 @@ class BFloat16(Stateless):
     """Everything, in bfloat16; partial sums round to it as well, and those roundings are lost."""
 
     def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
-        total, _ = yield from in_bfloat16(e_N, group)
+        total = yield from in_bfloat16(e_N, group)
         return total.float(), total.sum(dtype=torch.float32)
 
 
@@ -87,12 +87,12 @@ class Integers(Stateless):
         return result
 
 
-def in_bfloat16(e_N: Tensor, group: CountedGroup) -> Generator[Any, None, tuple[Tensor, None]]:
+def in_bfloat16(e_N: Tensor, group: CountedGroup) -> Generator[Any, None, Tensor]:
     """The sum in bfloat16; what rounding cost stays in e_N."""
     wire = e_N.bfloat16()
     e_N.sub_(wire)
     yield group.all_reduce(wire)
-    return wire, None
+    return wire
 
 
 def in_two_hops(e_N: Tensor, code: BlockIntegers, group: CountedGroup) -> Reducing:

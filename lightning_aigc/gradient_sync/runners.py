@@ -9,6 +9,9 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.gradient_sync.groups import Groups
 
@@ -27,6 +30,15 @@ def explain(error: BaseException, groups: Groups, step: int) -> SyncError:
         f"{type(error).__name__}: {said[0]}. Most often another rank has stopped or hangs: look at its log first; a "
         f"rank that is only slow needs a longer timeout than {groups.timeout}"
     )
+
+
+def attach_hook(ddp: DistributedDataParallel, on_bucket: Callable[[GradBucket], torch.futures.Future[Tensor]]) -> None:
+    """Let DDP call `on_bucket` for each of its buckets."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
+        return on_bucket(bucket)
+
+    ddp.register_comm_hook(None, hook)
 
 
 def at_the_end_of_backward(check: Callable[[], None]) -> None:

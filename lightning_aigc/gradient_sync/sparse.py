@@ -51,7 +51,7 @@ class SharedBlocks:
         values_N = e_N.view(-1, BLOCK)[chosen_K].view(-1)
         if self._code is None:
             packed = torch.cat([values_N, energies])
-            wire, _ = yield from in_bfloat16(packed, group)
+            wire = yield from in_bfloat16(packed, group)
             values_N, energies = packed[: values_N.numel()], wire[values_N.numel() :].float()
             total = wire[: values_N.numel()].float()
         else:
@@ -191,7 +191,7 @@ class TwoOfFour:
         fours = e_N.view(-1, 4)
         values = fours.gather(1, pattern)
         values[0, 0] += 0 * fours.sum()  # NaN where a value that stays is not finite: every rank must hear of it
-        wire, _ = yield from in_bfloat16(values, group)
+        wire = yield from in_bfloat16(values, group)
         fours.scatter_(1, pattern, values)
         total = wire.float()
         total_N = torch.zeros_like(e_N)

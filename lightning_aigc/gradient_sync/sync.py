@@ -26,6 +26,7 @@ from lightning_aigc.gradient_sync.runners import (
     Thread,
     Work,
     at_the_end_of_backward,
+    attach_hook,
     explain,
 )
 from lightning_aigc.gradient_sync.sparse import SharedBlocks, energies_of
@@ -47,6 +48,10 @@ class StepReport:
     share_hidden: float
     """Of the time that sync took, the share that ran beside backward."""
     finite: bool
+
+    @property
+    def between_nodes_bytes(self) -> float:
+        return sum(self.sent_bytes.values()) - self.sent_bytes["intra_node"]
 
 
 class _OnItsWay:
@@ -101,9 +106,7 @@ class GradientSync:
         self.options, self.groups, self.find_unused, self._loss_scale = options, groups, find_unused, loss_scale
         self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self.device = self.parameters[0][1].device
-        ranks = groups.between.size
-        divisor = groups.world_size if groups.inside is not None else ranks
-        self.units = make_units(self.parameters, options, divisor, compresses=options.mode != "dense")
+        self.units = make_units(self.parameters, options, groups.world_size)
         self._whole: Reduction = Whole()
         self.reduction: Reduction = make_reduction(options, self.units, groups, self.device)
         self._compressed = [unit for unit in self.units if not unit.whole]
@@ -138,11 +141,7 @@ class GradientSync:
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         """Become the communication hook of this model."""
-
-        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
-            return self._on_bucket(bucket)
-
-        ddp.register_comm_hook(None, hook)
+        attach_hook(ddp, self._on_bucket)
         if isinstance(self.reduction, SharedBlocks):
             self._removable.append(ddp.register_forward_pre_hook(lambda model, _: self._before_forward(model)))
 

@@ -28,9 +28,6 @@ class Traffic:
     def total(self) -> float:
         return sum(self.sent.values())
 
-    def between_nodes(self) -> float:
-        return self.total() - self.sent["intra_node"]
-
 
 # Their names until torch 2.12, whose successors still have them and warn.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

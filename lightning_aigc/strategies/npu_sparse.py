@@ -298,9 +298,8 @@ class NPUSparseStrategy(DDPStrategy):
             return
         report = sync.report
         numbers = {f"sync/{kind}_mb": sent / 1e6 for kind, sent in report.sent_bytes.items()}
-        between = sum(report.sent_bytes.values()) - report.sent_bytes["intra_node"]
         numbers |= {
-            "sync/between_nodes_mb": between / 1e6,
+            "sync/between_nodes_mb": report.between_nodes_bytes / 1e6,
             "sync/ratio_to_dense": report.ratio,
             "sync/exposed_ms": report.exposed_ms,
             "sync/share_hidden": report.share_hidden,
