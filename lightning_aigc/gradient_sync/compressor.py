@@ -16,6 +16,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.checksum import check_equal
 from lightning_aigc.gradient_sync.factory import AnySync, make_sync
 from lightning_aigc.gradient_sync.groups import DEFAULT_TIMEOUT
+from lightning_aigc.gradient_sync.layout import check_protect
 from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions
 from lightning_aigc.gradient_sync.plain import LocalSteps
 from lightning_aigc.gradient_sync.sync import GradientSync, StepReport
@@ -106,6 +107,7 @@ class GradientCompressor:
             raise ConfigError("this GradientCompressor has a model already; make one for each")
         self._ddp = ddp_model
         self._parameters = trained_parameters(ddp_model)
+        check_protect(self.options, [name for name, _ in self._parameters])  # in modes that protect nothing too
         if dist.get_world_size() == 1:
             self._why = "one rank: nothing to send, gradients are left alone"
             log.info("GradientCompressor: %s", self._why)

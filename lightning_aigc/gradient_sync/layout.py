@@ -14,7 +14,6 @@ import torch
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc_kernels.protection import GradientProtection
 
 ALIGNMENT = 256
 """Every parameter starts at a multiple of this, so that no block has values of two parameters."""
@@ -56,8 +55,7 @@ def make_units(parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOpti
     """
     named = list(parameters)
     protection = options.protection()
-    if options.protect is not None:
-        _check(protection, [name for name, _ in named])
+    check_protect(options, [name for name, _ in named])
     limit = options.bucket_mb * 1e6 / 4
     units: list[Unit] = []
     open_units: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
@@ -87,8 +85,11 @@ def is_small(parameter: torch.Tensor) -> bool:
     return parameter.dim() < 2 or parameter.numel() < SMALL
 
 
-def _check(protection: GradientProtection, names: Sequence[str]) -> None:
+def check_protect(options: SyncOptions, names: Sequence[str]) -> None:
+    """Raises: ConfigError for a pattern that the user gave and that covers none of these parameters."""
+    if options.protect is None:
+        return
     try:
-        protection.check(names)
+        options.protection().check(names)
     except ValueError as error:
         raise ConfigError(f"{error}; leave protect out for the default, or give [] to protect nothing") from None

@@ -23,6 +23,7 @@ from lightning_aigc.gradient_sync import link_settings
 from lightning_aigc.gradient_sync.checksum import check_equal
 from lightning_aigc.gradient_sync.compressor import describe, trained_parameters
 from lightning_aigc.gradient_sync.factory import AnySync, make_sync
+from lightning_aigc.gradient_sync.layout import check_protect
 from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions
 from lightning_aigc.gradient_sync.plain import LocalSteps
 from lightning_aigc.gradient_sync.topology import device_order, read_topology
@@ -225,6 +226,7 @@ class NPUSparseStrategy(DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         self._parameters = trained_parameters(self.model)
+        check_protect(self.options, [name for name, _ in self._parameters])  # with one rank, and in dense modes, too
         if self.world_size == 1:
             rank_zero_info("npu_sparse: one rank, nothing to send; gradients are left alone")
             return

@@ -72,6 +72,8 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     results["log"] = str(Path(logger.log_dir, "metrics.csv"))
 
     results["protect"] = refusal(lambda: fit(rank, strategy=strategy(protect=["hed"]), devices=2))
+    dense = {"mode": "dense", "protect": ["hed"]}
+    results["protect in mode dense"] = refusal(lambda: fit(rank, strategy=strategy(**dense), devices=2))
     drifting = strategy(checksum_every_n_steps=3)
     results["drift"] = refusal(lambda: fit(rank, strategy=drifting, devices=2, callbacks=[Meddle()]))
     return results
@@ -169,6 +171,7 @@ def test_loggers_get_what_was_sent_and_what_that_cost(both: list[Any]) -> None:
 def test_a_pattern_that_covers_nothing_stops_before_training(both: list[Any]) -> None:
     for row in both:
         assert row["protect"].startswith("ConfigError: protect pattern 'hed' covers no module; close names: head")
+        assert row["protect in mode dense"] == row["protect"]
 
 
 def test_ranks_that_drifted_apart_stop_together(both: list[Any]) -> None:
