@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import logging
 import os
@@ -24,10 +25,12 @@ def run_trainer_verb(arguments: list[str]) -> int:
     except Exception as error:  # torch loads torch_npu, which fails in its own ways without CANN
         print(f"error: torch does not start ({error.__cause__ or error}); ask `lightning doctor`", file=sys.stderr)
         return 1
+    from lightning.fabric.utilities.distributed import _destroy_dist_connection
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_aigc.cli.aigc_cli import AIGCCLI
 
+    atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
     sys.argv = [sys.argv[0], *arguments]  # subprocess ranks start from it again
     try:
         AIGCCLI()

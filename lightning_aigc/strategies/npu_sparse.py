@@ -185,6 +185,9 @@ class NPUSparseStrategy(DDPStrategy):
             rank_zero_info(f"npu_sparse puts the ranks of a node on its devices in the order {order}, by their links")
 
     def setup_distributed(self) -> None:
+        # Lightning does so for nccl alone. Gloo's threads abort a process that ends before its groups do
+        # (pytorch#179291), and a group destroyed sooner, at teardown, lets a second fit hang.
+        atexit.register(_destroy_dist_connection)
         if self.root_device.type != "npu":
             super().setup_distributed()
             return
@@ -194,7 +197,6 @@ class NPUSparseStrategy(DDPStrategy):
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
         _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
-        atexit.register(_destroy_dist_connection)  # Lightning does so for nccl alone; sooner, and a second fit hangs
 
     def _get_process_group_backend(self) -> str:
         return (
