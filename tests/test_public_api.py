@@ -12,13 +12,15 @@ import lightning_aigc
 NAMES = {
     "lightning_aigc.accelerators": ["NPUAccelerator"],
     "lightning_aigc.callbacks": [
-        "CLIPConvergenceGuard", "GradientHealthMonitor", "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
+        "AdaptiveLR", "CLIPConvergenceGuard", "GradientHealthMonitor", "RunProgress", "RunReport", "SampleGrid",
+        "SaveLoRA",
     ],
     "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": ["StableDiffusionLoRA"],
     "lightning_aigc.metrics": ["CLIPSimilarity", "clip_similarity"],
     "lightning_aigc.precision": ["FusedBackwardPrecision"],
+    "lightning_aigc.schedulers": ["AIGCLRScheduler"],
 }  # fmt: skip
 ARGUMENTS = {
     ("lightning_aigc.diffusion", "StableDiffusionLoRA"): [

@@ -1,5 +1,6 @@
 """Lightning callbacks; each works on any LightningModule."""
 
+from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.callbacks.clip_convergence_guard import CLIPConvergenceGuard
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.run_progress import RunProgress
@@ -7,4 +8,12 @@ from lightning_aigc.callbacks.run_report import RunReport
 from lightning_aigc.callbacks.sample_grid import SampleGrid
 from lightning_aigc.callbacks.save_lora import SaveLoRA
 
-__all__ = ["CLIPConvergenceGuard", "GradientHealthMonitor", "RunProgress", "RunReport", "SampleGrid", "SaveLoRA"]
+__all__ = [
+    "AdaptiveLR",
+    "CLIPConvergenceGuard",
+    "GradientHealthMonitor",
+    "RunProgress",
+    "RunReport",
+    "SampleGrid",
+    "SaveLoRA",
+]

@@ -1,0 +1,116 @@
+"""AdaptiveLR: a learning rate found in the first steps, cut at peaks of the gradient norm, and brought back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate
+from lightning_aigc.schedulers.rate_control import Change, RateSettings
+
+
+class AdaptiveLR(Callback):
+    """Multiplies the schedule's learning rate by what the gradients allow; every optimizer, any LightningModule.
+
+    In the first 10 to 30 optimizer steps it looks for the rate: from a fiftieth of the configured one upwards, until
+    steps begin to overshoot. Then the schedule goes on, multiplied by what was found: a rate set 30 times too high is
+    brought down, one set too low is raised. Later, a gradient norm above the threshold multiplies the rate by
+    `recovery_factor`, which is made up for in `recovery_steps`. The schedule itself is never written to.
+
+    Args:
+        search: whether the rate is looked for. It takes a copy of the trainable weights until it ends.
+        grad_norm_threshold: a global gradient norm, before clipping, above it cuts the rate; null never cuts.
+        relative: whether the threshold counts in running medians of the norm (100 steps), or is a norm itself.
+        recovery_factor: what a cut multiplies the rate by.
+        recovery_steps: optimizer steps to come back from one cut.
+        max_raise: how far above the configured rate the search may go.
+
+    Logs `adaptive_lr/factor` and `adaptive_lr/lr`, the rate that was used, every `log_every_n_steps`.
+    """
+
+    def __init__(
+        self,
+        search: bool = True,
+        grad_norm_threshold: float | None = 4.0,
+        relative: bool = True,
+        recovery_factor: float = 0.5,
+        recovery_steps: int = 50,
+        max_raise: float = 30.0,
+    ) -> None:
+        self.settings = RateSettings(search, grad_norm_threshold, relative, recovery_factor, recovery_steps, max_raise)
+        self.changes: list[Change] = []
+        """Every decision so far, with its reason; steps count from 1."""
+        self._rates: list[AdaptiveRate] = []
+        self._states: list[dict[str, Any]] = []
+        self._is_resumed = False
+
+    @property
+    def factor(self) -> float:
+        """What the first optimizer's scheduled rate is multiplied by; 1 before training."""
+        return self._rates[0].control.factor if self._rates else 1.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raises: ConfigError where there is no optimizer, or one whose rate must not be adapted."""
+        optimizers = [one for one in trainer.optimizers if not isinstance(one, _MockOptimizer)]
+        if not optimizers:
+            raise ConfigError(
+                f"AdaptiveLR found no optimizer: {type(pl_module).__name__}.configure_optimizers returned none; "
+                "return one, or leave AdaptiveLR out"
+            )
+        self._rates = [AdaptiveRate(optimizer, self.settings) for optimizer in optimizers]
+        if not self._is_resumed:
+            self.changes = []
+            return
+        self._is_resumed = False
+        if len(self._states) != len(self._rates):
+            raise ConfigError(
+                f"the checkpoint's AdaptiveLR followed {len(self._states)} optimizers and there are {len(self._rates)};"
+                " resume with the same optimizers, or without ckpt_path"
+            )
+        for rate, state in zip(self._rates, self._states, strict=True):
+            rate.load_state_dict(state)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        rate = next(rate for rate in self._rates if rate.optimizer is optimizer)
+
+        def mean_over_ranks(numbers: Tensor) -> Tensor:
+            mean: Tensor = trainer.strategy.reduce(numbers, reduce_op="mean")
+            return mean
+
+        change = rate.apply(mean_over_ranks if trainer.world_size > 1 else None)
+        if change is not None:
+            self.changes.append(change)
+            which = "" if len(self._rates) == 1 else f" of optimizer {self._rates.index(rate)}"
+            now = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
+            rank_zero_info(
+                f"AdaptiveLR: step {change.step}, rate{which} now {now}, {change.factor:.3g} times the schedule's: "
+                f"{change.reason}"
+            )
+        if rate.steps % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            suffix = "" if len(self._rates) == 1 else f"_{self._rates.index(rate)}"
+            numbers = {
+                f"adaptive_lr/factor{suffix}": rate.control.factor,
+                f"adaptive_lr/lr{suffix}": float(optimizer.param_groups[0]["lr"]),
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._states = [rate.state_dict() for rate in self._rates] or self._states
+        for rate in self._rates:
+            rate.close()
+        self._rates = []
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [rate.state_dict() for rate in self._rates] or self._states
+        return {"rates": states, "changes": [list(change) for change in self.changes]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._states, self._is_resumed = list(state_dict["rates"]), True
+        self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]

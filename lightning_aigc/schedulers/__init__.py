@@ -1,0 +1,5 @@
+"""Learning rates that follow the gradients, for plain torch loops; AdaptiveLR is their Lightning form."""
+
+from lightning_aigc.schedulers.aigc_lr_scheduler import AIGCLRScheduler
+
+__all__ = ["AIGCLRScheduler"]

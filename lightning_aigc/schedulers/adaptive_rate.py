@@ -1,0 +1,100 @@
+"""One optimizer's rate under control: measured and multiplied before each step, put back right after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.schedulers.rate_control import Change, RateControl, RateSettings
+from lightning_aigc.schedulers.step_measure import StepMeasure
+
+
+def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
+    """Raises: ConfigError for one whose rate must not be touched, or cannot be searched."""
+    name = type(optimizer).__name__
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(f"{name} has no parameter that requires a gradient; there is nothing to adapt a rate for")
+    if isinstance(optimizer, LBFGS):
+        raise ConfigError(
+            "LBFGS takes several evaluations a step and searches its own step length; leave AdaptiveLR out"
+        )
+    if settings.search and any("d" in group or "train_mode" in group for group in optimizer.param_groups):
+        does = "finds its own rate" if any("d" in g for g in optimizer.param_groups) else "weighs its average by rates"
+        raise ConfigError(
+            f"{name} {does}, so a search for one makes no sense; set AdaptiveLR's search: false to keep the cuts at "
+            "peaks of the gradient norm, or leave AdaptiveLR out"
+        )
+
+
+class AdaptiveRate:
+    """Multiplies the rates of an optimizer's groups for the length of a step.
+
+    A scheduler never sees the product, so that recursive ones do not compound it. Between `apply` and the optimizer's
+    step nothing else may write the rates.
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: RateSettings) -> None:
+        check_optimizer(optimizer, settings)
+        self.optimizer = optimizer
+        self.control = RateControl(settings)
+        self.measure = StepMeasure()
+        self.steps = 0
+        self._scheduled: list[float] | None = None
+        self._hook = optimizer.register_step_post_hook(lambda *_: self.restore())
+
+    def apply(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Change | None:
+        """Look at the gradients and set the rates of the coming step. Returns: the change to tell, if any."""
+        self.restore()
+        self.steps += 1
+        norm, agreement = self.measure(self.optimizer, self.control.is_searching, reduce)
+        reason = self.control.look(norm, agreement)
+        if not self.control.is_searching:
+            self.measure.weights = []
+        if math.isfinite(norm):  # else who skips the step would not let the optimizer put the rates back
+            self._scheduled = [float(group["lr"]) for group in self.optimizer.param_groups]
+            for group, scheduled in zip(self.optimizer.param_groups, self._scheduled, strict=True):
+                _set_rate(group, self.rate(group, scheduled))
+        return None if reason is None else Change(self.steps, self.control.factor, reason)
+
+    def rate(self, group: dict[str, Any], scheduled: float) -> float:
+        """The group's rate: while searching a multiple of the configured one, for the search is the warm-up."""
+        configured = float(group.get("initial_lr", scheduled)) if self.control.is_searching else scheduled
+        return configured * self.control.factor
+
+    def restore(self) -> None:
+        """Give the groups the schedule's rates back; nothing where they have them."""
+        if self._scheduled is None:
+            return
+        for group, scheduled in zip(self.optimizer.param_groups, self._scheduled, strict=True):
+            _set_rate(group, scheduled)
+        self._scheduled = None
+
+    def close(self) -> None:
+        self.restore()
+        self._hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        weights = [w.detach().cpu().clone() for w in self.measure.weights]
+        return {"steps": self.steps, "control": self.control.state_dict(), "weights": weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.control.load_state_dict(state["control"])
+        self.measure.weights = []
+        if state["weights"]:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+            pairs = zip(state["weights"], parameters, strict=True)
+            self.measure.weights = [weight.to(p.device, p.dtype) for weight, p in pairs]
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

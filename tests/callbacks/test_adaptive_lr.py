@@ -1,0 +1,258 @@
+"""AdaptiveLR on real trainings: what it does to the rates, and all that it leaves alone."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import csv
+import math
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from fakes import small_lightning, trainings
+from fakes.denoisers import Denoiser, fit
+from fakes.ranks import run_ranks
+from lightning_aigc.callbacks import AdaptiveLR
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.strategies import NPUSparseStrategy
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+class Scheduled(Denoiser):
+    """With a cosine that reads the rate it wrote itself, and a second group at a tenth of the rate."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.blocks.parameters()}, {"params": self.inlet.parameters(), "lr": 1e-4}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Rates(Callback):
+    """The groups' rates within each step, where gradients are clipped, and after it."""
+
+    def __init__(self) -> None:
+        self.within: list[list[float]] = []
+        self.after: list[list[float]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            self.within.append([group["lr"] for group in optimizer.param_groups])
+
+        # Before the callback's own hook, which puts the rates back.
+        hooks: Any = trainer.optimizers[0]._optimizer_step_post_hooks
+        trainer.optimizers[0].register_step_post_hook(note)
+        hooks.move_to_end(next(reversed(hooks)), last=False)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.after.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+
+class Peaks(Callback):
+    """Gradients of ten times their size at some steps, counted from 1."""
+
+    def __init__(self, *steps: int, times: float = 10.0) -> None:
+        self.steps, self.times = steps, times
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step + 1 in self.steps:
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= self.times
+
+
+def test_a_recursive_schedule_of_several_groups_goes_on_as_if_nobody_multiplied_it() -> None:
+    alone, beside = Rates(), Rates()
+    fit(Scheduled(), [alone])
+    adaptive = AdaptiveLR(search=False)
+    fit(Scheduled(), [adaptive, beside, Peaks(15)])
+    assert beside.after == alone.after
+    assert [change.step for change in adaptive.changes] == [15]
+    factors = [now[0] / plain[0] for now, plain in zip(beside.within, alone.within, strict=True)]
+    assert factors[:14] == [1.0] * 14
+    assert factors[14] == pytest.approx(0.5)
+    assert factors[14:] == sorted(factors[14:])
+    assert 0.5 < factors[-1] < 1.0
+    assert all(first == pytest.approx(10 * second) for first, second in beside.within)
+
+
+def test_the_search_starts_low_ends_and_leaves_a_line_and_scalars(tmp_path: Path, caplog: Any) -> None:
+    adaptive, rates = AdaptiveLR(), Rates()
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    with caplog.at_level("INFO"):
+        fit(Scheduled(learning_rate=1e-3), [adaptive, rates], logger=logger, log_every_n_steps=1, gradient_clip_val=1.0)
+    within = [first for first, _ in rates.within]
+    assert within[0] == pytest.approx(0.02e-3)
+    change = adaptive.changes[0]
+    assert change.reason.startswith("the search ends")
+    assert within[change.step - 2] == pytest.approx(1e-3 * 0.02 * 1.3 ** (change.step - 2), rel=1e-5)
+    assert any(
+        f"AdaptiveLR: step {change.step}, rate now" in r.message and change.reason in r.message for r in caplog.records
+    )
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["adaptive_lr/lr"]]
+    assert [float(row["adaptive_lr/lr"]) for row in rows] == pytest.approx(within)
+    assert float(rows[-1]["adaptive_lr/factor"]) == pytest.approx(adaptive.changes[-1].factor)
+
+
+def test_with_everything_off_no_bit_changes() -> None:
+    plain, watched = Scheduled(), Scheduled()
+    fit(plain, [])
+    fit(watched, [AdaptiveLR(search=False, grad_norm_threshold=None)])
+    assert torch.equal(weights(plain), weights(watched))
+
+
+class SameNoise(Callback):
+    """A stock checkpoint holds no random state; so each step draws from its own number."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the saver of the first run
+@pytest.mark.parametrize("stop", [8, 24])  # epochs' ends: in the search, and on the way back from a cut
+def test_a_resumed_training_ends_in_the_same_weights(stop: int, tmp_path: Path) -> None:
+    whole, adaptive = Scheduled(), AdaptiveLR()
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=stop, save_top_k=-1)
+    fit(whole, [adaptive, Peaks(20), SameNoise(), saver], enable_checkpointing=True)
+    file = tmp_path / f"step={stop}.ckpt"
+    state = torch.load(file, weights_only=True)["callbacks"]["AdaptiveLR"]
+    assert bool(state["rates"][0]["weights"]) == (stop == 8)
+    resumed, again = Scheduled(), AdaptiveLR()
+    fit(resumed, [again, Peaks(20), SameNoise()], ckpt_path=str(file))
+    assert torch.equal(weights(whole), weights(resumed))
+    assert again.changes == adaptive.changes
+    assert adaptive.changes[0].step == 20
+
+
+def test_a_second_fit_starts_anew() -> None:
+    adaptive = AdaptiveLR()
+    fit(Scheduled(), [adaptive])
+    first = list(adaptive.changes)
+    second = Scheduled()
+    fit(second, [adaptive])
+    assert adaptive.changes == first
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_steps_skipped_by_a_loss_scaler_leave_the_schedule_alone(precision: Any) -> None:
+    adaptive, rates = AdaptiveLR(search=False, grad_norm_threshold=1e-3, relative=False), Rates()
+    module = trainings.Regression()
+    plugin = FusedBackwardPrecision(precision, memory="off")
+    trainings.fit(plugin, module, trainings.make_batches(6, huge=[2]), callbacks=[adaptive, rates])
+    assert rates.after == [[1e-2]] * 6
+    assert (len(rates.within) < 6) == (precision == "16-mixed")
+    assert all(within[0] < 1e-2 for within in rates.within)
+
+
+def test_manual_optimization_is_adapted_too() -> None:
+    adaptive = AdaptiveLR()
+    trainings.fit(
+        FusedBackwardPrecision("32-true", memory="off"),
+        trainings.ManualRegression(),
+        trainings.make_batches(6),
+        callbacks=[adaptive],
+    )
+    assert adaptive.state_dict()["rates"][0]["steps"] == 6
+
+
+class TwoOptimizers(trainings.ManualRegression):
+    def configure_optimizers(self) -> Any:
+        layers = list(self.net.children())
+        return [torch.optim.Adam(layers[0].parameters(), 1e-2), torch.optim.SGD(layers[4].parameters(), 1e-3)]
+
+    def training_step(self, batch_NC: torch.Tensor, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        assert isinstance(optimizers, list)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(trainings.Regression.training_step(self, batch_NC, batch_idx))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_each_optimizer_has_a_factor_of_its_own() -> None:
+    adaptive = AdaptiveLR(search=False, grad_norm_threshold=0.0001, relative=False)
+    trainings.fit(
+        FusedBackwardPrecision("32-true", memory="off"),
+        TwoOptimizers(),
+        trainings.make_batches(3),
+        callbacks=[adaptive],
+    )
+    assert [state["steps"] for state in adaptive.state_dict()["rates"]] == [3, 3]
+
+
+class Optimized(Denoiser):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return None if self.make is None else self.make(self.parameters())
+
+
+def test_optimizers_that_find_their_own_rate_are_refused_before_training_starts() -> None:
+    from prodigyopt import Prodigy
+    from schedulefree import AdamWScheduleFree
+
+    for make, says in (
+        (Prodigy, "Prodigy finds its own rate, so a search for one makes no sense; set AdaptiveLR's search: false"),
+        (AdamWScheduleFree, "AdamWScheduleFree weighs its average by rates"),
+        (torch.optim.LBFGS, "leave AdaptiveLR out"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            fit(Optimized(make), [AdaptiveLR()])
+    fit(Optimized(Prodigy), [AdaptiveLR(search=False)], steps=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
+def test_without_an_optimizer_the_fit_ends_before_it_starts() -> None:
+    with pytest.raises(ConfigError, match=r"Optimized.configure_optimizers returned none"):
+        fit(Optimized(None), [AdaptiveLR()])
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="recovery_factor must be a number between 0 and 1; got 2"):
+        AdaptiveLR(recovery_factor=2)
+
+
+def ranks_work(rank: int, folder: str) -> dict[str, Any]:
+    """Two ranks with data of their own; in mode local even their gradients differ."""
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    quick = timedelta(seconds=20)
+    for name, strategy in (
+        ("ddp", DDPStrategy(process_group_backend="gloo", timeout=quick)),
+        ("int3", NPUSparseStrategy(process_group_backend="gloo", timeout=quick)),
+        ("local", NPUSparseStrategy(process_group_backend="gloo", timeout=quick, mode="local", local_steps=4)),
+    ):
+        adaptive = AdaptiveLR(grad_norm_threshold=3.0)
+        module, _ = small_lightning.fit(
+            rank, batches=40, strategy=strategy, devices=2, callbacks=[adaptive, Peaks(35, times=20.0)]
+        )
+        found[name] = [[list(change) for change in adaptive.changes], module.after[-1].tolist()]
+    return found
+
+
+def test_ranks_decide_alike(tmp_path: Path) -> None:
+    first, second = run_ranks(ranks_work, 2, tmp_path, str(tmp_path), gloo=False)
+    for name in ("ddp", "int3", "local"):
+        assert first[name][0] == second[name][0]
+        assert len(first[name][0]) >= 2
+        assert all(math.isfinite(value) for value in first[name][1])
+    assert first["ddp"][1] == second["ddp"][1]
