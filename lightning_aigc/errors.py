@@ -20,6 +20,10 @@ class ConfigError(UserError):
     """A key, type or class in a YAML file or on the command line."""
 
 
+class SnapshotError(UserError):
+    """A snapshot or checkpoint that cannot be written, found, read or trusted."""
+
+
 class ImageWarning(UserWarning):
     """A generated or loaded picture is black, constant or not finite."""
 

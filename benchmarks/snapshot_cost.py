@@ -1,0 +1,206 @@
+"""What a snapshot costs a training, beside the checkpoint that Lightning would write of the same state.
+
+    OMP_NUM_THREADS=1 python benchmarks/snapshot_cost.py
+    python benchmarks/snapshot_cost.py --device cuda
+
+The state of a LoRA of rank 64 on Stable Diffusion 1.5's attention, 256 matrices, in float32: weights, their moving
+average, and AdamW's two moments and step. The baseline is `TorchCheckpointIO`, which `trainer.save_checkpoint` calls,
+and plain `torch.save`; neither makes the file durable, a snapshot is fsynced. All are timed in turn, in one run.
+Blocked is all that the training waits: `save`, and `finish_copy` before the optimizer would step; late is with all
+tensors in `late`. Work is a training's, products of matrices for 0.3 s: the share of it that is done beside a snapshot
+being written, and beside another process, dd, that writes as much. Host memory is the peak of the resident set above
+what it was before the first save. Prints a table and one JSON row, which it appends to
+benchmarks/results/DATE-snapshot_cost.jsonl. Medians after warm-up, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import safetensors
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
+
+from lightning_aigc.checkpoint import SnapshotStore, newest_complete, pack
+
+RANK = 64
+BLOCKS = ((320, 5), (640, 5), (1280, 6))
+TEXT = 768
+BARS = {"blocked_late_ratio": 0.05, "host_copies": 1.1, "size_ratio": 1.2}
+
+
+def shapes() -> list[tuple[int, int]]:
+    """Of both matrices of q, k, v and out of self- and cross-attention."""
+    found = []
+    for channels, count in BLOCKS:
+        inputs = [*[channels] * 4, channels, TEXT, TEXT, channels]
+        found += [shape for size in inputs * count for shape in ((RANK, size), (channels, RANK))]
+    return found
+
+
+def make_state(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+
+    def matrices() -> list[Tensor]:
+        return [torch.randn(shape, device=device) for shape in shapes()]
+
+    names = [f"unet.{i}.lora" for i in range(len(shapes()))]
+    moments = zip(matrices(), matrices(), strict=True)
+    return {
+        "state_dict": dict(zip(names, matrices(), strict=True)),
+        "ema": dict(zip(names, matrices(), strict=True)),
+        "optimizer": {
+            "state": {
+                i: {"step": torch.tensor(9.0), "exp_avg": a, "exp_avg_sq": b} for i, (a, b) in enumerate(moments)
+            },
+            "param_groups": [{"lr": 1e-4, "params": list(range(len(names)))}],
+        },
+    }
+
+
+def wait_for(device: str) -> None:
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def train_for(seconds: float, device: str) -> float:
+    """Products of matrices a second: what is left of the machine while a snapshot is written."""
+    left = torch.randn(256, 256, device=device)
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        torch.mm(left, left)
+        wait_for(device)
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def resident_mib(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 2**10
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    device = given.device
+    state = make_state(device)
+    tensors, _ = pack(state)
+    state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    late = {tensor.data_ptr() for tensor in tensors.values()}
+    store = SnapshotStore(folder / "snapshots", keep_last=2)
+    store.open()
+
+    train_for(0.2, device)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before_mib = resident_mib("VmRSS")
+    for step in range(3):
+        store.save(step, None, state, late=late)
+        store.finish_copy()
+        store.wait()
+    host_copies = (resident_mib("VmHWM") - before_mib) * 2**20 / state_bytes
+    size_ratio = store.written_bytes / state_bytes
+
+    stock = TorchCheckpointIO()
+    times: dict[str, list[float]] = {
+        "lightning": [],
+        "torch_save": [],
+        "blocked_late": [],
+        "blocked": [],
+        "durable": [],
+    }
+    rates: dict[str, list[float]] = {"alone": [], "beside_a_snapshot": [], "beside_dd": []}
+    for step in range(3, 3 + given.warm_up + given.repeats):
+        times["lightning"].append(timed(lambda: stock.save_checkpoint(state, folder / "stock.ckpt"), device))
+        times["torch_save"].append(timed(lambda: torch.save(state, folder / "torch.ckpt"), device))
+        os.sync()  # what those two left to the kernel is not the snapshot's to wait for
+        store.save(2 * step, None, state)
+        times["blocked"].append(store.blocked_s)
+        store.wait()
+        rates["alone"].append(train_for(0.3, device))
+        start = time.perf_counter()
+        store.save(2 * step + 1, None, state, late=late)
+        rates["beside_a_snapshot"].append(train_for(0.3, device))
+        store.finish_copy()
+        times["blocked_late"].append(store.blocked_s)
+        store.wait()
+        times["durable"].append(time.perf_counter() - start)
+        copying = ["dd", "if=/dev/zero", f"of={folder / 'dd'}", "bs=1M", f"count={state_bytes >> 20}", "conv=fsync"]
+        with subprocess.Popen(copying, stderr=subprocess.DEVNULL):
+            rates["beside_dd"].append(train_for(0.3, device))
+    store.close()
+
+    newest = newest_complete(store.directory, print)
+    assert newest is not None and newest.step == 2 * step + 1
+    read, _ = pack(newest.shared())
+    assert all(torch.equal(read[name], tensor.cpu()) for name, tensor in tensors.items())
+
+    row: dict[str, Any] = {"tensors": len(tensors), "trained_values": sum(a * b for a, b in shapes())}
+    row["state_mib"] = round(state_bytes / 2**20, 1)
+    for name, values in times.items():
+        kept = values[given.warm_up :]
+        row[f"{name}_ms"] = round(1e3 * statistics.median(kept), 1)
+        row[f"{name}_spread_ms"] = [round(1e3 * min(kept), 1), round(1e3 * max(kept), 1)]
+    for name in ("blocked_late", "blocked"):
+        row[f"{name}_ratio"] = round(row[f"{name}_ms"] / row["lightning_ms"], 4)
+        row[f"{name}_to_torch_save"] = round(row[f"{name}_ms"] / row["torch_save_ms"], 4)
+    alone = statistics.median(rates.pop("alone")[given.warm_up :])
+    for name, values in rates.items():
+        row[f"work_{name}"] = round(statistics.median(values[given.warm_up :]) / alone, 3)
+    return row | {"host_copies": round(host_copies, 3), "size_ratio": round(size_ratio, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where to write; unset: a temporary folder")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="snapshot-cost-", dir=given.folder))
+    try:
+        row = measure(given, folder)
+    finally:
+        shutil.rmtree(folder)
+    where = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    device = torch.get_device_module(given.device).get_device_name() if given.device != "cpu" else "cpu"
+    row |= {
+        "device": f"{device} {where}",
+        "versions": {m.__name__: m.__version__ for m in (torch, lightning.pytorch, safetensors)},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    print("| " + " | ".join(f"{key} (bar {BARS[key]})" if key in BARS else key for key in row) + " |")
+    print("|" + "---|" * len(row))
+    print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    line = json.dumps({"benchmark": "snapshot_cost", **row})
+    print(line)
+    given.results.mkdir(parents=True, exist_ok=True)
+    with (given.results / f"{time.strftime('%Y-%m-%d')}-snapshot_cost.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

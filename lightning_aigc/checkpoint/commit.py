@@ -1,0 +1,166 @@
+"""One snapshot on its way to disk: every rank writes its files, and rank 0's manifest makes them a snapshot."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_aigc.checkpoint.files import CHUNK, Written, sealed, sync_folder, unsealed, write_file
+from lightning_aigc.checkpoint.folders import MANIFEST, complete_folders, publish, tidy, unfinished_name
+from lightning_aigc.checkpoint.host_buffer import HostBuffer
+from lightning_aigc.checkpoint.lock import run_in
+from lightning_aigc.checkpoint.tensor_file import Layout
+from lightning_aigc.errors import SnapshotError
+
+FORMAT = 1
+GRACE_S = 5.0
+"""How long a folder that was renamed may be invisible under its new name on another host."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A state in host memory, and the stem of its two files."""
+
+    stem: str
+    tree: Any
+    layout: Layout
+    buffer: HostBuffer
+
+    def write(self, folder: Path) -> dict[str, Written]:
+        tensors = write_file(
+            folder / f"{self.stem}.safetensors",
+            (self.layout.header(), *self.buffer.chunks(self.layout.size, CHUNK)),
+        )
+        tree = write_file(folder / f"{self.stem}.json", [sealed({"tree": self.tree, "tensors": tensors.as_json()})])
+        return {f"{self.stem}.safetensors": tensors, f"{self.stem}.json": tree}
+
+
+@dataclass
+class Attempt:
+    """One try at one snapshot. Its folder's name is of this try alone, so that no file of another is ever in it."""
+
+    directory: Path
+    step: int
+    number: int
+    rank: int
+    world_size: int
+    timeout_s: float
+    run: str | None
+    """The name of the run that has the folder; None until it is read from there."""
+    parts: list[Part] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> int:
+        """Return once the snapshot is durable.
+
+        Returns: bytes in this rank's files.
+        Raises: OSError or SnapshotError, and the snapshot is none.
+        """
+        folder = self._folder()
+        folder.mkdir(exist_ok=True)
+        files: dict[str, Written] = {}
+        for part in reversed(self.parts):  # rankK.json is the last: with it, all that this rank has to write is there
+            files |= part.write(folder)
+        sync_folder(folder)
+        if self.rank == 0:
+            files |= self._commit(folder, files)
+        else:
+            self._wait_for_rank_0(folder)
+        return sum(written.size for name, written in files.items() if self._is_own(name))
+
+    def abandon(self, reason: str) -> None:
+        """Remove what was written, and let the other ranks know."""
+        self.run = self.run or run_in(self.directory)
+        if self.run is None:
+            return
+        folder = self._folder()
+        own = "*" if self.rank == 0 else f"rank{self.rank}.*"
+        with contextlib.suppress(OSError):  # the reason given is the first one, and the next `open` tidies up
+            for path in folder.glob(own):
+                path.unlink()
+            if self.world_size == 1:
+                folder.rmdir()
+            else:
+                folder.mkdir(exist_ok=True)
+                (folder / f"rank{self.rank}.failed").write_text(reason)
+
+    def _folder(self) -> Path:
+        if self.run is None:
+            self.run = self._poll(lambda: run_in(self.directory), "rank 0 has not opened the folder")
+        return self.directory / unfinished_name(self.step, self.run, self.number)
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(f"rank{self.rank}.") or (self.rank == 0 and not name.startswith("rank"))
+
+    def _commit(self, folder: Path, files: dict[str, Written]) -> dict[str, Written]:
+        for rank in range(1, self.world_size):
+            files = files | self._poll(
+                lambda rank=rank: self._files_of(folder, rank),  # type: ignore[misc]
+                f"rank {rank} has not written its files",
+            )
+        fields = {
+            "format": FORMAT,
+            "step": self.step,
+            "world_size": self.world_size,
+            "attempt": folder.name,
+            "facts": self.facts,
+            "files": {name: written.as_json() for name, written in sorted(files.items())},
+        }
+        manifest = write_file(folder / MANIFEST, [sealed(fields, indent=1)])
+        sync_folder(folder)
+        tidy(self.directory, besides=folder)  # now the other ranks wait for this attempt alone
+        publish(folder, self.step)
+        return files | {MANIFEST: manifest}
+
+    def _files_of(self, folder: Path, rank: int) -> dict[str, Written] | None:
+        _stop_if_failed(folder, rank)
+        tree, tensors = folder / f"rank{rank}.json", folder / f"rank{rank}.safetensors"
+        if not tree.exists():
+            return None
+        data = tree.read_bytes()
+        says = Written(**unsealed(data, str(tree))["tensors"])
+        if (size := tensors.stat().st_size) != says.size:
+            raise SnapshotError(f"{tensors} has {size} bytes, rank {rank} wrote {says.size}")
+        return {tensors.name: says, tree.name: Written.of(data)}
+
+    def _wait_for_rank_0(self, folder: Path) -> None:
+        missing_since: float | None = None
+
+        def is_done() -> bool | None:
+            nonlocal missing_since
+            if folder.exists():
+                _stop_if_failed(folder, 0)
+                return None
+            missing_since = missing_since or time.monotonic()
+            for step, complete in complete_folders(self.directory):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    if step == self.step and json.loads((complete / MANIFEST).read_bytes())["attempt"] == folder.name:
+                        return True
+            if time.monotonic() - missing_since > GRACE_S:
+                raise SnapshotError("rank 0 gave up on it; its own log says why")
+            return None
+
+        self._poll(is_done, "rank 0 has not written the manifest")
+
+    def _poll(self, look: Callable[[], T | None], missing: str) -> T:
+        end, pause_s = time.monotonic() + self.timeout_s, 0.005
+        while (found := look()) is None:
+            if time.monotonic() > end:
+                raise SnapshotError(
+                    f"{missing} after {self.timeout_s:g} s; all ranks need {self.directory} on a file system they share"
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.2)
+        return found
+
+
+def _stop_if_failed(folder: Path, rank: int) -> None:
+    failed = folder / f"rank{rank}.failed"
+    if failed.exists():
+        raise SnapshotError(f"rank {rank} failed: {failed.read_text()}")

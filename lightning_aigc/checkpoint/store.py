@@ -1,0 +1,212 @@
+"""Snapshots of a training state that block training for a copy at most, and that no kill can tear."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.checkpoint.commit import Attempt, Part
+from lightning_aigc.checkpoint.copies import Copies, Copy
+from lightning_aigc.checkpoint.folders import rotate, tidy
+from lightning_aigc.checkpoint.host_buffer import HostBuffer
+from lightning_aigc.checkpoint.lock import FolderLock
+from lightning_aigc.checkpoint.priority import give_way
+from lightning_aigc.checkpoint.remote import local_path
+from lightning_aigc.checkpoint.tensor_file import Layout
+from lightning_aigc.checkpoint.tree import pack
+from lightning_aigc.errors import SnapshotError
+
+
+class SnapshotStore:
+    """Writes a folder of snapshots; each rank has one of its own for the same folder.
+
+    Args:
+        directory: The folder that holds `step-00000500` and so on; all ranks must see the same one.
+        keep_last: Snapshots to keep, counted back from the newest step.
+        commit_timeout_s: How long rank 0 waits for the files of the others, and they for its word.
+    Attributes:
+        protected: Steps that are never removed.
+        blocked_s: How long the last `save`, and `finish_copy` after it, kept the caller.
+        copied_bytes: What the last `save` copied to the host.
+        written_bytes: The size of this rank's files of the last snapshot.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        keep_last: int = 5,
+        commit_timeout_s: float = 600.0,
+    ) -> None:
+        if keep_last < 1:
+            raise SnapshotError(f"keep_last must be at least 1, got {keep_last}")
+        self.directory = local_path(directory)
+        self.rank, self.world_size = rank, world_size
+        self.keep_last, self.commit_timeout_s = keep_last, commit_timeout_s
+        self.protected: set[int] = set()
+        self.blocked_s = 0.0
+        self.copied_bytes = self.written_bytes = 0
+        self._buffers: dict[str, HostBuffer] = {}
+        self._attempts: Counter[int] = Counter()
+        self._lock: FolderLock | None = None
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._error: SnapshotError | None = None
+        self._last_durable: int | None = None
+
+    def open(self) -> None:
+        """Make the folder; rank 0 takes it for this run and removes what a killed one left unfinished.
+
+        Raises: SnapshotError if a live process has it, or if it cannot be written.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.rank == 0 and self._lock is None:
+                self._lock = FolderLock(self.directory)
+                tidy(self.directory)
+        except OSError as error:
+            raise SnapshotError(f"no snapshots can be written to {self.directory}: {_reason(error)}") from error
+
+    def save(
+        self,
+        step: int,
+        own_state: Any,
+        shared_state: Any = None,
+        facts: dict[str, Any] | None = None,
+        *,
+        late: Collection[int] = (),
+    ) -> None:
+        """Copy the states to the host and return; a thread writes them. Every rank calls it for the same steps.
+
+        Waits for the snapshot before; whether that one failed is for `error` and `wait` to say.
+
+        Args:
+            own_state: What this rank has of its own, for `pack`.
+            shared_state: What all ranks have alike; rank 0's is written.
+            facts: Plain JSON for the manifest; rank 0's is written.
+            late: `data_ptr`s of tensors that the thread may copy; call `finish_copy` before they change.
+        Raises: SnapshotError if the states hold what a snapshot cannot.
+        """
+        start = time.perf_counter()
+        if self.rank == 0 and self._lock is None:
+            raise SnapshotError("open() comes before save()")
+        work = Attempt(
+            self.directory,
+            step,
+            self._attempts[step],
+            self.rank,
+            self.world_size,
+            self.commit_timeout_s,
+            run=self._lock.run if self._lock else None,
+        )
+        self._attempts[step] += 1
+        self._join()
+        try:
+            work.facts = _checked(facts)
+            to_copy = self._lay_out(work, f"rank{self.rank}", own_state)
+            if self.rank == 0:
+                to_copy += self._lay_out(work, "shared", shared_state)
+            copies = Copies(to_copy, frozenset(late))
+        except Exception as error:
+            work.abandon(_reason(error))
+            raise
+        self.copied_bytes = sum(part.layout.size for part in work.parts)
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._write, args=(copies, work), name="snapshot", daemon=True)
+        self._thread.start()
+        self.blocked_s = time.perf_counter() - start
+
+    def finish_copy(self) -> None:
+        """Return once every tensor of the last `save` may change again."""
+        start = time.perf_counter()
+        self._copied.wait()
+        self.blocked_s += time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Return once the last `save` is durable.
+
+        Raises: SnapshotError with the reason why it, or one before it, is not; once.
+        """
+        self._join()
+        if (error := self.error()) is not None:
+            raise error
+
+    def error(self) -> SnapshotError | None:
+        """What `wait` would raise, without waiting; handed over once."""
+        error, self._error = self._error, None
+        return error
+
+    def close(self) -> None:
+        """Let the last snapshot become durable and the folder go.
+
+        Raises: SnapshotError as `wait` does.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _lay_out(self, work: Attempt, stem: str, state: Any) -> list[Copy]:
+        tensors, tree = pack(state)
+        layout = Layout.of(tensors)
+        buffer = self._buffers.setdefault(stem, HostBuffer())
+        pinned = not all(tensor.is_cpu for tensor in tensors.values())
+        buffer.reserve(layout.size, pinned=pinned)
+        work.parts.append(Part(stem, tree, layout, buffer))
+        return [(buffer, tensor, layout.offset(name)) for name, tensor in tensors.items() if tensor.numel()]
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, copies: Copies, work: Attempt) -> None:
+        try:
+            try:
+                copies.finish()
+            finally:
+                self._copied.set()
+            give_way()  # not before: training waits for the copy, and may soon
+            self.written_bytes = work.write()
+            self._last_durable = work.step
+            if self.rank == 0:
+                self._rotate(work.step)
+        except Exception as error:
+            work.abandon(_reason(error))
+            last = "there is none before it" if self._last_durable is None else f"step {self._last_durable} is whole"
+            self._error = SnapshotError(
+                f"the snapshot of step {work.step} could not be written to {self.directory}: {_reason(error)}; {last}"
+            )
+            self._error.__cause__ = error
+
+    def _rotate(self, step: int) -> None:
+        try:
+            rotate(self.directory, step, self.keep_last, frozenset(self.protected))
+        except OSError as error:
+            self._error = SnapshotError(
+                f"the snapshot of step {step} is whole, but an older one could not be removed: {_reason(error)}"
+            )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return str(error) if isinstance(error, SnapshotError) else f"{type(error).__name__}: {error}"
+
+
+def _checked(facts: dict[str, Any] | None) -> dict[str, Any]:
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(facts or {}))
+    except (TypeError, ValueError) as error:
+        raise SnapshotError(f"facts must be plain JSON: {error}") from error
+    return copied
