@@ -52,8 +52,8 @@ class AdaptiveRate:
         """Look at the gradients and set the rates of the coming step. Returns: the change to tell, if any."""
         self.restore()
         self.steps += 1
-        norm, agreement = self.measure(self.optimizer, self.control.is_searching, reduce)
-        reason = self.control.look(norm, agreement)
+        norm, last_step = self.measure(self.optimizer, self.control.is_searching, reduce)
+        reason = self.control.look(norm, last_step)
         if not self.control.is_searching:
             self.measure.weights = []
         if math.isfinite(norm):  # else who skips the step would not let the optimizer put the rates back

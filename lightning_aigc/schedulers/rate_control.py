@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.schedulers.step_measure import LastStep
 
 # Calibrated on the tiny fine-tune of benchmarks/adaptive_lr.py: from rates 30 times apart they end within 1.3.
-SEARCH_START = 0.02
+SEARCH_START = 0.05
 """Of the configured rate."""
-SEARCH_GROWTH = 1.3
+SEARCH_GROWTH = 1.35
 """A step."""
 SMOOTHING = 0.7
 """Of the agreement, from step to step."""
 ENOUGH_AGREEMENT = 0.25
 """Of the best agreement seen: below that the search ends."""
+LARGEST_SHARE = 0.1
+"""Of all trained weights, changed in one step; a healthy step changes less than a hundredth."""
 MEDIAN_STEPS, FEWEST_STEPS = 100, 10
 LOWEST_CUT = 1 / 64
 
@@ -43,7 +46,7 @@ class RateSettings:
     """How the rate follows the gradients."""
 
     search: bool = True
-    """Find the rate in the first steps, from a fiftieth of the configured one up to `max_raise` times it."""
+    """Find the rate in the first steps, from a twentieth of the configured one up to `max_raise` times it."""
     grad_norm_threshold: float | None = 4.0
     """A global gradient norm above it cuts the rate; None never cuts."""
     relative: bool = True
@@ -81,17 +84,17 @@ class RateControl:
         self._is_peak = False
         self._norms: deque[float] = deque(maxlen=MEDIAN_STEPS)
 
-    def look(self, norm: float, agreement: float | None) -> str | None:
+    def look(self, norm: float, last_step: LastStep | None) -> str | None:
         """Take in one step before it is made.
 
         Args: norm: the global gradient norm; one that is not finite is left to those who skip such steps.
-            agreement: cosine between the last step and the negative gradient; None where no step was made.
+            last_step: None where no step was made.
         Returns: why the rate changed, if it did by more than a step of the search or of the recovery.
         """
         if not math.isfinite(norm):
             return None
         limit = self._limit()
-        reason = self._search(agreement) if self.is_searching else None
+        reason = self._search(last_step) if self.is_searching else None
         was_peak, self._is_peak = self._is_peak, limit is not None and norm > limit
         if limit is not None and self._is_peak:
             reason = self._cut(norm, limit, was_peak)
@@ -109,17 +112,22 @@ class RateControl:
             return threshold
         return threshold * statistics.median(self._norms) if len(self._norms) >= FEWEST_STEPS else None
 
-    def _search(self, agreement: float | None) -> str | None:
-        if agreement is None or not math.isfinite(agreement):
+    def _search(self, last_step: LastStep | None) -> str | None:
+        if last_step is None or not math.isfinite(last_step.agreement):
             return None
         self._looks += 1
-        self._agreement = SMOOTHING * self._agreement + (1 - SMOOTHING) * agreement
+        self._agreement = SMOOTHING * self._agreement + (1 - SMOOTHING) * last_step.agreement
         smooth = self._agreement / (1 - SMOOTHING**self._looks)
         if self._looks >= 2:
             self._best_agreement = max(self._best_agreement, smooth)
-        if self._looks >= 4 and self._best_agreement == 0.0:  # too high from the first step on
-            self.top = self.factor = self.top * self.settings.recovery_factor
+        if self._best_agreement == 0.0:  # too high from the first step on, or too early to say
+            if self._looks >= 4:
+                self.top = self.factor = self.top * self.settings.recovery_factor
             return None
+        if last_step.share > LARGEST_SHARE:
+            self.is_searching = False
+            self.top = self.factor = self.top * self.settings.recovery_factor
+            return f"the search ends: one step changed the trained weights by {last_step.share:.0%} of their size"
         if self._looks >= 4 and smooth < ENOUGH_AGREEMENT * self._best_agreement:
             self.is_searching = False
             return (

@@ -1,13 +1,23 @@
-"""Two numbers an optimizer step: the global gradient norm, and how far the last step agrees with this gradient."""
+"""Numbers of an optimizer step: the global gradient norm, and how the last step looks from this gradient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+
+class LastStep(NamedTuple):
+    """What the step before said about the rate."""
+
+    agreement: float
+    """Cosine between it and the negative gradient that followed it."""
+    share: float
+    """Its length over that of all trained weights."""
 
 
 class StepMeasure:
@@ -18,9 +28,9 @@ class StepMeasure:
         """The weights before the last step, in the order of the optimizer's groups; empty before the first."""
 
     def __call__(
-        self, optimizer: Optimizer, with_agreement: bool, reduce: Callable[[Tensor], Tensor] | None = None
-    ) -> tuple[float, float | None]:
-        """The norm, and the cosine of the last step with the negative gradient; NaN and None where there are none.
+        self, optimizer: Optimizer, with_last_step: bool, reduce: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[float, LastStep | None]:
+        """The gradient norm, NaN where there are no gradients, and the last step, None where none was made.
 
         Args: reduce: a mean over ranks, for those whose gradients or shards are not alike.
         """
@@ -33,22 +43,24 @@ class StepMeasure:
         device = gradients[0].device
         norms = [n.to(device, torch.float32) for n in torch._foreach_norm(gradients, 2, torch.float32)]
         numbers = [torch.stack(norms).square().sum()]
-        if with_agreement and len(self.weights) == len(parameters):
-            products, lengths = [], []
+        if with_last_step and len(self.weights) == len(parameters):
+            products, lengths, sizes = [], [], []
             for parameter, before in zip(parameters, self.weights, strict=True):
                 if parameter.grad is None or parameter.grad.is_sparse:
                     continue
                 step = (parameter.detach() - before).float().flatten()
                 products.append(torch.dot(step, parameter.grad.float().flatten()).to(device))
-                lengths.append(torch.dot(step, step).to(device))
-            numbers += [torch.stack(products).sum(), torch.stack(lengths).sum()]
-        self._keep(parameters if with_agreement else [])
+                lengths.append(step.square().sum().to(device))
+                sizes.append(before.float().square().sum().to(device))
+            numbers += [torch.stack(values).sum() for values in (products, lengths, sizes)]
+        self._keep(parameters if with_last_step else [])
         together = torch.stack(numbers)
         square, *others = (together if reduce is None else reduce(together)).tolist()
-        agreement = None
-        if others and others[1] > 0 and square > 0:
-            agreement = -others[0] / math.sqrt(others[1] * square)
-        return math.sqrt(square), agreement
+        if not others or not others[1] > 0 or not square > 0:
+            return math.sqrt(square), None
+        product, length, size = others
+        share = math.sqrt(length / size) if size > 0 else math.inf
+        return math.sqrt(square), LastStep(-product / math.sqrt(length * square), share)
 
     def _keep(self, parameters: list[Tensor]) -> None:
         if len(self.weights) != len(parameters):

@@ -26,6 +26,7 @@ from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.schedulers.rate_control import SEARCH_GROWTH, SEARCH_START
 from lightning_aigc.strategies import NPUSparseStrategy
 
 
@@ -97,10 +98,10 @@ def test_the_search_starts_low_ends_and_leaves_a_line_and_scalars(tmp_path: Path
     with caplog.at_level("INFO"):
         fit(Scheduled(learning_rate=1e-3), [adaptive, rates], logger=logger, log_every_n_steps=1, gradient_clip_val=1.0)
     within = [first for first, _ in rates.within]
-    assert within[0] == pytest.approx(0.02e-3)
+    assert within[0] == pytest.approx(1e-3 * SEARCH_START)
     change = adaptive.changes[0]
     assert change.reason.startswith("the search ends")
-    assert within[change.step - 2] == pytest.approx(1e-3 * 0.02 * 1.3 ** (change.step - 2), rel=1e-5)
+    assert within[change.step - 2] == pytest.approx(1e-3 * SEARCH_START * SEARCH_GROWTH ** (change.step - 3), rel=1e-5)
     assert any(
         f"AdaptiveLR: step {change.step}, rate now" in r.message and change.reason in r.message for r in caplog.records
     )

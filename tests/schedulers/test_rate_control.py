@@ -8,20 +8,25 @@ from typing import Any
 import pytest
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.schedulers.rate_control import LOWEST_CUT, RateControl, RateSettings
+from lightning_aigc.schedulers.rate_control import LOWEST_CUT, SEARCH_GROWTH, SEARCH_START, RateControl, RateSettings
+from lightning_aigc.schedulers.step_measure import LastStep
 
 CALM = 0.1
 
 
-def agreement_at(multiple: float, best: float) -> float:
+def step(agreement: float, share: float = 0.01) -> LastStep:
+    return LastStep(agreement, share)
+
+
+def step_at(multiple: float, best: float) -> LastStep:
     """What a step of a rate says: it agrees well below the best rate, and overshoots above it."""
-    return 0.15 * (1 - multiple / best)
+    return step(0.15 * (1 - multiple / best))
 
 
 def search(best: float, **settings: Any) -> RateControl:
     control = RateControl(RateSettings(**settings))
     for _ in range(60):
-        control.look(CALM, agreement_at(control.top, best))
+        control.look(CALM, step_at(control.top, best))
     return control
 
 
@@ -40,15 +45,24 @@ def test_a_search_without_an_end_stops_at_max_raise() -> None:
 def test_a_rate_that_overshoots_from_the_first_step_on_is_brought_down_first() -> None:
     control = RateControl(RateSettings())
     for _ in range(6):
-        control.look(CALM, -0.1)
+        control.look(CALM, step(-0.1))
     assert control.is_searching
     assert control.factor < 0.01
+
+
+def test_a_step_that_changes_the_weights_by_much_ends_the_search_whatever_it_agrees_with() -> None:
+    control = RateControl(RateSettings())
+    for _ in range(8):
+        control.look(CALM, step(0.1))
+    reached = control.factor
+    assert "changed the trained weights by 12%" in (control.look(CALM, step(0.1, share=0.12)) or "")
+    assert (control.is_searching, control.factor) == (False, reached / 2)
 
 
 def test_no_search_starts_at_the_schedule_itself() -> None:
     control = RateControl(RateSettings(search=False))
     assert control.factor == 1.0
-    control.look(CALM, -1.0)
+    control.look(CALM, step(-1.0))
     assert control.factor == 1.0
 
 
@@ -102,11 +116,11 @@ def test_one_peak_of_many_steps_cuts_down_to_a_floor_and_is_forgotten() -> None:
 def test_a_peak_during_the_search_ends_it_below_the_rate_it_had_reached() -> None:
     control = RateControl(RateSettings())
     for _ in range(12):
-        control.look(CALM, 0.1)
+        control.look(CALM, step(0.1))
     reached = control.factor
-    control.look(10.0, 0.1)
+    control.look(10.0, step(0.1))
     assert not control.is_searching
-    assert control.factor == pytest.approx(reached * 1.3 / 2)
+    assert control.factor == pytest.approx(reached * SEARCH_GROWTH / 2)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
@@ -119,14 +133,14 @@ def test_a_norm_that_is_not_finite_decides_nothing(norm: float) -> None:
 
 def test_its_state_goes_on_where_it_was() -> None:
     control, other = RateControl(RateSettings()), RateControl(RateSettings())
-    numbers: list[tuple[float, float | None]] = [
-        (CALM * (1 + i % 3), agreement_at(0.02 * 1.3**i, 1.0)) for i in range(12)
+    numbers: list[tuple[float, LastStep | None]] = [
+        (CALM * (1 + i % 3), step_at(SEARCH_START * SEARCH_GROWTH**i, 1.0)) for i in range(12)
     ]
-    for norm, agreement in numbers:
-        control.look(norm, agreement)
+    for norm, last in numbers:
+        control.look(norm, last)
     other.load_state_dict(control.state_dict())
-    for norm, agreement in [*numbers, (9.0, None), (CALM, None)]:
-        assert control.look(norm, agreement) == other.look(norm, agreement)
+    for norm, last in [*numbers, (9.0, None), (CALM, None)]:
+        assert control.look(norm, last) == other.look(norm, last)
         assert control.state_dict() == other.state_dict()
 
 
