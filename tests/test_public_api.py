@@ -12,8 +12,8 @@ import lightning_aigc
 NAMES = {
     "lightning_aigc.accelerators": ["NPUAccelerator"],
     "lightning_aigc.callbacks": [
-        "AdaptiveLR", "CLIPConvergenceGuard", "GradientHealthMonitor", "RunProgress", "RunReport", "SampleGrid",
-        "SaveLoRA",
+        "AdaptiveLR", "CLIPConvergenceGuard", "ExactSnapshot", "GradientHealthMonitor", "RunProgress", "RunReport",
+        "SampleGrid", "SaveLoRA", "WholeWindows",
     ],
     "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],
@@ -39,6 +39,9 @@ ARGUMENTS = {
         "keep_tokens", "caption_separator", "caption_dropout_rate", "num_repeats", "missing_captions", "cache_latents",
         "cache_text_embeddings", "cache_dir", "class_data_dir", "class_prompt", "prior_ratio", "mask_dir",
         "use_alpha_mask", "num_workers", "pin_memory", "prefetch_factor", "max_image_pixels", "seed",
+    ],
+    ("lightning_aigc.callbacks", "ExactSnapshot"): [
+        "every_n_steps", "keep_last", "every_n_seconds", "on_signal", "keep_best", "best_mode", "directory",
     ],
     ("lightning_aigc.callbacks", "GradientHealthMonitor"): [
         "every_n_steps", "thresholds", "on_error", "page", "dirpath", "norms_in_logger",

@@ -4,8 +4,10 @@ from lightning_aigc.checkpoint.catalog import Snapshot, find_snapshots, newest_c
 from lightning_aigc.checkpoint.checkpoint_io import SnapshotCheckpointIO
 from lightning_aigc.checkpoint.store import SnapshotStore
 from lightning_aigc.checkpoint.tree import pack, unpack
+from lightning_aigc.checkpoint.window import AccumulationWindow
 
 __all__ = [
+    "AccumulationWindow",
     "Snapshot",
     "SnapshotCheckpointIO",
     "SnapshotStore",

@@ -9,14 +9,17 @@ from typing import Any, NoReturn
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 # Imported so that YAML may name every one of our classes without its path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
+from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.errors import ConfigError, UserError
 
-KNOWN_CHECKPOINTS = ("best", "last", "hpc", "registry")  # words that Lightning takes for a checkpoint
+KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry")  # words that Lightning takes for a checkpoint
 
 
 class AIGCArgumentParser(LightningArgumentParser):
@@ -66,12 +69,41 @@ class AIGCCLI(LightningCLI):
             action="store_true",
             help="Report data, buckets, parameters and memory, take one real step, write nothing.",
         )
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="Go on from the newest whole snapshot of trainer.default_root_dir; from the start if there is none.",
+        )
 
     def before_instantiate_classes(self) -> None:
         self._check_values()
         threads = self._get(self.config, "threads")
         if threads:
             torch.set_num_threads(threads)
+        if self._get(self.config, "resume"):
+            self._resume()
+
+    def _resume(self) -> None:
+        given = self._get(self.config, "ckpt_path")
+        if given not in (None, LATEST):
+            raise ConfigError(
+                f"--resume goes on from the newest snapshot, and ckpt_path names {given}; give one of them"
+            )
+        if self.subcommand != "fit":
+            raise ConfigError(f"--resume is for fit; give {self.subcommand} a --ckpt_path")
+        config = self.config[str(self.subcommand)]
+        config.resume = False  # the saved config.yaml describes the run, not how it was started
+        config.ckpt_path = None if config.dry_run else LATEST
+
+    def before_fit(self) -> None:
+        """Snapshots for a module that does not bring its own."""
+        found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        saves = any(isinstance(one, ModelCheckpoint) for one in found)  # not with enable_checkpointing: false
+        module = self.model
+        has_own = isinstance(module, diffusion.StableDiffusionLoRA) and saves and module.args.checkpoints_total_limit
+        has_one = has_own or any(isinstance(one, ExactSnapshot) for one in found)
+        if self._get(self.config, "ckpt_path") == LATEST and not has_one:
+            found.insert(0, ExactSnapshot())
 
     def _check_values(self) -> None:
         """What the types let through and the Trainer would answer with a traceback."""

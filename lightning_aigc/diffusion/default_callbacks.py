@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
-from lightning_aigc.callbacks import RunProgress, RunReport, SampleGrid, SaveLoRA
+from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid, SaveLoRA
 
 if TYPE_CHECKING:
     from lightning_aigc.diffusion.stable_diffusion_lora import StableDiffusionLoRA
 
+ALL = 10**9
+
 
 def default_callbacks(module: StableDiffusionLoRA, trainer: Any) -> list[Callback]:
-    """Report, LoRA files, sample grids, one progress bar and checkpoints by step.
+    """Report, LoRA files, sample grids, one progress bar and snapshots by step, which `--resume` goes on from.
 
     What the Trainer added by itself (its bar, its checkpoint at each epoch's end) makes room; what the user gave stays.
     """
@@ -28,6 +30,9 @@ def default_callbacks(module: StableDiffusionLoRA, trainer: Any) -> list[Callbac
                 every_n_steps=args.validation_steps, num_images=args.num_validation_images, seed=args.validation_seed
             )
         )
+    if args.checkpoints_total_limit and any(isinstance(g, ModelCheckpoint) for g in given):
+        limit = args.checkpoints_total_limit
+        wanted.append(ExactSnapshot(args.checkpointing_steps, keep_last=ALL if limit < 0 else limit))
     wanted = [c for c in wanted if not any(isinstance(g, type(c)) for g in given)]
     for callback in list(given):
         if type(callback) in (TQDMProgressBar, RichProgressBar):
@@ -35,16 +40,6 @@ def default_callbacks(module: StableDiffusionLoRA, trainer: Any) -> list[Callbac
             wanted.append(RunProgress())
         elif isinstance(callback, ModelCheckpoint) and _is_default(callback):
             given.remove(callback)
-            wanted.append(
-                ModelCheckpoint(
-                    every_n_train_steps=args.checkpointing_steps,
-                    save_top_k=args.checkpoints_total_limit,
-                    monitor="step",
-                    mode="max",
-                    save_last=True,
-                    filename="{step:06d}",
-                )
-            )
     return wanted
 
 

@@ -404,6 +404,7 @@ class GradientSync:
             "ranks_inside": self.ranks_inside,
             "mode": self.options.mode,
             "step": self.step,
+            "accumulating": self._accumulating,
             "owed": owed_by_name(self._compressed, self._owed, self.groups),
             "late": {
                 entry.name: total[entry.start : entry.stop].cpu().clone()
@@ -431,6 +432,7 @@ class GradientSync:
             )
         take_up(self._compressed, self._owed, self.groups, [state["owed"] for state in mine], factor)
         self.step = int(states[0]["step"])
+        self._accumulating = bool(own.get("accumulating", False))
         if states[0]["mode"] == self.options.mode:
             self.reduction.load_state_dict(own["reduction"])
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -143,6 +144,7 @@ class NPUSparseStrategy(DDPStrategy):
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._optimizer_steps = 0
         self._checkpoint = SyncCheckpoint()
+        self._is_left_apart = False
 
     @property
     def sync(self) -> AnySync | None:
@@ -317,10 +319,36 @@ class NPUSparseStrategy(DDPStrategy):
             self._sync.average()
         super().on_train_end()
 
+    # Exact snapshots: every rank's own state goes into its own file
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether ranks have parameters and optimizers of their own now."""
+        return isinstance(self._sync, LocalSteps)
+
+    def snapshot_state(self) -> dict[str, Any]:
+        """What this rank owes, and how many steps it took."""
+        sync = None if self._sync is None else self._sync.state_dict()
+        return {"sync": sync, "optimizer_steps": self._optimizer_steps}
+
+    def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], saved_ranks: int) -> None:
+        """Take up, once there is a sync, what `snapshot_state` returned; `read` gets it for one of those ranks."""
+        self._optimizer_steps = int(read(0)["optimizer_steps"])
+        self._checkpoint.expect(lambda rank: read(rank)["sync"], self.global_rank, self.world_size, saved_ranks)
+
+    @contextmanager
+    def left_apart(self) -> Iterator[None]:
+        """Within: to look at the parameters does not average them."""
+        self._is_left_apart = True
+        try:
+            yield
+        finally:
+            self._is_left_apart = False
+
     # Checkpoints: every rank's own state lies beside the file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if isinstance(self._sync, LocalSteps):
+        if isinstance(self._sync, LocalSteps) and not self._is_left_apart:
             self._sync.average()  # all ranks come here, and one of them writes
         return super().lightning_module_state_dict()
 

@@ -70,6 +70,16 @@ class SyncCheckpoint:
         own = self._states[0].get("optimizer_states") if own_optimizers and len(self._states) == 1 else None
         return checkpoint if own is None else {**checkpoint, "optimizer_states": own}
 
+    def expect(self, state_of: Callable[[int], dict[str, Any] | None], rank: int, ranks: int, saved_ranks: int) -> None:
+        """Take a snapshot's states in place of a checkpoint's: None where the run had no sync."""
+
+        def read(of_ranks: Iterable[int]) -> list[dict[str, Any]]:
+            return [state for state in map(state_of, of_ranks) if state is not None]
+
+        self._read, self._saved_ranks, self._error = read, saved_ranks, ""
+        self._states = read([rank] if saved_ranks == ranks else range(saved_ranks))
+        self._expected = bool(self._states)
+
     def apply(self, sync: AnySync | None, agree: Callable[[bool], bool]) -> list[str]:
         """Hand what was read to the sync; sentences on what is not exact. Collective where there is a sync.
 

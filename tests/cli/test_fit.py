@@ -177,7 +177,9 @@ def test_a_disk_that_gets_full_is_one_line(
 
 
 def test_a_fit_goes_on_from_its_last_checkpoint(command: Command, quick: Path, tmp_path: Path) -> None:
-    assert command("fit", "-c", quick, "--model.init_args.checkpointing_steps=1").code == 0
+    writer = "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"
+    own = [writer, "--trainer.callbacks.every_n_train_steps=1", "--trainer.callbacks.save_last=true"]
+    assert command("fit", "-c", quick, *own).code == 0
     checkpoints = sorted((tmp_path / "run").rglob("*.ckpt"))
     assert checkpoints
     more = ["--model.init_args.max_train_steps=4", f"--ckpt_path={next(c for c in checkpoints if 'last' in c.name)}"]

@@ -1,0 +1,380 @@
+"""ExactSnapshot: a run that was ended anywhere and resumed is the run that was not, bit for bit."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from fakes.killed_trainings import KillAt, Net, Noisy, train
+from fakes.ranks import run_ranks
+from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.checkpoint import find_snapshots
+from lightning_aigc.checkpoint.host_buffer import HostBuffer
+from lightning_aigc.errors import ConfigError, SnapshotError
+from lightning_aigc.strategies import NPUSparseStrategy
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and workers
+BATCHES = 12
+
+
+def steps_of(root: Path) -> list[int]:
+    return sorted(one.step for one in find_snapshots(root / "snapshots"))
+
+
+def killed_and_resumed(root: Path, batch: int, every_n_steps: int = 1, **options: Any) -> Tensor:
+    train(root, [ExactSnapshot(every_n_steps), KillAt(batch)], **options)
+    return train(root, [ExactSnapshot(every_n_steps)], ckpt_path="latest", **options).flat()
+
+
+# The same bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_run_with_snapshots_equals_one_without(tmp_path: Path, precision: Any) -> None:
+    plain = train(tmp_path, precision=precision)
+    assert torch.equal(plain.flat(), train(tmp_path, [ExactSnapshot(1)], precision=precision).flat())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+    return train(tmp_path_factory.mktemp("whole")).flat()
+
+
+# In and between windows, around validation, at an epoch's end and the next one's start, near the end.
+@pytest.mark.parametrize("batch", [0, 2, 3, 5, 6, 11, 12, 13, 24, 29, 35])
+def test_a_run_killed_at_any_batch_ends_with_the_same_bits(tmp_path: Path, whole: Tensor, batch: int) -> None:
+    assert torch.equal(killed_and_resumed(tmp_path, batch), whole)
+
+
+def test_an_open_window_keeps_its_gradients(tmp_path: Path, whole: Tensor) -> None:
+    train(
+        tmp_path, [ExactSnapshot(0, every_n_seconds=1e-9), KillAt(5)]
+    )  # after each batch: the last one has two of three
+    own = find_snapshots(tmp_path / "snapshots")[0].rank(0)
+    assert own["gradients"]
+    assert torch.equal(train(tmp_path, [ExactSnapshot(0)], ckpt_path="latest").flat(), whole)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_the_loss_scale_goes_on(tmp_path: Path, precision: Any) -> None:
+    plain = train(tmp_path / "whole", precision=precision).flat()
+    assert torch.equal(killed_and_resumed(tmp_path, 16, precision=precision), plain)
+
+
+def test_workers_get_their_random_states_back(tmp_path: Path) -> None:
+    plain = train(tmp_path / "whole", workers=2).flat()
+    assert torch.equal(killed_and_resumed(tmp_path, 17, workers=2), plain)
+
+
+def test_a_second_kill_is_no_worse_than_the_first(tmp_path: Path, whole: Tensor) -> None:
+    train(tmp_path, [ExactSnapshot(1), KillAt(7)])
+    train(tmp_path, [ExactSnapshot(1), KillAt(20)], ckpt_path="latest")
+    assert torch.equal(train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest").flat(), whole)
+
+
+def test_an_early_stop_comes_at_the_same_step(tmp_path: Path) -> None:
+    def stopper() -> Callback:
+        return EarlyStopping("loss_epoch", patience=0, mode="max", check_on_train_epoch_end=True)
+
+    plain = train(tmp_path / "whole", [stopper()]).flat()
+    train(tmp_path, [ExactSnapshot(1), stopper(), KillAt(14)])
+    resumed = train(tmp_path, [ExactSnapshot(1), stopper()], ckpt_path="latest")
+    assert torch.equal(resumed.flat(), plain) and resumed.trainer.current_epoch < 3
+
+
+def test_a_finished_run_goes_on_when_it_may_take_more_steps(tmp_path: Path) -> None:
+    plain = train(tmp_path / "whole", max_epochs=-1, max_steps=10).flat()
+    train(tmp_path, [ExactSnapshot(0)], max_epochs=-1, max_steps=7)
+    assert steps_of(tmp_path) == [7]
+    assert torch.equal(
+        train(tmp_path, [ExactSnapshot(0)], max_epochs=-1, max_steps=10, ckpt_path="latest").flat(), plain
+    )
+
+
+def test_a_finished_epoch_goes_on_with_the_next(tmp_path: Path, whole: Tensor) -> None:
+    train(tmp_path, [ExactSnapshot(0)], max_epochs=2)
+    assert torch.equal(train(tmp_path, [ExactSnapshot(0)], max_epochs=3, ckpt_path="latest").flat(), whole)
+
+
+class Manual(Net):
+    """Steps by hand, with gradients that wait over batches."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch_NC: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch_NC, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 4 == 3:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def test_manual_optimization_goes_on_with_the_gradients_it_holds(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accumulate": 1, "gradient_clip_val": None}
+    plain = train(tmp_path / "whole", module=Manual(), **options).flat()
+    train(tmp_path, [ExactSnapshot(0, every_n_seconds=1e-9), KillAt(6)], module=Manual(), **options)
+    assert torch.equal(
+        train(tmp_path, [ExactSnapshot(0)], module=Manual(), ckpt_path="latest", **options).flat(), plain
+    )
+
+
+# Loaders --------------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        yield from (torch.full((8,), float(i)) for i in range(24))
+
+
+def test_a_stream_without_state_is_read_again_and_named(tmp_path: Path) -> None:
+    plain = train(tmp_path / "whole", loader=DataLoader(Stream(), batch_size=2)).flat()
+    train(tmp_path, [ExactSnapshot(1), KillAt(16)], loader=DataLoader(Stream(), batch_size=2))
+    resumed = train(tmp_path, [ExactSnapshot(1)], loader=DataLoader(Stream(), batch_size=2), ckpt_path="latest")
+    assert torch.equal(resumed.flat(), plain)
+
+
+def test_several_loaders_go_on_together(tmp_path: Path) -> None:
+    class Pair(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch["a"] + batch["b"].mean(), batch_idx)
+
+    def loaders() -> Any:
+        return {
+            "a": DataLoader(Noisy(), batch_size=2, shuffle=True),
+            "b": DataLoader(Noisy(), batch_size=5, shuffle=True),
+        }
+
+    plain = train(tmp_path / "whole", module=Pair(), loader=loaders()).flat()
+    train(tmp_path, [ExactSnapshot(1), KillAt(20)], module=Pair(), loader=loaders())
+    assert torch.equal(
+        train(tmp_path, [ExactSnapshot(1)], module=Pair(), loader=loaders(), ckpt_path="latest").flat(), plain
+    )
+
+
+# Several ranks --------------------------------------------------------------------------------------------------------
+
+
+def ranks_work(rank: int, folder: str, strategy: str) -> list[Any]:
+    def options() -> dict[str, Any]:
+        own: Any = (
+            "ddp" if strategy == "ddp" else NPUSparseStrategy(strategy, process_group_backend="gloo", local_steps=3)
+        )
+        return {"devices": 2, "strategy": own, "accumulate": 2, "module": Net(96)}
+
+    root = Path(folder)
+    plain = train(root / "whole", **options()).flat()
+    train(root, [ExactSnapshot(1), KillAt(8)], **options())
+    return [plain, train(root, [ExactSnapshot(1)], ckpt_path="latest", **options()).flat()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "int3", "sparse", "local"])
+def test_every_rank_goes_on_with_its_own_state(tmp_path: Path, strategy: str) -> None:
+    for plain, resumed in run_ranks(ranks_work, 2, tmp_path / "ranks", str(tmp_path), strategy, gloo=False):
+        assert torch.equal(plain, resumed)
+
+
+class SignalTo(Callback):
+    """One rank gets a signal in the middle of a batch."""
+
+    def __init__(self, number: int, batch: int, rank: int = 0) -> None:
+        self.number, self.batch, self.rank = number, batch, rank
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.number)
+
+
+def signalled_work(rank: int, folder: str) -> Any:
+    options = {"devices": 2, "strategy": "ddp", "accumulate": 3}
+    try:
+        train(Path(folder), [ExactSnapshot(0), SignalTo(signal.SIGTERM, 4, rank=1)], **options)
+    except SystemExit as stop:
+        return stop.code
+    return "went on"
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_micro_batch(tmp_path: Path) -> None:
+    assert run_ranks(signalled_work, 2, tmp_path / "ranks", str(tmp_path), gloo=False) == [143, 0]
+    (snapshot,) = find_snapshots(tmp_path / "snapshots")
+    counts = [snapshot.rank(k)["moment"]["loops"]["epoch_loop.batch_progress"]["current"]["completed"] for k in (0, 1)]
+    assert counts == [5, 5]
+    assert all(snapshot.rank(k)["gradients"] for k in (0, 1))
+
+
+def other_ranks_work(rank: int, folder: str) -> Any:
+    module = train(Path(folder), [ExactSnapshot(0)], devices=2, strategy="ddp", accumulate=2, ckpt_path="latest")
+    return [module.trainer.global_step, module.flat()]
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_weights(tmp_path: Path) -> None:
+    train(tmp_path, [ExactSnapshot(2), KillAt(14)], accumulate=2)
+    (steps, one), (_, other) = run_ranks(other_ranks_work, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
+    weights = slice(0, 8 * 16 + 16)
+    assert steps > 6 and torch.equal(one[weights], other[weights])
+
+
+# Signals, errors, ends ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_a_signal_leaves_a_snapshot_and_the_command_that_goes_on(
+    tmp_path: Path, whole: Tensor, number: int, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(number)
+    with caplog.at_level("INFO"), pytest.raises(SystemExit) as stop:
+        train(tmp_path, [ExactSnapshot(0), SignalTo(number, 7)])
+    assert stop.value.code == code
+    assert 'go on with: trainer.fit(..., ckpt_path="latest")' in caplog.text
+    signal.signal(number, before)
+    assert torch.equal(train(tmp_path, [ExactSnapshot(0)], ckpt_path="latest").flat(), whole)
+
+
+class Fails(Callback):
+    """Raises in a hook of one micro-batch."""
+
+    def __init__(self, hook: str, batch: int) -> None:
+        def fail(trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.fit_loop.total_batch_idx == batch:
+                raise torch.OutOfMemoryError("no memory")
+
+        setattr(self, hook, fail)
+
+
+def test_running_out_of_memory_in_a_forward_loses_nothing(tmp_path: Path, whole: Tensor) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, [ExactSnapshot(0), Fails("on_train_batch_start", 7)])
+    assert torch.equal(train(tmp_path, [ExactSnapshot(0)], ckpt_path="latest").flat(), whole)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_zero_grad"])
+def test_an_error_in_the_middle_of_a_step_leaves_the_last_whole_state(
+    tmp_path: Path, whole: Tensor, hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path, [ExactSnapshot(1), Fails(hook, 9)])
+    assert "the last snapshot is of step 3" in caplog.text
+    assert torch.equal(train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest").flat(), whole)
+
+
+# Choosing a snapshot --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_resume_is_said_and_the_run_starts(
+    tmp_path: Path, whole: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        assert torch.equal(train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest").flat(), whole)
+    assert "nothing to resume in" in caplog.text
+
+
+def test_a_torn_snapshot_is_passed_over_for_the_one_before(tmp_path: Path, whole: Tensor) -> None:
+    train(tmp_path, [ExactSnapshot(1), KillAt(20)])
+    newest = find_snapshots(tmp_path / "snapshots")[0]
+    os.truncate(newest.path / "shared.safetensors", 1000)
+    assert torch.equal(train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest").flat(), whole)
+
+
+def test_a_run_from_the_start_leaves_an_earlier_runs_snapshots_alone(tmp_path: Path) -> None:
+    train(tmp_path, [ExactSnapshot(4)])
+    train(tmp_path, [ExactSnapshot(4), KillAt(16)])
+    assert steps_of(tmp_path) == [4]
+    assert {p.name for p in (tmp_path / "snapshots" / "earlier-1").iterdir()} == {
+        "step-00000004",
+        "step-00000008",
+        "step-00000012",
+    }
+
+
+def test_another_optimizer_or_accumulation_is_refused_with_both_values(tmp_path: Path) -> None:
+    train(tmp_path, [ExactSnapshot(1), KillAt(8)])
+    with pytest.raises(ConfigError, match=r"trainer.accumulate_grad_batches: 3 in the snapshot, 2 now"):
+        train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", accumulate=2)
+
+    class OtherDecay(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-2, weight_decay=0.5)
+
+    OtherDecay.__qualname__ = Net.__qualname__
+    with pytest.raises(ConfigError, match=r"weight_decay: 0.01 in the snapshot, 0.5 now"):
+        train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", module=OtherDecay())
+
+
+def test_a_named_snapshot_goes_on_with_another_configuration(tmp_path: Path) -> None:
+    train(tmp_path, [ExactSnapshot(1), KillAt(8)])
+    path = str(find_snapshots(tmp_path / "snapshots")[0].path)
+    assert train(tmp_path, [ExactSnapshot(1)], ckpt_path=path, accumulate=2).trainer.current_epoch == 3
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    class StartAnother(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            with pytest.raises(SnapshotError):
+                train(tmp_path, [ExactSnapshot(1)])
+
+    train(tmp_path, [ExactSnapshot(1), StartAnother()], max_steps=2)
+
+
+def test_the_best_snapshot_outlives_the_last_ones(tmp_path: Path) -> None:
+    train(tmp_path, [ExactSnapshot(1, keep_last=2, keep_best="loss_step", best_mode="min")])
+    values = {one.step: one.facts.get("metric") for one in find_snapshots(tmp_path / "snapshots")}
+    assert len(values) == 3 and min(values, key=lambda step: values[step]) == min(values)
+
+
+# Copies in the background ---------------------------------------------------------------------------------------------
+
+
+def test_weights_are_copied_while_the_next_batch_runs_and_whole_before_the_next_step(
+    tmp_path: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, threads = HostBuffer.copy_from, set()
+
+    def slow(self: HostBuffer, source: Tensor, offset: int) -> None:
+        threads.add(threading.current_thread().name)
+        if threading.current_thread().name == "snapshot":
+            time.sleep(0.002)
+        stock(self, source, offset)
+
+    monkeypatch.setattr(HostBuffer, "copy_from", slow)
+    # The snapshot of step 6 is the last one, and step 7 is taken after it.
+    assert torch.equal(killed_and_resumed(tmp_path, 22, every_n_steps=2), whole)
+    assert threads == {"MainThread", "snapshot"}
+
+
+def test_a_weight_that_changes_while_it_is_copied_spoils_no_snapshot(tmp_path: Path) -> None:
+    class Clamped(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.net[0].weight.clamp_(-0.1, 0.1)
+
+    plain = train(tmp_path / "whole", module=Clamped()).flat()
+    train(tmp_path, [ExactSnapshot(1), KillAt(20)], module=Clamped())
+    assert torch.equal(train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", module=Clamped()).flat(), plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"every_n_steps": -1}, "every_n_steps"),
+        ({"keep_last": 0}, "keep_last"),
+        ({"every_n_seconds": 0}, "every_n_seconds"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"ExactSnapshot.{named}"):
+        ExactSnapshot(**arguments)
