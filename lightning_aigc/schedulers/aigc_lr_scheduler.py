@@ -100,8 +100,8 @@ class AIGCLRScheduler(LRScheduler):
             return (step + 1) / self.warmup_steps
         if self.total_steps is None or self.decay == "constant":
             return 1.0
-        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)) if step else 0.0
-        done = max(0.0, done)
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        done = min(1.0, max(0.0, done))
         return 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
     @property

@@ -29,13 +29,8 @@ class ConvergenceMonitor:
                 "the convergence monitor wants patience of at least 1, min_delta of at least 0 and mode max or min; "
                 f"got patience={patience}, min_delta={min_delta}, mode={mode!r}"
             )
-        self.metric, self.patience, self.save_best, self.mode, self.min_delta = (
-            metric,
-            patience,
-            save_best,
-            mode,
-            min_delta,
-        )
+        self.metric, self.patience, self.save_best = metric, patience, save_best
+        self.mode, self.min_delta = mode, min_delta
         self.best: float | None = None
         self.best_step = 0
         self.best_weights: list[Tensor] = []

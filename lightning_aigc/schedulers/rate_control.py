@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.schedulers.step_measure import LastStep
 
-# Calibrated on the tiny fine-tune of benchmarks/adaptive_lr.py: from rates 30 times apart they end within 1.3.
-SEARCH_START = 0.05
+# Calibrated on the tiny fine-tune of benchmarks/adaptive_lr.py, at rates 1 and 30 times the configured one.
+SEARCH_START = 0.03
 """Of the configured rate."""
 SEARCH_GROWTH = 1.35
 """A step."""
 SMOOTHING = 0.7
 """Of the agreement, from step to step."""
-ENOUGH_AGREEMENT = 0.25
+ENOUGH_AGREEMENT = 0.1
 """Of the best agreement seen: below that the search ends."""
 LARGEST_SHARE = 0.1
 """Of all trained weights, changed in one step; a healthy step changes less than a hundredth."""
@@ -46,7 +46,7 @@ class RateSettings:
     """How the rate follows the gradients."""
 
     search: bool = True
-    """Find the rate in the first steps, from a twentieth of the configured one up to `max_raise` times it."""
+    """Find the rate in the first steps, from a thirtieth of the configured one up to `max_raise` times it."""
     grad_norm_threshold: float | None = 4.0
     """A global gradient norm above it cuts the rate; None never cuts."""
     relative: bool = True
