@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -33,8 +34,10 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import torch
 import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 
+from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import find_snapshots, newest_complete
 from lightning_aigc.cli import aigc_cli  # noqa: F401 - imported once, for all the runs that are forked
 from lightning_aigc.cli import main as command
@@ -251,24 +254,98 @@ def measure(config: Path, folder: Path, kills: int, ranks: int, steps: int, chan
     return counts | {"tensors_compared": len(wanted), "seconds_of_a_run": round(seconds, 1), "optimizer_steps": steps}
 
 
-def throughput(folder: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """Seconds of training with a snapshot every 50 steps and with none, in turns."""
-    times: dict[int, list[float]] = {50: [], 0: []}
-    for repeat in range(repeats + 1):
+TURN = 10
+"""Optimizer steps; a snapshot, every 50 steps, lies in the middle of a turn, so that it is written before its end."""
+
+
+class Clock(Callback):
+    """Writes down each optimizer step's moment, wall clock and CPU seconds, and stops its process after each turn."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.steps, self.stopped_s = path, [[0.0] * 2], 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop()
+        self.steps = [self._now()]
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == len(self.steps):
+            self.steps.append(self._now())
+            if trainer.global_step % TURN == TURN // 2:
+                self._stop()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        blocked = [s for c in trainer.callbacks if isinstance(c, ExactSnapshot) for s in c.blocked_s]  # type: ignore[attr-defined]
+        Path(self.path).write_text(json.dumps({"steps": self.steps, "blocked_s": blocked}))
+
+    def _stop(self) -> None:
+        start = time.perf_counter()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.stopped_s += time.perf_counter() - start
+
+    def _now(self) -> list[float]:
+        return [time.perf_counter() - self.stopped_s, time.process_time()]
+
+
+def take_turns(runs: list[Run]) -> None:
+    """Let one run go on at a time, until it stops itself."""
+    waiting = {run.pids[0]: run for run in runs}
+    while waiting:
+        for pid in list(waiting):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            _, status = os.waitpid(pid, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):
+                run = waiting.pop(pid)
+                run.codes[pid] = os.waitstatus_to_exitcode(status)
+                if not run.end(1):
+                    raise SystemExit(Path(run.log.name).read_text()[-3000:])
+
+
+def throughput(folder: Path, blocks: int, repeats: int) -> dict[str, Any]:
+    """Blocks of 50 steps, one with a snapshot and one of a run without any, in turns of 10 steps.
+
+    A block begins 25 steps before a snapshot. The turns share what others do to the machine out to both; the ratio is
+    the median over the pairs. CPU time, which others take nothing of, has the writer's thread in it.
+    """
+    times: dict[int, list[list[float]]] = {50: [], 0: []}
+    blocked: list[float] = []
+    for repeat in range(repeats):
+        told = {}
+        runs = []
         for every in times if repeat % 2 else reversed(times):
-            config = write_config(folder, steps, "bf16-mixed", 1, every)
+            config = write_config(folder, 50 * blocks + 25, "bf16-mixed", 1, every)
+            text = yaml.safe_load(config.read_text(encoding="utf-8"))
+            told[every] = folder / f"clock{every}.json"
+            clock = {"class_path": "__main__.Clock", "init_args": {"path": str(told[every])}}
+            text["trainer"]["callbacks"].append(clock)
+            path = folder / f"speed{every}.yaml"
+            path.write_text(yaml.safe_dump(text))
             root = folder / f"speed{every}"
             shutil.rmtree(root, ignore_errors=True)
-            if not Run(config, root, 1, resumes=False).end(600):
-                raise SystemExit((root / "log.txt").read_text()[-3000:])
-            if repeat:  # the first fills the caches
-                times[every].append(json.loads((root / "summary.json").read_text())["seconds"])
-    medians = {every: statistics.median(of) for every, of in times.items()}
-    return {
-        "steps": steps, "seconds_with": medians[50], "seconds_without": medians[0], "repeats": repeats,
-        "all_with": times[50], "all_without": times[0],
-        "throughput_ratio": round(medians[0] / medians[50], 4),
-    }  # fmt: skip
+            runs.append(Run(path, root, 1, resumes=False))
+            os.waitpid(runs[-1].pids[0], os.WUNTRACED)  # at its first step; the other finds the caches full
+        take_turns(runs)
+        for every, path in told.items():
+            found = json.loads(path.read_text())
+            marks = itertools.pairwise(found["steps"][25::50])
+            times[every] += [[b - a for a, b in zip(one, other, strict=True)] for one, other in marks]
+            blocked += found["blocked_s"]
+    row: dict[str, Any] = {"steps_of_a_block": 50, "blocks": len(times[50]), "load": round(os.getloadavg()[0], 2)}
+    for at, name in enumerate(("wall", "cpu")):
+        pairs = [(one[at], other[at]) for one, other in zip(times[50], times[0], strict=True)]
+        ratios = [other / one for one, other in pairs]
+        row |= {
+            f"{name}_s_with": [round(one, 3) for one, _ in pairs],
+            f"{name}_s_without": [round(other, 3) for _, other in pairs],
+            f"{name}_ratio": round(statistics.median(ratios), 4),
+            f"{name}_ratio_spread": [round(min(ratios), 4), round(max(ratios), 4)],
+        }
+    return row | {
+        "blocked_ms": round(1e3 * statistics.median(blocked), 1),
+        "blocked_spread_ms": [round(1e3 * min(blocked), 1), round(1e3 * max(blocked), 1)],
+        "throughput_ratio": row["wall_ratio"],
+    }
 
 
 def _free_port() -> int:
@@ -286,7 +363,8 @@ def main() -> int:
     parser.add_argument("--precision", nargs="+", default=["bf16-mixed", "16-mixed"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--throughput", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=3, help="of 50 steps, in each run of --throughput")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -296,7 +374,7 @@ def main() -> int:
         cases = ["throughput"] if options.throughput else options.precision
         for case in cases:
             if options.throughput:
-                row = throughput(folder, options.steps, options.repeats)
+                row = throughput(folder, options.blocks, options.repeats)
             else:
                 config = write_config(folder, options.steps, case, options.ranks, 1)
                 chance = random.Random(f"{options.seed}|{case}")

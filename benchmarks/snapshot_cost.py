@@ -9,7 +9,13 @@ and plain `torch.save`; neither makes the file durable, a snapshot is fsynced. A
 Blocked is all that the training waits: `save`, and `finish_copy` before the optimizer would step; late is with all
 tensors in `late`. Work is a training's, products of matrices for 0.3 s: the share of it that is done beside a snapshot
 being written, and beside another process, dd, that writes as much. Host memory is the peak of the resident set above
-what it was before the first save. Prints a table and one JSON row, which it appends to
+what it was before the first save.
+
+The second row is of the callback: a Trainer with these weights, AdamW and an average, `ExactSnapshot` at each step, and
+`trainer.save_checkpoint` of the same state before it. A step's forward has work for 0.3 s. Size is all of a snapshot's
+folder, to the bytes of weights, average and optimizer state.
+
+Prints tables and JSON rows, which it appends to
 benchmarks/results/DATE-snapshot_cost.jsonl. Medians after warm-up, with the least and the most.
 """
 
@@ -34,15 +40,18 @@ from typing import Any
 import lightning.pytorch
 import safetensors
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import SnapshotStore, newest_complete, pack
 
 RANK = 64
 BLOCKS = ((320, 5), (640, 5), (1280, 6))
 TEXT = 768
-BARS = {"blocked_late_ratio": 0.05, "host_copies": 1.1, "size_ratio": 1.2}
+BARS = {"blocked_late_ratio": 0.05, "callback_ratio": 0.05, "host_copies": 1.1, "size_ratio": 1.2}
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -172,23 +181,101 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return row | {"host_copies": round(host_copies, 3), "size_ratio": round(size_ratio, 4)}
 
 
+class Lora(LightningModule):
+    """Trains such matrices, with a forward that takes as long as `forward_s` says, and keeps their average."""
+
+    late_snapshot_keys = ("ema",)
+
+    def __init__(self, forward_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lora = nn.ParameterList(torch.randn(shape) for shape in shapes())
+        self.forward_s = forward_s
+        self.average: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        train_for(self.forward_s, self.device.type)
+        return torch.stack([matrix.square().mean() for matrix in self.lora]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-4)
+
+    def on_train_start(self) -> None:
+        self.average = [matrix.detach().clone() for matrix in self.lora]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        torch._foreach_lerp_(self.average, [matrix.detach() for matrix in self.lora], 0.005)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ema"] = {"shadow_params": self.average}
+
+
+class SaveToo(Callback):
+    """Lightning's checkpoint of each step's state, timed, just before the snapshot of it."""
+
+    def __init__(self, folder: Path, snapshots: ExactSnapshot) -> None:
+        self.path, self.snapshots = folder / "stock.ckpt", snapshots
+        self.times: list[float] = []
+        self.state_bytes = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        assert self.snapshots._store is not None
+        self.snapshots._store.wait()
+        assert isinstance(pl_module, Lora)
+        self.times.append(timed(lambda: trainer.save_checkpoint(self.path), pl_module.device.type))
+        os.sync()
+        optimizer = [v for state in trainer.optimizers[0].state.values() for v in state.values()]
+        self.state_bytes = sum(t.nbytes for t in (*pl_module.lora, *pl_module.average, *optimizer))
+
+
+def measure_callback(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    snapshots = ExactSnapshot(every_n_steps=1, keep_last=2)
+    beside = SaveToo(folder, snapshots)
+    steps = given.warm_up + given.repeats
+    trainer = Trainer(
+        accelerator="cpu" if given.device == "cpu" else "gpu", devices=1, max_steps=steps, max_epochs=-1,
+        default_root_dir=folder, callbacks=[snapshots, beside], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, inference_mode=False,
+    )  # fmt: skip
+    trainer.fit(Lora(0.3), DataLoader(torch.zeros(steps, 1)))
+    newest = newest_complete(folder / "snapshots", print)
+    assert newest is not None and newest.step == steps
+    size = sum(path.stat().st_size for path in newest.path.iterdir())
+    kept = {"save_checkpoint": beside.times[given.warm_up :], "callback": snapshots.blocked_s[given.warm_up :]}
+    row: dict[str, Any] = {"of": "callback", "state_mib": round(beside.state_bytes / 2**20, 1)}
+    for name, values in kept.items():
+        row[f"{name}_ms"] = round(1e3 * statistics.median(values), 1)
+        row[f"{name}_spread_ms"] = [round(1e3 * min(values), 1), round(1e3 * max(values), 1)]
+    row["callback_ratio"] = round(row["callback_ms"] / row["save_checkpoint_ms"], 4)
+    return row | {"snapshots": len(kept["callback"]), "size_ratio": round(size / beside.state_bytes, 4)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--what", nargs="+", choices=("store", "callback"), default=["store", "callback"])
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where to write; unset: a temporary folder")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="snapshot-cost-", dir=given.folder))
-    try:
-        row = measure(given, folder)
-    finally:
-        shutil.rmtree(folder)
+    measures = {"store": measure, "callback": measure_callback}
+    for what in given.what:
+        folder = Path(tempfile.mkdtemp(prefix="snapshot-cost-", dir=given.folder))
+        try:
+            row = measures[what](given, folder)
+        finally:
+            shutil.rmtree(folder)
+        report(row, given)
+
+
+def report(row: dict[str, Any], given: argparse.Namespace) -> None:
     where = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     device = torch.get_device_module(given.device).get_device_name() if given.device != "cpu" else "cpu"
     row |= {
         "device": f"{device} {where}",
+        "load": round(os.getloadavg()[0], 2),
         "versions": {m.__name__: m.__version__ for m in (torch, lightning.pytorch, safetensors)},
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,30 +11,23 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.checkpoint import Snapshot, SnapshotStore, find_snapshots, newest_complete
+from lightning_aigc.checkpoint import SnapshotStore, find_snapshots, whole_state
 from lightning_aigc.checkpoint import loader as loaders
-from lightning_aigc.checkpoint import trainer_state as states
+from lightning_aigc.checkpoint.arrival import Arrival, choose, device_name
 from lightning_aigc.checkpoint.boundary import Boundary
-from lightning_aigc.checkpoint.config import differences, training_config
+from lightning_aigc.checkpoint.config import training_config
 from lightning_aigc.checkpoint.folders import name_of, remove
-from lightning_aigc.checkpoint.other_ranks import for_other_ranks
-from lightning_aigc.checkpoint.resume import (
-    LATEST,
-    how_to_go_on,
-    is_requeued,
-    is_snapshot,
-    set_aside,
-    what_is_not_exact,
-)
+from lightning_aigc.checkpoint.late import LateTensors
+from lightning_aigc.checkpoint.resume import LATEST, how_to_go_on, set_aside
 from lightning_aigc.checkpoint.signals import StopSignals
+from lightning_aigc.checkpoint.slurm import requeue, requeue_signal
+from lightning_aigc.checkpoint.trainer_state import Moment, OwnBuffers
 from lightning_aigc.errors import ConfigError, SnapshotError
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
@@ -92,12 +82,12 @@ class ExactSnapshot(Callback):
         self._boundary: Boundary | None = None
         self._signals = StopSignals()
         self._group: Any = None
-        self._arriving: dict[str, Any] | None = None
+        self._arriving: Arrival | None = None
         self._resumed_step = -1
-        self._moment: states.Moment | None = None
+        self._moment: Moment | None = None
         self._is_touched = True
         self._last_step, self._last_time = 0, 0.0
-        self._late: dict[int, tuple[Tensor, int]] = {}
+        self._late: LateTensors | None = None
         self._may_be_late = True
         self._is_torn = False
         self._ending: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -135,12 +125,12 @@ class ExactSnapshot(Callback):
     def _start(self, trainer: Trainer, path: Any, stock: Callable[[Any], None]) -> None:
         """In place of Lightning's look for a checkpoint: a snapshot, its own checkpoint, or nothing."""
         store = self._opened()
-        snapshot = self._choose(trainer, path)
+        snapshot = choose(trainer, store.directory, path)
         if snapshot is None:
             stock(None if path == LATEST else path)
         else:
-            self._load(trainer, snapshot, is_named=path != LATEST)
-        self._resumed_step = -1 if snapshot is None else snapshot.step
+            self._arriving, self._resumed_step = Arrival(trainer, snapshot, is_named=path != LATEST), snapshot.step
+            self._arriving.load()
         if trainer.is_global_zero:
             aside = set_aside(store.directory, self._resumed_step)
             if aside is not None:
@@ -150,64 +140,6 @@ class ExactSnapshot(Callback):
                 )
         trainer.strategy.barrier("snapshots")
 
-    def _choose(self, trainer: Trainer, path: Any) -> Snapshot | None:
-        store = self._opened()
-        if is_snapshot(path):
-            snapshot = Snapshot.at(Path(path))
-            snapshot.verify()
-            return snapshot
-        if path != LATEST and not (path is None and is_requeued()):
-            return None
-        found = newest_complete(store.directory, rank_zero_warn) if trainer.is_global_zero else None
-        chosen = trainer.strategy.broadcast(None if found is None else str(found.path))
-        if chosen is None:
-            rank_zero_info(f"nothing to resume in {store.directory}: the run starts at its beginning")
-            return None
-        return found or Snapshot.at(Path(chosen))
-
-    def _load(self, trainer: Trainer, snapshot: Snapshot, *, is_named: bool) -> None:
-        rank, strategy = trainer.global_rank, trainer.strategy
-        for note in what_is_not_exact(snapshot, trainer.world_size, _device(trainer)):
-            rank_zero_warn(f"not bit for bit the run of the snapshot: {note}")
-        if snapshot.world_size == trainer.world_size:
-            own = snapshot.rank(rank)
-        else:
-            own = for_other_ranks(snapshot, rank, trainer.world_size)
-        self._arriving = own
-        checkpoint = snapshot.shared() | own["checkpoint"]
-        loops: dict[str, Any] = trainer._checkpoint_connector._get_loops_state_dict()
-        checkpoint["loops"] = loops | {"fit_loop": own["moment"]["loops"]}
-        checkpoint = _pl_migrate_checkpoint(checkpoint, str(snapshot.path))
-        connector = trainer._checkpoint_connector
-        connector._loaded_checkpoint, connector._ckpt_path = checkpoint, str(snapshot.path)
-        if own["strategy"] is not None and hasattr(strategy, "load_snapshot_state"):
-            strategy.load_snapshot_state(lambda k: snapshot.rank(k)["strategy"], snapshot.world_size)
-        self._was = snapshot.facts.get("config", {})
-        self._must_match = not is_named
-        self._compare_config(trainer, "before")
-        rank_zero_info(f"going on from {snapshot.path}: step {snapshot.step}")
-
-    def _compare_config(self, trainer: Trainer, when: Literal["before", "after"]) -> None:
-        """Before the model is loaded what stands in the config; after it the optimizers, which are made last.
-
-        Raises: ConfigError with each key that differs, unless the user named the snapshot.
-        """
-        module = trainer.lightning_module
-        lines = [
-            line
-            for line in differences(self._was, training_config(trainer, module))
-            if line.startswith("optimizer") == (when == "after")
-        ]
-        if not lines:
-            return
-        text = "the snapshot is of a run with another configuration:\n  " + "\n  ".join(lines)
-        if self._must_match:
-            raise ConfigError(
-                f"{text}\nset them as they were, or, to go on with them all the same, name the snapshot:"
-                f" --ckpt_path {trainer._checkpoint_connector._ckpt_path}"
-            )
-        rank_zero_warn(text)
-
     def _prepare_loaders(self, trainer: Trainer, found: list[Any]) -> list[Any]:
         ready = [one if isinstance(one, loaders.Resumable) else loaders.resumable(one) for one in found]
         for one in ready:
@@ -215,11 +147,7 @@ class ExactSnapshot(Callback):
             if sentence is not None:
                 rank_zero_warn(sentence)
         if self._arriving is not None:
-            moment = self._arriving["moment"]
-            for one, place in zip(ready, moment["places"], strict=True):
-                if isinstance(one, loaders.Resumable):
-                    known = place is not None
-                    one.go_to(loaders.from_plain(place) if known else one.place_after(moment["cycle"]["index"]))
+            self._arriving.place(ready)
         return ready
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,8 +155,8 @@ class ExactSnapshot(Callback):
             return
         self._config = training_config(trainer, pl_module)
         if self._arriving is not None:
-            self._compare_config(trainer, "after")
-        self._own_buffers = states.OwnBuffers(pl_module)
+            self._arriving.compare_config("after")
+        self._own_buffers = OwnBuffers(pl_module)
         self._buffers = list(pl_module.buffers())
         self._last_step, self._last_time = trainer.global_step, time.monotonic()
         if trainer.world_size > 1:
@@ -236,30 +164,22 @@ class ExactSnapshot(Callback):
         if self.on_signal:
             launcher: Any = trainer.strategy.launcher
             self._signals = StopSignals(lambda: launcher.kill(signal.SIGKILL) if hasattr(launcher, "kill") else None)
-            self._signals.install(_signals_of(trainer))
+            asked = requeue_signal(trainer)
+            self._signals.install([signal.SIGTERM, signal.SIGINT, *([] if asked is None else [asked])])
             # Lightning asks the ranks about SIGTERM before every batch; `_after_batch` asks them about all signals.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _arrive(self, trainer: Trainer) -> None:
         """Where the killed run was: between two micro-batches of this epoch."""
-        own, self._arriving = self._arriving, None
-        if own is None:
-            return
-        module = trainer.lightning_module
-        if getattr(trainer.strategy, "ranks_differ", False):  # DDP has given all ranks rank 0's
-            module.load_state_dict(own["checkpoint"]["state_dict"], strict=False)
-        states.restore_gradients(module, own["gradients"])
-        states.restore_training_modes(trainer, own["in_eval"])
-        self._own_buffers.restore(module, own["buffers"])
-        trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
-        moment = states.Moment.from_plain(own["moment"], trainer.strategy.root_device)
-        moment.restore(trainer)
+        if self._arriving is not None:
+            self._arriving.finish(self._own_buffers)
+            self._arriving = None
 
     # A batch ---------------------------------------------------------------------------------------------------------
 
     def _after_batch(self, trainer: Trainer) -> None:
         self._finish_copy()
-        self._moment, self._is_touched = states.Moment.take(trainer), False
+        self._moment, self._is_touched = Moment.take(trainer), False
         self._versions = [buffer._version for buffer in self._buffers]
         number, is_late = self._agree()
         if number:
@@ -268,7 +188,7 @@ class ExactSnapshot(Callback):
         if is_late or self._is_torn or (every and step // every > self._last_step // every):
             self._save(trainer, self._moment)
         if trainer.fit_loop.epoch_loop.done:
-            self._ending = self._state_of(trainer, self._moment)
+            self._ending = whole_state.take(trainer, self._moment, self._own_buffers)
 
     def _agree(self) -> tuple[int, bool]:
         """The signal that some rank got, 0 for none, and whether rank 0 says that it is time for a snapshot."""
@@ -300,37 +220,22 @@ class ExactSnapshot(Callback):
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, moment: states.Moment, *, at_once: bool = False) -> None:
+    def _save(self, trainer: Trainer, moment: Moment, *, at_once: bool = False) -> None:
         store = self._opened()
         self._say_failure(store)
         start = time.perf_counter()
-        own, shared = self._state_of(trainer, moment)
-        late = {} if at_once or not self._may_be_late else states.late_tensors(trainer)
+        own, shared = whole_state.take(trainer, moment, self._own_buffers)
+        is_late = self._may_be_late and not at_once
+        late = LateTensors(trainer, shared or own["checkpoint"]) if is_late else None
+        addresses = () if late is None else late.addresses
         facts = self._facts(trainer, moment)
-        store.save(moment.step, own, shared if trainer.is_global_zero else None, facts, late=late.keys())
-        self._late = {address: (tensor, tensor._version) for address, tensor in late.items()}
+        store.save(moment.step, own, shared if trainer.is_global_zero else None, facts, late=addresses)
+        self._late = late if addresses else None
         self.blocked_s.append(time.perf_counter() - start)
         self._last_step, self._last_time, self._is_torn = moment.step, time.monotonic(), False
 
-    def _state_of(self, trainer: Trainer, moment: states.Moment) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What this rank has of its own, and what all have alike."""
-        strategy, module = trainer.strategy, trainer.lightning_module
-        with strategy.left_apart() if hasattr(strategy, "left_apart") else contextlib.nullcontext():
-            checkpoint = states.checkpoint_of(trainer)
-        differ = bool(getattr(strategy, "ranks_differ", False))
-        own = {
-            "moment": moment.to_plain(),
-            "gradients": states.gradients(module) if moment.is_window_open else {},
-            "buffers": self._own_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
-            "in_eval": states.training_modes(trainer),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "strategy": strategy.snapshot_state() if hasattr(strategy, "snapshot_state") else None,
-            "checkpoint": checkpoint if differ else states.of_this_rank(trainer, checkpoint),
-        }
-        return own, {} if differ else checkpoint
-
-    def _facts(self, trainer: Trainer, moment: states.Moment) -> dict[str, Any]:
-        facts: dict[str, Any] = {"config": self._config, "device": _device(trainer)}
+    def _facts(self, trainer: Trainer, moment: Moment) -> dict[str, Any]:
+        facts: dict[str, Any] = {"config": self._config, "device": device_name(trainer)}
         if self.keep_best is not None:
             value = moment.metrics["callback"].get(self.keep_best)
             facts["metric"] = None if value is None else float(value)
@@ -346,13 +251,13 @@ class ExactSnapshot(Callback):
 
     def _finish_copy(self) -> None:
         """Before anything may write a weight: the background copy is complete, and nothing was written meanwhile."""
-        if not self._late or self._store is None:
+        if self._late is None or self._store is None:
             return
         start = time.perf_counter()
         self._store.finish_copy()
-        late, self._late = self._late, {}
+        late, self._late = self._late, None
         self.blocked_s[-1] += time.perf_counter() - start
-        if any(tensor._version != version for tensor, version in late.values()):
+        if late.were_written():
             self._may_be_late, self._is_torn = False, True
             self._store.wait()
             if self._store.rank == 0:
@@ -379,7 +284,7 @@ class ExactSnapshot(Callback):
         self._close()
         rank_zero_info(f"\nstep {self._moment.step} is kept whole; go on with: {how_to_go_on()}")
         if trainer.is_global_zero and number not in (signal.SIGINT, signal.SIGTERM):
-            _requeue()
+            requeue()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         # Lightning's launcher kills rank 0 as soon as another rank ends with an error.
@@ -418,7 +323,7 @@ class ExactSnapshot(Callback):
         self._finish_copy()
         self._signals.remove()
         # On the host before others put averages into the weights, written when their files are: see on_fit_end.
-        self._ending = None if self._ending is None else _copied(self._ending)
+        self._ending = None if self._ending is None else whole_state.on_host(self._ending)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A snapshot of the finished training: it says that the final files are written, and more steps can follow."""
@@ -454,33 +359,3 @@ class ExactSnapshot(Callback):
     def _opened(self) -> SnapshotStore:
         assert self._store is not None
         return self._store
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    return type(value)(_copied(one) for one in value) if isinstance(value, (list, tuple)) else value
-
-
-def _device(trainer: Trainer) -> str:
-    device = trainer.strategy.root_device
-    return device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-
-
-def _signals_of(trainer: Trainer) -> list[int]:
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    environment = trainer._accelerator_connector.cluster_environment
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-        numbers.append(environment.requeue_signal or signal.SIGUSR1)
-    return [int(number) for number in numbers]
-
-
-def _requeue() -> None:
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
-    if not re.fullmatch("[0-9_]+", job):
-        raise SnapshotError(f"SLURM's job id is {job!r}, wanted digits; requeue it by hand")
-    done = subprocess.run(["scontrol", "requeue", job], check=False)
-    rank_zero_info(f"SLURM job {job} is {'requeued' if done.returncode == 0 else 'not requeued: scontrol failed'}")

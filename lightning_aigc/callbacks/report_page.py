@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -30,11 +32,18 @@ pre{background:#8881;padding:1rem;overflow:auto;border-radius:6px;font-size:.85r
 """
 
 
-def picture_data_uri(picture_3HW: Tensor, largest_side: int = 256) -> str:
-    """A PNG (JPEG above 128 px) as a data URI; the picture is float in 0..1."""
-    array = picture_3HW.clamp(0, 1).nan_to_num(0).mul(255).round().byte().permute(1, 2, 0).numpy()
+def thumbnail(picture_3HW: Tensor, largest_side: int = 256) -> Tensor:
+    """A picture in 0..1 as the page shows it: uint8 on the CPU, no side longer than this."""
+    array = picture_3HW.detach().clamp(0, 1).nan_to_num(0).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
     picture = Image.fromarray(array)
     picture.thumbnail((largest_side, largest_side))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+
+def picture_data_uri(picture_3HW: Tensor) -> str:
+    """A PNG (JPEG above 128 px) as a data URI; the picture is float in 0..1, or a thumbnail."""
+    small_3HW = picture_3HW if picture_3HW.dtype is torch.uint8 else thumbnail(picture_3HW)
+    picture = Image.fromarray(small_3HW.permute(1, 2, 0).numpy())
     kind = "PNG" if max(picture.size) <= 128 else "JPEG"
     buffer = io.BytesIO()
     picture.save(buffer, kind, quality=88) if kind == "JPEG" else picture.save(buffer, kind)

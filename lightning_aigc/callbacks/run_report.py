@@ -18,7 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
+from lightning_aigc.callbacks.loss_curve import LossCurve
+from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth, thumbnail
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.save_lora import SaveLoRA
 from lightning_aigc.callbacks.undisturbed import undisturbed
@@ -32,6 +33,7 @@ class RunReport(Callback):
     """Leaves `summary.json` and `report.html` in the run's `default_root_dir`.
 
     Works with any LightningModule; pictures and scores need `sample(prompts, seeds)`, without which they are left out.
+    A resumed run reports on the whole run: what was measured before it, and all its losses, are in its checkpoints.
 
     Args:
         clip_model: The judge: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`; unset means
@@ -62,11 +64,17 @@ class RunReport(Callback):
         self.summary: dict[str, Any] = {}
         self._judge: Any = None
         self._notes: list[str] = []
-        self._losses: list[tuple[int, Tensor]] = []
+        self._is_off = False
+        self._resumed: dict[str, Any] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._losses = LossCurve()
         self._scores: list[tuple[int, float, float]] = []
         self._before: dict[str, Tensor] = {}
         self._measured: dict[str, float | None] = {}
-        self._is_off = False
+        self._started_at: float | None = None
+        self._earlier_s = self._earlier_peak_mib = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._is_off = stage != "fit" or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
@@ -100,22 +108,23 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
             return
-        self._losses, self._scores, self._before, self._measured = [], [], {}, {}  # one report may serve two fits
+        self._forget()  # one report may serve two fits
         if self._judge is not None:
             self._judge.to(pl_module.device)
             reference_images = getattr(getattr(trainer, "datamodule", None), "reference_images", None)
             if reference_images is not None:
                 self._judge.set_reference_images(reference_images(64).to(pl_module.device))
-        self._measure(trainer, pl_module, "before")
+        if not self._go_on(trainer):
+            self._measure(trainer, pl_module, "before")
         reset_peak_memory(pl_module.device)
-        self._started_at = time.perf_counter()
+        self._device, self._started_at = pl_module.device, time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = None if self._is_off else trainer.callback_metrics.get("loss")
-        if loss is not None and (not self._losses or self._losses[-1][0] != trainer.global_step):
-            self._losses.append((trainer.global_step, loss.detach()))  # read at the end: no wait for the device here
+        if loss is not None:
+            self._losses.add(trainer.global_step, loss)
 
     def on_sample_images(
         self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
@@ -137,8 +146,7 @@ class RunReport(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
             return
-        seconds = time.perf_counter() - self._started_at
-        peak = peak_memory_mib(pl_module.device)
+        seconds, peak = self._seconds(), self._peak_mib(pl_module.device)
         if isinstance(trainer.progress_bar_callback, RunProgress):
             trainer.progress_bar_callback.finish()
         after = self._measure(trainer, pl_module, "after")
@@ -157,7 +165,7 @@ class RunReport(Callback):
                 for when in ("before", "after")
                 if name != "prior_clip_t" or self.prior_prompts
             },
-            "final_loss": _mean_of_last(self._losses),
+            "final_loss": _mean_of_last(self._losses.packed()),
             "lora_file": str(lora_file) if lora_file else None,
             "report": str(root / REPORT_FILE),
             "notes": self._notes,
@@ -171,7 +179,10 @@ class RunReport(Callback):
         self._print_table()
 
     def _measure(self, trainer: Trainer, pl_module: Any, when: str) -> dict[str, Tensor]:
-        """Generate and score each set of prompts; on every rank the same, so that no rank waits for another."""
+        """Generate and score each set of prompts; on every rank the same, so that no rank waits for another.
+
+        Returns: the pictures that the page shows, as it shows them.
+        """
         images: dict[str, Tensor] = {}
         if not hasattr(pl_module, "sample") or (when == "after" and not self._before):
             return images
@@ -181,12 +192,13 @@ class RunReport(Callback):
             shared, seeds = self._share_out(prompts)
             try:
                 with undisturbed(pl_module, pl_module.device):
-                    images[name] = pl_module.sample(shared, seeds)
+                    sampled = pl_module.sample(shared, seeds)
             except SamplingTooSlow as slow:
                 self._note(str(slow))
                 return images
+            images[name] = torch.stack([thumbnail(sampled[i]) for i in self._shown(prompts)])
             if self._judge is not None:
-                scores = self._score(images[name], shared)
+                scores = self._score(sampled, shared)
                 self._measured |= {f"{name}{key}_{when}": _finite_or_none(value) for key, value in scores.items()}
         if when == "before":
             self._before = images
@@ -197,10 +209,65 @@ class RunReport(Callback):
         shared = [prompt for prompt in prompts for _ in range(each)]
         return shared, [self.seed + i for i in range(len(shared))]
 
+    def _shown(self, prompts: Sequence[str]) -> list[int]:
+        """Which of the shared out pictures the page shows."""
+        shared, _ = self._share_out(prompts)
+        each = len(shared) // len(prompts)
+        return [i for i in range(len(shared)) if i % each < self.images_shown]
+
     def _score(self, images_N3HW: Tensor, prompts: Sequence[str]) -> dict[str, float]:
         self._judge.reset()
         self._judge.update(images_N3HW.to(self._judge.device), list(prompts))
         return {name: float(value) for name, value in self._judge.compute().items()}
+
+    # Going on --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._is_off or self._started_at is None:
+            return {}
+        return {
+            "asked": self._asked(),
+            "before": self._before,
+            "measured": self._measured,
+            "losses": self._losses.state_dict(),
+            "scores": [list(one) for one in self._scores],
+            "notes": list(self._notes),
+            "seconds": self._seconds(),
+            "peak_memory_mib": self._peak_mib(self._device),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict or None
+
+    def _asked(self) -> dict[str, Any]:
+        """What the pictures of before depend on."""
+        return {
+            "prompts": [list(self.prompts or ()), list(self.prior_prompts)],
+            "pictures": [self.num_images, self.images_shown, self.seed],
+            "judge": [self.clip_model, self.clip_pretrained],
+        }
+
+    def _go_on(self, trainer: Trainer) -> bool:
+        """Take up the report of the run that this one resumes; whether it has what was measured before training."""
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return False
+        self._losses.load_state_dict(state["losses"])
+        self._scores = [(int(step), t, i) for step, t, i in state["scores"]]
+        self._earlier_s, self._earlier_peak_mib = state["seconds"], state["peak_memory_mib"]
+        self._notes += [note for note in state["notes"] if note not in self._notes]
+        if state["asked"] != self._asked():
+            self._note(f"before was measured at step {trainer.global_step}: other pictures were asked for until there")
+            return False
+        self._before, self._measured = state["before"], dict(state["measured"])
+        return True
+
+    def _seconds(self) -> float:
+        assert self._started_at is not None
+        return self._earlier_s + time.perf_counter() - self._started_at
+
+    def _peak_mib(self, device: torch.device) -> float:
+        return max(self._earlier_peak_mib, peak_memory_mib(device))
 
     # Telling ---------------------------------------------------------------------------------------------------------
 
@@ -211,18 +278,10 @@ class RunReport(Callback):
             for when, images in (("before", self._before), ("after", after)):
                 if name in images and prompts:
                     shared, _ = self._share_out(prompts)
-                    each = len(shared) // len(prompts)
-                    chosen = [i for i in range(len(shared)) if i % each < self.images_shown]
-                    grids.append(
-                        picture_grid(
-                            [images[name][i] for i in chosen],
-                            [shared[i] for i in chosen],
-                            min(each, self.images_shown),
-                            f"{title}, {when}",
-                        )
-                    )
-        losses = [(step, float(loss)) for step, loss in self._losses]
-        curves = [curve(smooth(losses), "loss, mean of 20 steps")]
+                    shown = [shared[i] for i in self._shown(prompts)]
+                    columns = len(shown) // len(prompts)
+                    grids.append(picture_grid(list(images[name]), shown, columns, f"{title}, {when}"))
+        curves = [curve(smooth(self._losses.points()), "loss, mean of 20 steps")]
         curves.append(curve([(s, t) for s, t, _ in self._scores], "CLIP-T of the sample grids"))
         curves.append(curve([(s, i) for s, _, i in self._scores], "CLIP-I of the sample grids"))
         config_file = Path(trainer.default_root_dir) / "config.yaml"
@@ -254,5 +313,5 @@ def _finite_or_none(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
 
 
-def _mean_of_last(losses: list[tuple[int, Tensor]], count: int = 50) -> float | None:
-    return _finite_or_none(float(torch.stack([loss for _, loss in losses[-count:]]).float().mean())) if losses else None
+def _mean_of_last(losses_T: Tensor, count: int = 50) -> float | None:
+    return _finite_or_none(float(losses_T[-count:].mean())) if len(losses_T) else None

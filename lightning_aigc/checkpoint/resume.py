@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -17,11 +16,6 @@ LATEST = "latest"
 def is_snapshot(path: Any) -> bool:
     """Whether an address is the folder of one snapshot, and no file of Lightning's."""
     return bool(path) and "://" not in str(path) and (Path(path) / MANIFEST).is_file()
-
-
-def is_requeued() -> bool:
-    """Whether SLURM has started this job again: the same command then goes on by itself."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def how_to_go_on(arguments: list[str] | None = None) -> str:

@@ -207,15 +207,3 @@ def restore_training_modes(trainer: Trainer, in_eval: list[str]) -> None:
 
 def _wrapped(trainer: Trainer) -> nn.Module:
     return trainer.strategy.model or trainer.lightning_module
-
-
-def late_tensors(trainer: Trainer) -> dict[int, Tensor]:
-    """Trained parameters and optimizer state by address: what nothing writes until the next optimizer step."""
-    found: dict[int, Tensor] = {}
-    if not trainer.lightning_module.automatic_optimization:
-        return found
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            tensors = [*group["params"], *(v for p in group["params"] for v in optimizer.state.get(p, {}).values())]
-            found |= {t.data_ptr(): t for t in tensors if isinstance(t, Tensor) and t.numel()}
-    return found

@@ -91,6 +91,9 @@ class StableDiffusionLoRA(LightningModule):
         output_name: Name of the LoRA file, without its ending.
     """
 
+    late_snapshot_keys = ("ema",)
+    """Keys of the checkpoint that `optimizer_step` alone writes: ExactSnapshot copies them beside the next batch."""
+
     def __init__(
         self,
         pretrained_model_name_or_path: str,

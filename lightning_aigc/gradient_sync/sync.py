@@ -293,15 +293,16 @@ class GradientSync:
 
     # Accumulation: blocks chosen from the sum so far, while the last micro-batch runs
 
-    def _before_forward(self, ddp: nn.Module) -> None:
-        if not (ddp.training and torch.is_grad_enabled() and self.choose_early):
+    def _before_forward(self, ddp: DistributedDataParallel) -> None:
+        # The wrapped module's mode: Lightning brings that one back after validation, and leaves the wrapper in eval.
+        if not (ddp.module.training and torch.is_grad_enabled() and self.choose_early):
             return
         if not ddp.require_backward_grad_sync:
             self._accumulating = True
         elif self._accumulating:
             self._accumulating = False
             self._conclude()
-            if self.compressing and self.groups.inside is None:
+            if self.compressing and self._compressed and self.groups.inside is None:
                 self._choose_from_sum_so_far()
 
     def _choose_from_sum_so_far(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
@@ -245,6 +246,66 @@ def test_a_signal_leaves_a_snapshot_and_the_command_that_goes_on(
     assert torch.equal(train(tmp_path, [ExactSnapshot(0)], ckpt_path="latest").flat(), whole)
 
 
+class Hang(Callback):
+    """One batch takes a minute; a file says that it has begun."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        if trainer.fit_loop.total_batch_idx == 7:
+            Path(trainer.default_root_dir, "hangs").touch()
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def interrupted_work(rank: int, folder: str) -> Any:
+    """How a process ends that gets Ctrl-C twice within a batch, and how many seconds after the second."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train(Path(folder), [ExactSnapshot(2), Hang()])
+        finally:
+            os._exit(99)
+    while not Path(folder, "hangs").exists():
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.3)
+    went_on = os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.kill(pid, signal.SIGINT)
+    start = time.monotonic()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [went_on, code, time.monotonic() - start]
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(tmp_path: Path, whole: Tensor) -> None:
+    ((went_on, code, seconds),) = run_ranks(interrupted_work, 1, tmp_path / "ranks", str(tmp_path), gloo=False)
+    assert went_on and code == 130 and seconds < 5
+    assert torch.equal(train(tmp_path, [ExactSnapshot(2)], ckpt_path="latest").flat(), whole)
+
+
+@pytest.mark.parametrize("array", [None, ("70", "4")])
+def test_slurms_signal_requeues_the_job_which_then_goes_on_by_itself(
+    tmp_path: Path, whole: Tensor, monkeypatch: pytest.MonkeyPatch, array: tuple[str, str] | None
+) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    job = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    job |= dict(zip(("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), array or (), strict=False))
+    for name, value in {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", **job}.items():
+        monkeypatch.setenv(name, value)
+
+    def plugins() -> list[Any]:
+        return [SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)]
+
+    with pytest.raises(SystemExit):
+        train(tmp_path, [ExactSnapshot(0), SignalTo(signal.SIGUSR1, 7)], plugins=plugins())
+    assert (tmp_path / "asked").read_text() == ("requeue 71\n" if array is None else "requeue 70_4\n")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    resumed = train(tmp_path, [ExactSnapshot(0)], plugins=plugins())
+    assert torch.equal(resumed.flat(), whole) and len(find_snapshots(tmp_path / "snapshots")) == 2
+
+
 class Fails(Callback):
     """Raises in a hook of one micro-batch."""
 
@@ -365,6 +426,48 @@ def test_a_weight_that_changes_while_it_is_copied_spoils_no_snapshot(tmp_path: P
     plain = train(tmp_path / "whole", module=Clamped()).flat()
     train(tmp_path, [ExactSnapshot(1), KillAt(20)], module=Clamped())
     assert torch.equal(train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", module=Clamped()).flat(), plain)
+
+
+class Averaging(Net):
+    """Has an average, and says that only its optimizer's step writes it."""
+
+    late_snapshot_keys = ("ema",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = [parameter.detach().clone() for parameter in self.parameters()]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        torch._foreach_lerp_(self.ema, [parameter.detach() for parameter in self.parameters()], 0.1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ema"] = {"shadow_params": self.ema}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.ema = checkpoint["ema"]["shadow_params"]
+
+    def flat(self) -> Tensor:
+        return torch.cat([super().flat(), *[one.view(-1) for one in self.ema]])
+
+
+def test_an_average_that_only_the_step_writes_is_copied_beside_training_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(tmp_path / "whole", module=Averaging()).flat()
+    stock, late = HostBuffer.copy_from, set()
+
+    def watch(self: HostBuffer, source: Tensor, offset: int) -> None:
+        if threading.current_thread().name == "snapshot":
+            late.add(source.data_ptr())
+        stock(self, source, offset)
+
+    monkeypatch.setattr(HostBuffer, "copy_from", watch)
+    killed = Averaging()
+    train(tmp_path, [ExactSnapshot(1), KillAt(20)], module=killed)
+    assert late >= {one.data_ptr() for one in killed.ema}
+    resumed = train(tmp_path, [ExactSnapshot(1)], ckpt_path="latest", module=Averaging())
+    assert torch.equal(resumed.flat(), plain)
 
 
 @pytest.mark.parametrize(

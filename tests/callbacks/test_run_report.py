@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_aigc.callbacks import RunProgress, RunReport, SaveLoRA
+from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SaveLoRA
 from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
+from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.errors import ModelError, SamplingTooSlow, UserError
 
 KEYS = {
@@ -56,7 +58,14 @@ class Painter(LightningModule):
         path.write_text(json.dumps({"steps": metadata["steps"]}))
 
 
-def fit(root: Path, *callbacks: Any, module: Painter | None = None, steps: int = 6, **trainer: Any) -> Painter:
+def fit(
+    root: Path,
+    *callbacks: Any,
+    module: Painter | None = None,
+    steps: int = 6,
+    ckpt_path: str | None = None,
+    **trainer: Any,
+) -> Painter:
     module = module or Painter()
     options = {
         "logger": False,
@@ -66,7 +75,7 @@ def fit(root: Path, *callbacks: Any, module: Painter | None = None, steps: int =
     }
     options |= {"default_root_dir": root, "accelerator": "cpu", "max_steps": steps, "max_epochs": -1} | trainer
     loader = DataLoader(torch.linspace(0, 1, 8), batch_size=2)
-    Trainer(callbacks=list(callbacks), **options).fit(module, loader)
+    Trainer(callbacks=list(callbacks), **options).fit(module, loader, ckpt_path=ckpt_path)
     return module
 
 
@@ -101,6 +110,54 @@ def test_a_second_fit_reports_nothing_of_the_first(tmp_path: Path) -> None:
     fit(tmp_path / "second", reused, steps=4)
     fit(tmp_path / "alone", fresh, steps=4)
     assert reused.summary["final_loss"] == fresh.summary["final_loss"]
+
+
+class StopAt(Callback):
+    """Ends the training as an error would, after so many steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("killed")
+
+
+def test_a_resumed_run_reports_on_the_whole_run(tmp_path: Path) -> None:
+    def report() -> RunReport:
+        return RunReport(clip_model="embedded:clip", num_images=2)
+
+    torch.manual_seed(0)
+    whole = report()
+    fit(tmp_path / "whole", whole, steps=9)
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(tmp_path / "run", ExactSnapshot(5), report(), StopAt(7), steps=9)
+    snapshot = find_snapshots(tmp_path / "run" / "snapshots")[-1]
+    resumed, module = report(), Painter()
+    fit(tmp_path / "run", ExactSnapshot(5), resumed, module=module, steps=9, ckpt_path=str(snapshot.path))
+    assert snapshot.step == 5 and len(module.asked) == 1  # after alone
+    same = ("clip_t_before", "clip_t_after", "clip_i_before", "clip_i_after", "final_loss", "steps")
+    assert {name: resumed.summary[name] for name in same} == {name: whole.summary[name] for name in same}
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("whole", "run")]
+    found = [re.findall(r'<img src="[^"]*"|<polyline points="[^"]*"', page) for page in pages]
+    assert len(found[0]) == 2 * 2 + 1 and found[0] == found[1]
+
+
+def test_a_report_is_kept_in_stock_checkpoints_without_code(tmp_path: Path) -> None:
+    report = RunReport(num_images=2)
+    fit(tmp_path, report, ModelCheckpoint(tmp_path, every_n_train_steps=4), enable_checkpointing=True)
+    (path,) = tmp_path.glob("*.ckpt")
+    state = torch.load(path, weights_only=True)["callbacks"]["RunReport"]
+    assert state["before"][""].dtype is torch.uint8 and state["losses"]["steps"].tolist() == [1, 2, 3, 4]
+
+
+def test_other_prompts_on_resume_are_measured_anew_and_said(tmp_path: Path) -> None:
+    fit(tmp_path, ExactSnapshot(4), RunReport(num_images=2), steps=4)
+    module, report = Painter(), RunReport(num_images=3)
+    with pytest.warns(UserWarning, match="before was measured at step 4"):
+        fit(tmp_path, ExactSnapshot(4), report, module=module, steps=6, ckpt_path="latest")
+    assert len(module.asked) == 2 and report.summary["steps"] == 6
 
 
 def test_a_missing_judge_costs_the_score_and_not_the_run(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.utils.data import DataLoader
 
 from fakes.given_gradients import MODES
 from fakes.ranks import run_ranks
-from fakes.small_lightning import Small, fit
+from fakes.small_lightning import Small, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -49,6 +50,14 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     counts = CountSteps(counted, steps)
     fit(rank, strategy=counted, devices=2, accumulate_grad_batches=4, callbacks=[counts])
     results["steps"] = steps
+    early = CountEarlyChoices()
+    fit(
+        rank, Validated(), strategy=strategy(mode="sparse"), devices=2, batches=16, accumulate_grad_batches=4,
+        val_check_interval=2, num_sanity_val_steps=0, callbacks=[early],
+    )  # fmt: skip
+    results["early choices"] = early.count
+    whole = strategy(mode="sparse", protect=["net", "head"])
+    results["all protected"] = fit(rank, strategy=whole, devices=2, accumulate_grad_batches=4)[0].after
     module, _ = fit(rank, Small(unused=True), strategy="npu_sparse_find_unused_parameters_true", devices=2)
     results["unused"] = module.after
 
@@ -97,6 +106,32 @@ class CountSteps(Callback):
         self.into.append(getattr(self.counted.sync, self.name))
 
 
+class Validated(Small):
+    """Validates within an epoch, after which Lightning leaves the DDP wrapper in eval mode."""
+
+    def validation_step(self, batch_NC: torch.Tensor, batch_idx: int) -> None:
+        self.net(batch_NC)
+
+    def val_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(make_batches(0, 2), batch_size=None)
+
+
+class CountEarlyChoices(Callback):
+    """How often blocks were chosen by the sum of the micro-batches so far."""
+
+    count = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        sync = trainer.strategy.sync
+        choose = sync._choose_from_sum_so_far
+
+        def counted() -> None:
+            self.count += 1
+            choose()
+
+        sync._choose_from_sum_so_far = counted
+
+
 class Meddle(Callback):
     """Changes one parameter on one rank."""
 
@@ -134,6 +169,15 @@ def test_the_name_alone_means_int3_and_accumulation_syncs_once_a_window(both: li
     assert all(torch.equal(a, b) for a, b in zip(after, both[1]["by name"][2], strict=True))
     assert torch.equal(after[0], after[2]) and not torch.equal(after[2], after[3])
     assert both[0]["steps"] == [0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_a_validation_does_not_end_the_early_choice_of_blocks(both: list[Any]) -> None:
+    assert both[0]["early choices"] == both[1]["early choices"] == 3  # four windows; the first has nothing to choose by
+
+
+def test_accumulation_goes_without_anything_to_compress(both: list[Any]) -> None:
+    assert len(both[0]["all protected"]) == 8
+    assert all(torch.equal(a, b) for a, b in zip(both[0]["all protected"], both[1]["all protected"], strict=True))
 
 
 def test_unused_parameters_train_under_the_name_that_finds_them(both: list[Any]) -> None:
