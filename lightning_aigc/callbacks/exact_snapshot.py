@@ -92,6 +92,7 @@ class ExactSnapshot(Callback):
         self._is_torn = False
         self._ending: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._best: float | None = None
+        self._logged: list[str] = []
 
     # The fit's beginning ---------------------------------------------------------------------------------------------
 
@@ -159,6 +160,9 @@ class ExactSnapshot(Callback):
         self._own_buffers = OwnBuffers(pl_module)
         self._buffers = list(pl_module.buffers())
         self._last_step, self._last_time = trainer.global_step, time.monotonic()
+        if self.keep_best is not None:  # what an earlier part of this run has kept
+            for snapshot in find_snapshots(self._opened().directory):
+                self._protect_best(snapshot.step, snapshot.facts.get("metrics", {}).get(self.keep_best))
         if trainer.world_size > 1:
             self._group = dist.new_group(backend="gloo")
         if self.on_signal:
@@ -237,9 +241,11 @@ class ExactSnapshot(Callback):
     def _facts(self, trainer: Trainer, moment: Moment) -> dict[str, Any]:
         facts: dict[str, Any] = {"config": self._config, "device": device_name(trainer)}
         if self.keep_best is not None:
-            value = moment.metrics["callback"].get(self.keep_best)
-            facts["metric"] = None if value is None else float(value)
-            self._protect_best(moment.step, facts["metric"])
+            logged = moment.metrics["callback"]
+            self._logged = sorted(logged)
+            if self.keep_best in logged:
+                facts["metrics"] = {self.keep_best: float(logged[self.keep_best])}
+                self._protect_best(moment.step, facts["metrics"][self.keep_best])
         return facts
 
     def _protect_best(self, step: int, value: float | None) -> None:
@@ -335,6 +341,11 @@ class ExactSnapshot(Callback):
             own, shared = self._ending
             facts = self._facts(trainer, self._moment) | {"is_finished": True}
             store.save(self._moment.step, own, shared if trainer.is_global_zero else None, facts)
+        if self.keep_best is not None and self._best is None:
+            rank_zero_warn(
+                f"ExactSnapshot.keep_best: {self.keep_best} was never logged, so no best snapshot was kept; logged were"
+                f" {', '.join(self._logged) or 'no metrics'}"
+            )
         try:
             store.wait()
         except SnapshotError as error:

@@ -153,11 +153,6 @@ class OwnBuffers:
                     buffers[name].copy_(value)
 
 
-def versions(module: LightningModule) -> list[int]:
-    """What changes when any buffer is written."""
-    return [buffer._version for buffer in module.buffers()]
-
-
 def checkpoint_of(trainer: Trainer) -> State:
     """Lightning's checkpoint, on all ranks, without its loops and without what is not plain in its hyperparameters."""
     checkpoint: State = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

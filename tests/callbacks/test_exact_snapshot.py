@@ -391,10 +391,26 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     train(tmp_path, [ExactSnapshot(1), StartAnother()], max_steps=2)
 
 
-def test_the_best_snapshot_outlives_the_last_ones(tmp_path: Path) -> None:
+def test_the_best_snapshot_outlives_the_last_ones_and_a_resume(tmp_path: Path) -> None:
+    def kept() -> dict[int, float]:
+        return {one.step: one.facts["metrics"]["loss_step"] for one in find_snapshots(tmp_path / "snapshots")}
+
     train(tmp_path, [ExactSnapshot(1, keep_last=2, keep_best="loss_step", best_mode="min")])
-    values = {one.step: one.facts.get("metric") for one in find_snapshots(tmp_path / "snapshots")}
-    assert len(values) == 3 and min(values, key=lambda step: values[step]) == min(values)
+    first = kept()
+    best = min(first, key=lambda step: first[step])
+    assert len(first) == 3
+    assert best == min(first)
+    again = ExactSnapshot(1, keep_last=1, keep_best="loss_step", best_mode="min")
+    train(tmp_path, [again], ckpt_path=str(tmp_path / "snapshots" / f"step-{sorted(first)[1]:08d}"))
+    assert best in kept()
+
+
+def test_a_best_that_is_never_logged_is_said_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_aigc.callbacks.exact_snapshot.rank_zero_warn", said.append)
+    train(tmp_path, [ExactSnapshot(1, keep_best="val_los")])
+    assert [text.startswith("ExactSnapshot.keep_best: val_los was never logged") for text in said] == [True]
+    assert "loss_step" in said[0]
 
 
 # Copies in the background ---------------------------------------------------------------------------------------------
