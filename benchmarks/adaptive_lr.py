@@ -201,7 +201,7 @@ def main() -> None:
     rows = [json.loads(line) for line in options.output.read_text().splitlines()] if options.output.exists() else []
     rows = [row for row in rows if row.get("batch", 4) == options.batch]
     if options.table:
-        print_table(rows)
+        print_table([row for row in rows if row["seed"] in options.seeds])
         return
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
