@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def quick_config(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> dict[str, Any]:
+def _quick_config(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> dict[str, Any]:
     """The demo's config with a pipeline of random weights, six pictures and two steps."""
     path = Path(__file__).parents[2] / "configs" / "sd_lora_demo.yaml"
     config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -81,3 +82,9 @@ def quick_config(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> dict
         "cache_dir": str(tmp_path_factory.mktemp("cache")),
     }
     return config
+
+
+@pytest.fixture
+def quick_config(_quick_config: dict[str, Any]) -> dict[str, Any]:
+    """A copy that a test may write to."""
+    return copy.deepcopy(_quick_config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
-import copy
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture
 def quick(quick_config: dict[str, Any], tmp_path: Path) -> Path:
     """Six steps of two micro-batches, a snapshot after each, EMA and dropout; its run goes to `tmp_path / "run"`."""
-    config = copy.deepcopy(quick_config)
+    config = quick_config
     config["trainer"] |= {"default_root_dir": str(tmp_path / "run"), "accumulate_grad_batches": 2}
     config["model"]["init_args"] |= {
         "max_train_steps": 6,
