@@ -76,7 +76,8 @@ def _copied(tensor: Tensor, storages: dict[Place, torch.UntypedStorage]) -> Tens
     storage = flat.untyped_storage()
     host = storages.get(_place(flat))
     if host is None:
-        memory = host_bytes(storage.nbytes(), pinned=accelerator_module(flat.device) is not None)
+        is_pinned = accelerator_module(flat.device) is not None
+        memory = host_bytes(storage.nbytes(), pinned=is_pinned)
         source = torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)
         host = storages[_place(flat)] = memory.copy_(source, non_blocking=True).untyped_storage()
     view = torch.empty(0, dtype=flat.dtype).set_(host, flat.storage_offset(), flat.shape, flat.stride())
