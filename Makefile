@@ -9,13 +9,16 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-triton test-ascend check check-demo embedded clean
+.PHONY: demo test test-long test-triton test-ascend check check-demo embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
 
-test: $(READY)  ## every test that needs no accelerator
-	$(BIN)/python -m pytest -q
+test: $(READY)  ## every test that needs no accelerator, but for the long ones
+	$(BIN)/python -m pytest -q -m "not long"
+
+test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes
+	$(BIN)/python -m pytest -q -m long
 
 # The kernels' toolchains exclude one another, so each has a venv; --confcutdir leaves out the fixtures that need lightning.
 KERNEL_TESTS := -m pytest -q --confcutdir=tests/kernels

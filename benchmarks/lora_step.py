@@ -108,16 +108,18 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.stack([item[name] for item in items]).contiguous() for name in items[0]}
 
 
-def diffusers_steps(data: ImageCaptionData, folder: Path, precision: str) -> Iterator[float]:
+def diffusers_steps(
+    data: ImageCaptionData, folder: Path, precision: str, model: Path, rank: int = RANK, device: str = "cpu"
+) -> Iterator[float]:
     """diffusers' loop as a generator: each `next` is one step and gives its loss."""
     accelerator = Accelerator(
         mixed_precision="bf16" if precision.startswith("bf16") else "no",
-        cpu=True,
+        cpu=device == "cpu",
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
     dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-    pipeline = StableDiffusionPipeline.from_pretrained(str(resolve(MODEL)), safety_checker=None)
+    pipeline = StableDiffusionPipeline.from_pretrained(str(model), safety_checker=None)
     schedule = DDPMScheduler.from_config(pipeline.scheduler.config)
     unet, vae, text_encoder = pipeline.unet, pipeline.vae, pipeline.text_encoder
     for module in (unet, vae, text_encoder):
@@ -126,7 +128,7 @@ def diffusers_steps(data: ImageCaptionData, folder: Path, precision: str) -> Ite
     torch.manual_seed(0)
     unet.add_adapter(
         peft.LoraConfig(
-            r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]
+            r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]
         )
     )
     trained = [p for p in unet.parameters() if p.requires_grad]
@@ -230,7 +232,7 @@ def run(case: str, cached: bool, given: argparse.Namespace) -> dict[str, Any]:
                 num_workers=0,
             )
 
-        theirs = diffusers_steps(data(False), Path(root), given.precision)
+        theirs = diffusers_steps(data(False), Path(root), given.precision, resolve(MODEL))
         alternate = Alternate(theirs, given.block)
         module = StableDiffusionLoRA(
             MODEL, rank=RANK, learning_rate=LEARNING_RATE, checkpointing_steps=10**9, max_train_steps=given.steps

@@ -2,8 +2,8 @@
 
 Two network namespaces joined by a token-bucket link stand for the hosts, one process of one thread on each; both are
 removed at the end. Needs root and iproute2. A full fine-tuning of a U-Net of 50 M parameters on 8x8 latents: little
-compute and many bytes, where a slow link hurts most. `--rate loopback` leaves the namespaces out, `--rate alone` the
-second process too.
+compute and many bytes, where a slow link hurts most. `default` is what npu_sparse ships, its protected layers included;
+a mode by its name protects nothing. `--rate loopback` leaves the namespaces out, `--rate alone` the second process too.
 
     python benchmarks/two_hosts.py [--rate 1gbit] [--steps 7] [--variants plain bf16_hook default ...] [--output FILE]
 """
@@ -31,6 +31,7 @@ VARIANTS = (
     "bf16_hook",
     "powersgd_hook",
     "default",
+    "int3",
     "int8",
     "int4",
     "sparse",
@@ -122,10 +123,9 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
             powered = lambda state, bucket: powerSGD_hook.powerSGD_hook(state, bucket)  # noqa: E731
             ddp.register_comm_hook(state, powered)
         elif variant != "plain":
-            mode = {} if variant == "default" else {"mode": variant}
-            if variant == "sparse_int8":
-                mode["sparsity_target"] = 0.95
-            compressor = GradientCompressor(protect_layers=(), **mode)
+            sparsity = {"sparsity_target": 0.95} if variant == "sparse_int8" else {}
+            chosen = {} if variant == "default" else {"mode": variant, "protect_layers": (), **sparsity}
+            compressor = GradientCompressor(**chosen)
             compressor.hook_into_model(ddp)
         optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5)
         times, hidden, exposed = [], [], []

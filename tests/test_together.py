@@ -25,7 +25,10 @@ from lightning_aigc.precision import FusedBackwardPrecision
 
 DEMO = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 PROMPTS = ["a zorp mug", "a zorp bottle"]
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on loaders and eval mode
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on loaders and eval mode
+]
 
 
 def the_three(folder: Path) -> list[Callback]:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 KERNEL_DEVICES = ("cuda", "npu")
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, *HALF_DTYPES)
 
 
 class FallbackWarning(UserWarning):
@@ -27,6 +29,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def backward_dtype(asked: torch.dtype | None, forward: torch.dtype) -> torch.dtype:
+    """The dtype of backward's products: what was asked for, but half precision only where forward ran in it too.
+
+    A forward in float32 has no half precision products to trade, and its softmax statistics fit its own kernel alone.
+    """
+    if asked is None or (asked in HALF_DTYPES and forward not in HALF_DTYPES):
+        return forward
+    return asked
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -84,12 +96,13 @@ def direct(op: Any, setup_context: Callable[..., None], autograd: Callable[..., 
         def backward(ctx: Any, *grads: Any) -> Any:
             return autograd(ctx, list(grads)) if gives_list else autograd(ctx, *grads)
 
+    named: Any = types.new_class(op._name, (Direct,))  # autograd's errors name the op
     gives_list = str(op._opoverload._schema.returns[0].type) == "List[Tensor]"
 
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return op(*args)
-        return Direct.apply(*args)  # type: ignore[no-untyped-call]
+        return named.apply(*args)
 
     return call
 
@@ -113,7 +126,7 @@ def kernel_for(op: str, x: Tensor) -> ModuleType | None:
     if reason is None and x.dtype not in KERNEL_DTYPES:
         reason = f"it computes in float32 and got {x.dtype}"
     if reason is not None:
-        _say_once(op, x.device.type, reason)
+        say_once(op, x.device.type, f"its Triton kernel cannot: {reason}")
         return None
     return _kernel_module(op)
 
@@ -135,6 +148,7 @@ def _kernel_module(op: str) -> ModuleType:
 
 
 @functools.cache
-def _say_once(op: str, device: str, reason: str) -> None:
-    message = f"lightning_aigc::{op} runs its plain torch reference on {device}; its Triton kernel cannot: {reason}"
+def say_once(op: str, device: str, reason: str) -> None:
+    """Warn that an op is slower, or takes more memory, than it could be on this device."""
+    message = f"lightning_aigc::{op} runs its plain torch reference on {device}; {reason}"
     warnings.warn(message, FallbackWarning, stacklevel=3)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ def config_for(device_type: str, table: Mapping[str, LaunchConfig]) -> LaunchCon
     if device_type not in table:
         raise ValueError(f"no Triton kernel for device {device_type!r}, only for {', '.join(table)}; use the reference")
     return table[device_type]
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Within: kernels are launched on x's own card, whichever is the current one."""
+    if x.device.type == "cpu":  # Triton's interpreter
+        return contextlib.nullcontext()
+    guard: contextlib.AbstractContextManager[object] = torch.get_device_module(x.device).device(x.device)
+    return guard
 
 
 def next_power_of_two(n: int) -> int:

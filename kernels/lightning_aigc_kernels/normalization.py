@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_aigc_kernels.calling import HALF_DTYPES
+
 aten = torch.ops.aten
 
 
@@ -55,5 +57,5 @@ def affine_beside(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
     """A norm's weight or bias as x's device wants it: on a CPU float32 beside half-precision x, as its statistics."""
     if parameter_C is None:
         return None
-    on_cpu = x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
+    on_cpu = x.device.type == "cpu" and x.dtype in HALF_DTYPES
     return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norms do not ask for strides

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+COMPILED = "_orig_mod"
+"""What torch.compile puts between a module's name and those inside."""
 
 
 class GradientProtection:
@@ -12,7 +18,7 @@ class GradientProtection:
 
     A pattern is a glob over any run of a name's parts, and covers all that lies below: `vae.decoder` covers
     `model.vae.decoder.conv_in.weight`, `mid_block.attentions` covers `unet.mid_block.attentions.0.norm`, and so do
-    `vae.decoder*` and `*mid_block.attentions*`.
+    `vae.decoder*` and `*mid_block.attentions*`. torch.compile's `_orig_mod` counts neither in names nor in patterns.
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
@@ -41,8 +47,22 @@ class GradientProtection:
                 raise ValueError(f"protect pattern {pattern!r} covers no module{hint}")
 
 
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `model.named_modules()`, without the name that a data-parallel wrapper puts between: `module`."""
+    plain: dict[str, str] = {}
+    wrappers: set[str] = set()
+    for name, module in model.named_modules():
+        outer, _, last = name.rpartition(".")
+        above = plain.get(outer, "")
+        plain[name] = above if outer in wrappers and name else f"{above}.{last}".removeprefix(".")
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            wrappers.add(name)
+        yield plain[name], module
+
+
 def _matches(name: str, pattern: str) -> bool:
-    parts = name.split(".")
+    parts = [part for part in name.split(".") if part != COMPILED] or [""]
+    pattern = pattern.replace(f"{COMPILED}.", "")
     starts = range(len(parts))
     return any(
         fnmatch.fnmatchcase(".".join(parts[start:end]), pattern)

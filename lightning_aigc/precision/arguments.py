@@ -1,4 +1,4 @@
-"""Refuse arguments of a FusedBackwardPrecision that cannot work."""
+"""Refuse arguments of a FusedBackwardPrecision that cannot work, by themselves or with the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from lightning_aigc.errors import ConfigError
+from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16-forward-fp16-backward"]
 MemoryLevel = Literal["off", "balanced", "lean", "max"]
@@ -45,6 +48,19 @@ def check_arguments(
             "bf16-forward-fp16-backward computes float16 products in the fused backward, and memory='off' has none;"
             " use memory='balanced', or precision='bf16-mixed'"
         )
+
+
+def protection_within(model: nn.Module, patterns: Sequence[str]) -> GradientProtection:
+    """What the patterns protect of this model.
+
+    Raises: ConfigError for one that covers no module of it.
+    """
+    protection = GradientProtection(patterns)
+    try:
+        protection.check(name for name, _ in named_modules(model))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return protection
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str], meant: str | None = None) -> None:

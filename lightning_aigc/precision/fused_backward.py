@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_aigc.devices import grad_scaler, random_states
-from lightning_aigc.precision.arguments import MemoryArgument, MemoryLevel, PrecisionName, check_arguments
+from lightning_aigc.precision.arguments import (
+    MemoryArgument,
+    MemoryLevel,
+    PrecisionName,
+    check_arguments,
+    protection_within,
+)
 from lightning_aigc.precision.overflow import SkippedSteps
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ class FusedBackwardPrecision(Precision):
     Under a dynamic loss scale (16-mixed, bf16-forward-fp16-backward) a gradient that is not finite skips the step and
     halves the scale, as torch's GradScaler does; the step then runs once more, watched, and one line names the module
     that first made such a value. A fused optimizer skips on the device without telling: there, the loss scale is
-    looked at now and then, and the line names no module.
+    read when a copy of it has come, and the line names no module.
 
     Args:
         precision: 32-true; bf16-mixed; 16-mixed, with a dynamic loss scale; bf16-true;
@@ -47,7 +53,9 @@ class FusedBackwardPrecision(Precision):
             balanced: element-wise work and each attention's query; lean: cheap products too; max: whole blocks.
         protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
             precision through every lossy option.
-        strict: Raise where a fast kernel cannot serve an input, instead of saying so once and running the reference.
+        strict: Raise at fit start for a block, or a part of one, that the fused forwards know and would run as its
+            class wrote it, and for a CUDA or NPU device whose kernels cannot run. What a single call brings, such as
+            a mask or float64, is not asked: that call runs as the class wrote it, or on the ops' plain torch.
         input_grad_density: Share of the entries of GroupNorm+SiLU's input gradient that are kept, the largest;
             1 keeps all.
         attention_grad_density: Share of the entries of attention's dq, dk and dv that are kept per head; 1 keeps all.
@@ -100,7 +108,9 @@ class FusedBackwardPrecision(Precision):
             module = _deviceless(self.precision).convert_module(module)
         self._module = module
         restore_forwards(module)
-        if self.memory != "off":
+        if self.memory == "off":
+            protection_within(module, self.protect)
+        else:
             from lightning_aigc.precision.swaps import swap_forwards
 
             module.__dict__[SWAPPED] = swap_forwards(

@@ -14,6 +14,8 @@ from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.normalization import Norm
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"
+INSTALLED = "_fused_forward"
+"""Where a swapped module keeps the forward that was put on it, to tell it from one that somebody else put there."""
 
 
 class CannotSwapError(Exception):
@@ -26,11 +28,17 @@ def class_path(module: object) -> str:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raises: CannotSwapError for a layer with hooks or parametrizations, which a fused op would pass by."""
+    """Raises: CannotSwapError for a layer with what a fused op would pass by: hooks, parametrizations, a new forward.
+
+    kohya's and LyCORIS's LoRA, and accelerate's hooks, put a forward of their own on the layer.
+    """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise CannotSwapError("a layer inside has hooks")
     if "parametrizations" in module._modules:
         raise CannotSwapError("a layer inside is parametrized")
+    own = module.__dict__
+    if "forward" in own and own["forward"] is not own.get(INSTALLED):
+        raise CannotSwapError("a layer inside has a forward that somebody else replaced")
 
 
 def read_projection(module: Any) -> Projection:
@@ -70,6 +78,7 @@ def read_projection(module: Any) -> Projection:
 
 def refuse_dropout(module: nn.Module) -> None:
     """Raises: CannotSwapError for a dropout that would drop something now."""
+    refuse_hooks(module)
     if isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and (module.p == 0 or not module.training)):
         return
     raise CannotSwapError(f"{type(module).__name__} is active")

@@ -20,9 +20,6 @@ from lightning_aigc.precision.replay import loss_of, step_arguments, without_tra
 MANY_SKIPS = 5
 """Skipped steps in a row from which the line says what to change."""
 
-FUSED_OPTIMIZER_CHECK = 100
-"""Optimizer steps between two looks at the loss scale where the optimizer skips steps on the device by itself."""
-
 _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
 
 
@@ -38,8 +35,8 @@ class SkippedSteps:
         self.step_states: RandomStates | None = None
         """Random states at the start of the last training step; None if it cannot be run again."""
         self._in_a_row = 0
-        self._fused_steps = 0
-        self._fused_scale = 0.0
+        self._known_scale: float | None = None
+        self._scale_on_its_way: tuple[Tensor, Any] | None = None
 
     def note_step_taken(self) -> None:
         """A step was not skipped."""
@@ -49,6 +46,7 @@ class SkippedSteps:
         """The run is over."""
         self._in_a_row = 0
         self.step_states = None
+        self._scale_on_its_way = None
 
     def report(self, model: LightningModule, closure: Callable[[], Any], scaler: torch.amp.GradScaler) -> None:
         """Say where the step that was just skipped went wrong. Every rank must call it, and one of them speaks."""
@@ -69,16 +67,29 @@ class SkippedSteps:
         _log.info(line)
 
     def look_at_scale(self, model: LightningModule, scaler: torch.amp.GradScaler) -> None:
-        """For fused optimizers, which skip on the device: waiting for their flag each step would cost time."""
-        self._fused_steps += 1
-        if self._fused_steps > 1 and self._fused_steps % FUSED_OPTIMIZER_CHECK:
+        """For fused optimizers, which skip on the device: the scale is copied from there, and read when it has come."""
+        scale = scaler._scale
+        if scale is None:
             return
-        before, self._fused_scale = self._fused_scale, scaler.get_scale()
-        if before > self._fused_scale:
+        if scale.device.type == "cpu":
+            self._compare(model, scaler, scale.item())
+            return
+        if self._scale_on_its_way is not None:
+            copy, arrived = self._scale_on_its_way
+            if not arrived.query():
+                return
+            self._compare(model, scaler, copy.item())
+        arrived = torch.get_device_module(scale.device).Event()
+        self._scale_on_its_way = scale.to("cpu", non_blocking=True), arrived
+        arrived.record()
+
+    def _compare(self, model: LightningModule, scaler: torch.amp.GradScaler, scale: float) -> None:
+        before = scaler._init_scale if self._known_scale is None else self._known_scale
+        self._known_scale = scale
+        if before > scale:
             rank_zero_info(
-                f"the loss scale fell from {before:g} to {self._fused_scale:g} in the {FUSED_OPTIMIZER_CHECK} steps up"
-                f" to step {model.trainer.global_step + 1}: some were skipped because a gradient was not finite; to see"
-                " which module, use an optimizer with fused=False"
+                f"the loss scale fell from {before:g} to {scale:g} by step {model.trainer.global_step + 1}: a step was"
+                " skipped because a gradient was not finite; to see which module, use an optimizer with fused=False"
             )
 
     def _look_for(
@@ -99,13 +110,12 @@ class SkippedSteps:
                 return None, f"a gradient is not finite (running the step again to see where: {error})"
             if found is not None:
                 return found, found.sentence()
-            if model.trainer.accumulate_grad_batches > 1:
-                return None, "a gradient is not finite, since an earlier one of the accumulated batches"
         names = non_finite_parameters(model)
-        if not names:
-            return None, "a gradient is not finite"
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return None, f"the gradient of {names[0]}{others} is not finite"
+        sentence = f"the gradient of {names[0]}{others} is not finite" if names else "a gradient is not finite"
+        # The last batch was run again, and is not to blame.
+        earlier = states is not None and arguments is not None and model.trainer.accumulate_grad_batches > 1
+        return None, sentence + (", since an earlier one of the accumulated batches" if earlier else "")
 
 
 def _speaks(model: LightningModule, has_found: bool) -> bool:

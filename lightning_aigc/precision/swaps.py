@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision import fused_blocks
-from lightning_aigc.precision.fused_blocks import ATTENTION, Choices, Memory
-from lightning_aigc.precision.layers import CannotSwapError, class_path
+from lightning_aigc.precision import convolution_blocks, transformer_blocks
+from lightning_aigc.precision.arguments import protection_within
+from lightning_aigc.precision.fused_forward import CHOICES, Choices, Memory, choices_of, fused_or_own
+from lightning_aigc.precision.layers import INSTALLED, CannotSwapError, class_path
+from lightning_aigc.precision.transformer_blocks import ATTENTION
 from lightning_aigc_kernels.calling import KERNEL_DEVICES, why_no_kernel
-from lightning_aigc_kernels.protection import GradientProtection
+from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 RESNET = "diffusers.models.resnet.ResnetBlock2D"
 TRANSFORMER_BLOCK = "diffusers.models.attention.BasicTransformerBlock"
@@ -29,6 +31,10 @@ FEED_FORWARD = "diffusers.models.attention.FeedForward"
 CONV2D = "torch.nn.modules.conv.Conv2d"
 SEQUENTIAL = "torch.nn.modules.container.Sequential"
 KERNELS = ("group_norm_silu", "geglu")
+COVERED = (
+    "diffusers' ResnetBlock2D, Transformer2DModel, BasicTransformerBlock, Attention and FeedForward, frozen Conv2d, "
+    "and Sequential with GroupNorm, SiLU and Conv2d in a row"
+)
 
 
 @dataclass(frozen=True)
@@ -46,54 +52,64 @@ class Row:
     """Tensors of the block's size that native autograd keeps, with LoRA on the attention."""
     kept_units: dict[str, float]
     """The same after the swap, by memory level."""
+    check_now: Callable[[Any], object] = lambda module: None
+    """Raises CannotSwapError where a swapped module, as its layers are now, would still run as its class wrote it."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """The part that a child belongs to, for parts that can be protected apart; another child stands for the whole."""
 
 
 TABLE: dict[str, Row] = {
     RESNET: Row(
-        fused_blocks.check_resnet,
-        fused_blocks.resnet,
+        convolution_blocks.check_resnet,
+        convolution_blocks.resnet,
         lambda module: 1 / module.out_channels,
         6,
         {"balanced": 2, "lean": 2, "max": 1},
+        parts={"norm1": "norm1", "conv1": "norm1", "norm2": "norm2", "conv2": "norm2"},
     ),
     TRANSFORMER: Row(
-        fused_blocks.check_transformer,
-        fused_blocks.transformer,
+        transformer_blocks.check_transformer,
+        transformer_blocks.transformer,
         lambda module: 1 / module.norm.num_channels,
         2,
         {"balanced": 1, "lean": 1, "max": 1},
+        parts={"norm": "norm", "proj_in": "norm", "transformer_blocks": "blocks", "proj_out": "last"},
     ),
     TRANSFORMER_BLOCK: Row(
-        fused_blocks.check_transformer_block,
-        fused_blocks.transformer_block,
+        transformer_blocks.check_transformer_block,
+        transformer_blocks.transformer_block,
         lambda module: 1 / module.dim,
         24,
         {"balanced": 14, "lean": 5, "max": 1.5},
+        transformer_blocks.check_transformer_block_now,
+        parts={"norm1": "attn1", "attn1": "attn1", "norm2": "attn2", "attn2": "attn2", "norm3": "ff", "ff": "ff"},
     ),
     ATTENTION: Row(
-        fused_blocks.check_attention,
-        fused_blocks.attention,
+        transformer_blocks.check_attention,
+        transformer_blocks.attention,
         lambda module: 1 / module.query_dim,
         6,
         {"balanced": 4, "lean": 2, "max": 2},
+        transformer_blocks.check_attention_now,
     ),
     FEED_FORWARD: Row(
-        fused_blocks.feed_forward_layers,
-        fused_blocks.feed_forward_block,
+        transformer_blocks.check_feed_forward,
+        transformer_blocks.feed_forward_block,
         lambda module: 1 / module.net[2].out_features,
         13,
         {"balanced": 9, "lean": 1, "max": 1},
+        transformer_blocks.feed_forward_layers,
     ),
     CONV2D: Row(
-        fused_blocks.check_frozen_conv,
-        fused_blocks.convolution,
+        convolution_blocks.check_frozen_conv,
+        convolution_blocks.convolution,
         lambda module: module.in_channels / max(module.in_channels, module.out_channels) ** 2,
         1,
         {"balanced": 0, "lean": 0, "max": 0},
     ),
     SEQUENTIAL: Row(
-        fused_blocks.triples_of,
-        fused_blocks.sequential,
+        convolution_blocks.triples_of,
+        convolution_blocks.sequential,
         lambda module: 1 / next(layer.num_channels for layer in module if type(layer) is nn.GroupNorm),
         3,
         {"balanced": 1, "lean": 1, "max": 1},
@@ -108,9 +124,9 @@ class Swapped:
 
     memory: Memory
     blocks: Counter[str] = field(default_factory=Counter)
-    """Swapped modules by class name."""
+    """Swapped modules by class name; what lies inside one is not counted beside it."""
     left_alone: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Modules that keep their own forward, by class name and reason."""
+    """Modules that run as their class wrote them, by class name and reason; inside swapped ones too."""
     saving: float = 0.0
     """Expected share of the blocks' activations that is no longer kept, from channel counts alone."""
     strict: bool = False
@@ -128,18 +144,26 @@ class Swapped:
             raise ConfigError(f"strict=True, but {kernels_on(device)}; install Triton for it, or strict=False")
 
     def restore(self) -> None:
-        """Give the modules their own forwards back; harmless when done already."""
+        """Give the modules their own forwards back; harmless when done already.
+
+        A forward that somebody put over ours stays: ours, which it may call, is then the class's own.
+        """
         for module in self._modules:
-            module.__dict__.pop("forward", None)
-            module.__dict__.pop("_fused_backward", None)
+            own = module.__dict__
+            own.pop(CHOICES, None)
+            if own.pop(INSTALLED, None) is own.get("forward"):
+                own.pop("forward", None)
         self._modules.clear()
 
     def summary(self) -> str:
         """One line: how many of how many blocks, the expected saving, which kernels run where, what was left alone."""
         swapped, left = self.blocks.total(), self.left_alone.total()
-        kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.blocks.items()))
-        line = f"memory={self.memory}: swapped {swapped} of {swapped + left} blocks"
-        line += f" ({kinds}), keeping about {1 - self.saving:.0%} of their activations; {kernels_on(self.device)}"
+        if swapped:
+            kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.blocks.items()))
+            line = f"memory={self.memory}: swapped {swapped} of {swapped + left} blocks"
+            line += f" ({kinds}), keeping about {1 - self.saving:.0%} of their activations; {kernels_on(self.device)}"
+        else:
+            line = f"memory={self.memory}: swapped nothing, backward keeps what it kept before; covered are {COVERED}"
         if left:
             reasons = "; ".join(f"{count} {name}: {why}" for (name, why), count in sorted(self.left_alone.items()))
             line += f"; left alone: {reasons}"
@@ -176,42 +200,58 @@ def swap_forwards(
     swapped.settle(next((p.device for p in model.parameters()), swapped.device))
     if memory == "off":
         return swapped
-    protection = GradientProtection(protect)
-    try:
-        protection.check(name for name, _ in model.named_modules())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    protected = _names_to_protect(model, protection_within(model, protect))
     choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density)
     native = kept = 0.0
-    counted: set[nn.Module] = set()
+    outer_is_swapped: dict[nn.Module, bool] = {}
     for name, module, row in _candidates(model):
-        kind = type(module).__name__
-        inside = module in counted
-        counted.update(_parts_of(module))
+        kind, reason = type(module).__name__, ""
         try:
             if "forward" in module.__dict__:
                 raise CannotSwapError("its forward was replaced before")
             row.check(module)
+            _install(module, row.forward, _choices_for(name, module, row, choices, protected), swapped)
+            row.check_now(module)
         except CannotSwapError as refusal:
             reason = str(refusal)
+            swapped.left_alone[kind, reason] += 1
             if strict:
                 swapped.restore()
                 raise ConfigError(f"strict=True, but {name} ({kind}) cannot be swapped: {reason}") from None
-            units = row.native_units
-        else:
-            _install(module, row.forward, choices.lossless() if protection.covers(name) else choices, swapped)
-            reason, units = "", row.kept_units[memory]
-        if inside:
-            continue
-        if reason:
-            swapped.left_alone[kind, reason] += 1
-        else:
-            swapped.blocks[kind] += 1
-        native, kept = native + row.unit(module) * row.native_units, kept + row.unit(module) * units
+        before, after = (row.unit(module) * units for units in (row.native_units, row.kept_units[memory]))
+        if module not in outer_is_swapped:
+            outer_is_swapped |= dict.fromkeys(_parts_of(module), not reason)
+            native, kept = native + before, kept + (before if reason else after)
+            if not reason:
+                swapped.blocks[kind] += 1
+        elif reason and outer_is_swapped[module] and memory != "max":  # which runs whole blocks again, natively or not
+            kept += before - after
     if memory == "max":
         _repeat_blocks(model)
-    swapped.saving = 1 - kept / native if native else 0.0
+    swapped.saving = max(0.0, 1 - kept / native) if native else 0.0
     return swapped
+
+
+def _names_to_protect(model: nn.Module, protection: GradientProtection) -> dict[str, bool]:
+    """Modules that a pattern covers, True, or that hold one, False."""
+    found: dict[str, bool] = {}
+    for name, _ in named_modules(model) if protection.patterns else ():
+        if protection.covers(name):
+            found[name] = True
+            while name:
+                name = name.rpartition(".")[0]
+                found.setdefault(name, False)
+    return found
+
+
+def _choices_for(name: str, module: nn.Module, row: Row, choices: Choices, protected: Mapping[str, bool]) -> Choices:
+    """The choices for a module of this name: lossless for what is protected, part by part where the row has parts."""
+    if name not in protected:
+        return choices
+    touched = [child for child, _ in module.named_children() if f"{name}.{child}".removeprefix(".") in protected]
+    if protected[name] or not all(child in row.parts for child in touched):
+        return choices.lossless()
+    return dataclasses.replace(choices, protected=frozenset(row.parts[child] for child in touched))
 
 
 def _parts_of(module: nn.Module) -> set[nn.Module]:
@@ -221,20 +261,21 @@ def _parts_of(module: nn.Module) -> set[nn.Module]:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
     """Modules of the table, outermost first; trained convolutions are nobody's block and are passed over."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         row = TABLE.get(class_path(module))
         if row is None:
             continue
         if class_path(module) == CONV2D and any(p.requires_grad for p in module.parameters()):
             continue
-        if class_path(module) == SEQUENTIAL and not any(type(layer) is nn.GroupNorm for layer in module):
+        if class_path(module) == SEQUENTIAL and not any(type(layer) is nn.GroupNorm for layer in module.children()):
             continue
         yield name, module, row
 
 
 def _install(module: nn.Module, forward: Callable[..., Any], choices: Choices, swapped: Swapped) -> None:
-    module.__dict__["_fused_backward"] = choices
-    module.__dict__["forward"] = types.MethodType(fused_blocks.fused_or_own(forward), module)
+    own = module.__dict__
+    own[CHOICES] = choices
+    own["forward"] = own[INSTALLED] = types.MethodType(fused_or_own(forward), module)
     swapped._modules.append(module)
 
 
@@ -243,7 +284,7 @@ def _repeat_blocks(model: nn.Module) -> None:
     inside: set[nn.Module] = set()
     module: Any
     for module in model.modules():
-        if fused_blocks.choices_of(module).memory == "off":
+        if choices_of(module).memory == "off":
             continue
         if class_path(module) == TRANSFORMER and len(module.transformer_blocks) == 1:
             inside.update(module.transformer_blocks)
@@ -253,4 +294,4 @@ def _repeat_blocks(model: nn.Module) -> None:
 
 
 def _repeat(module: nn.Module) -> None:
-    module.__dict__["_fused_backward"] = dataclasses.replace(fused_blocks.choices_of(module), repeats=True)
+    module.__dict__[CHOICES] = dataclasses.replace(choices_of(module), repeats=True)

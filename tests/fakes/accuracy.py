@@ -13,22 +13,27 @@ def group_norm_silu_and_gradients(
     dtype: torch.dtype,
     eps: float,
     x: Tensor,
-    weight_NC: Tensor,
-    bias_NC: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    modulation: tuple[Tensor, ...],
     dy: Tensor,
     groups: int,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """act(GroupNorm(x) * weight + bias) computed in `dtype`, and autograd's gradients of x, weight and bias."""
-    leaves = [tensor.detach().to(dtype).contiguous().requires_grad_() for tensor in (x, weight_NC, bias_NC)]
+) -> tuple[Tensor, ...]:
+    """act((GroupNorm(x) * weight + bias) * (1 + scale) + shift) computed in `dtype`, and autograd's gradients of x,
+    weight, bias and the modulation, which is scale and shift or empty."""
+    given = (x, weight, bias, *modulation)
+    leaves = [tensor.detach().to(dtype).contiguous().requires_grad_() for tensor in given]
     samples, channels = x.shape[:2]
     grouped = leaves[0].reshape(samples, groups, -1)
     centred = grouped - grouped.mean(2, keepdim=True)
     xhat = (centred / (centred.square().mean(2, keepdim=True) + eps).sqrt()).reshape(samples, channels, -1)
-    z = (xhat * leaves[1][..., None] + leaves[2][..., None]).reshape(x.shape)
+    z = xhat * leaves[1][:, None] + leaves[2][:, None]
+    if modulation:
+        z = z * (1 + leaves[3][..., None]) + leaves[4][..., None]
     y = F.silu(z) if silu else z
-    dx, dweight, dbias = torch.autograd.grad(y, leaves, dy.to(dtype))
-    return y.detach(), dx, dweight, dbias
+    y = y.reshape(x.shape)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))
 
 
 def geglu_and_gradient(

@@ -188,10 +188,28 @@ def scattered(tensor: Tensor) -> Tensor:
     return view.copy_(tensor)
 
 
+def as_one_picture(tensor: Tensor) -> Tensor:
+    """The same numbers as a picture [H, W, C] lies in memory, for a batch [1, C, H, W] of one; another as it is."""
+    if tensor.dim() != 4 or tensor.shape[0] != 1:
+        return tensor.clone()
+    return tensor[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[None]
+
+
 def assert_takes_any_strides(case: Case) -> None:
-    """Scattered tensors give what contiguous ones give."""
-    leaves = {name: None if t is None else scattered(t) for name, t in case.tensors.items()}
-    assert_same(outcome_of(case.fused, leaves, case.trained), outcome(case, case.fused))
+    """Scattered tensors, and a batch made of one picture, give what contiguous ones give."""
+    expected = outcome(case, case.fused)
+    for lay in (scattered, as_one_picture):
+        leaves = {name: None if t is None else lay(t) for name, t in case.tensors.items()}
+        assert_same(outcome_of(case.fused, leaves, case.trained), expected)
+
+
+def assert_can_be_changed_in_place(case: Case) -> None:
+    """What the op gives is a tensor of its own: code that changes it gets the gradients that it would natively."""
+
+    def changed(forward: Forward) -> Forward:
+        return lambda **tensors: forward(**tensors).mul_(3).add_(1)
+
+    assert_same(outcome(case, changed(case.fused)), outcome(case, changed(case.eager)))
 
 
 def assert_right_without_gradients(case: Case) -> None:

@@ -56,7 +56,7 @@ def test_an_overflow_is_read_from_the_log_in_bytes() -> None:
     log = "error: ub overflow, requires 2097152 bits while 1572864 bits available! (possible reason: ...)"
     overflow = overflow_in(log, "Ascend910B1")
     assert isinstance(overflow, UBOverflow)
-    assert str(overflow) == ("[hivm] the kernel needs 262144 bytes of UB, Ascend910B1 has 196608; use a smaller BLOCK")
+    assert str(overflow) == ("the kernel needs 262144 bytes, Ascend910B1 has 196608; use a smaller BLOCK")
     assert overflow_in("all is well", "Ascend910B1") is None
 
 

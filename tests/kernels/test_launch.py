@@ -1,8 +1,13 @@
 """Tile sizes and the table they come from: no Triton needed."""
 
-import pytest
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 
-from lightning_aigc_kernels.launch import LaunchConfig, config_for, next_power_of_two, tile_shape
+import pytest
+import torch
+
+from lightning_aigc_kernels.launch import LaunchConfig, config_for, next_power_of_two, on_device_of, tile_shape
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100, 4096, 5000])
@@ -30,3 +35,18 @@ def test_a_device_without_a_row_is_named_with_those_that_have_one() -> None:
     assert config_for("npu", table).tile == 128
     with pytest.raises(ValueError, match="no Triton kernel for device 'xpu', only for cuda, npu; use the reference"):
         config_for("xpu", table)
+
+
+def test_a_launch_goes_to_the_card_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [torch.device("cuda:0")]
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        current.append(wanted)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch, "get_device_module", lambda of: SimpleNamespace(device=device))
+    with on_device_of(SimpleNamespace(device=torch.device("cuda:1"))):  # type: ignore[arg-type]
+        assert current[-1] == torch.device("cuda:1")
+    assert current == [torch.device("cuda:0")]

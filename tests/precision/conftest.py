@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -23,3 +24,11 @@ def lines() -> Iterator[list[str]]:
     logger.addHandler(handler)
     yield said
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Within: new tensors and layers in float64, where only rounding tells a fused block from its class's own."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

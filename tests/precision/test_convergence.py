@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_aigc.precision.swaps import swap_forwards
 
+pytestmark = pytest.mark.long
 STEPS = 200
 LEVELS = ("balanced", "lean", "max")
 

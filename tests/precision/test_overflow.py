@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,8 +205,8 @@ def test_healthy_steps_are_not_run_again_and_have_no_hooks(monkeypatch: pytest.M
 def test_an_overflow_in_an_earlier_accumulated_batch_is_not_blamed_on_the_last(lines: list[str]) -> None:
     fit(off(), Regression(plain_layers()), make_batches(4, huge=[0]), accumulate_grad_batches=2)
     assert lines == [
-        "step 1 skipped: a gradient is not finite, since an earlier one of the accumulated batches; the weights stay as"
-        " they were, the loss scale goes from 65536 to 32768, training goes on"
+        "step 1 skipped: the gradient of net.4.bias and 9 more is not finite, since an earlier one of the accumulated"
+        " batches; the weights stay as they were, the loss scale goes from 65536 to 32768, training goes on"
     ]
 
 
@@ -272,3 +274,41 @@ def test_checkpointed_blocks_are_looked_into(lines: list[str]) -> None:
 
     fit(off(), Regression([nn.Linear(WIDTH, WIDTH), Checkpointed(), nn.Linear(WIDTH, WIDTH)]), make_batches(1))
     assert "the backward pass of net.1.block.1 (SteepInBackward) computed" in lines[0]
+
+
+def test_a_fused_optimizer_that_skips_by_itself_is_noticed_in_the_same_step(lines: list[str]) -> None:
+    module = Regression(plain_layers(), lambda parameters: torch.optim.Adam(parameters, 1e-2, fused=True))
+    fit(off(), module, make_batches(4, huge=[0]))
+    assert lines == [
+        "the loss scale fell from 65536 to 32768 by step 1: a step was skipped because a gradient was not finite; to"
+        " see which module, use an optimizer with fused=False"
+    ]
+
+
+def test_on_a_device_the_scale_is_read_when_its_copy_has_come(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scale:
+        """A scale on a card: it can be copied, and not read."""
+
+        device = torch.device("cuda")
+
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def to(self, device: str, non_blocking: bool) -> Tensor:
+            assert (device, non_blocking) == ("cpu", True)
+            return torch.tensor(self.value)
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return arrived
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    skipped, model = overflow.SkippedSteps(nullcontext), SimpleNamespace(trainer=SimpleNamespace(global_step=7))
+    for value, arrived in [(4.0, True), (2.0, False), (2.0, True), (2.0, True)]:  # noqa: B007 - read by the event
+        skipped.look_at_scale(model, SimpleNamespace(_scale=Scale(value), _init_scale=4.0))  # type: ignore[arg-type]
+    assert [line.partition(":")[0] for line in lines] == ["the loss scale fell from 4 to 2 by step 8"]

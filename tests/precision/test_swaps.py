@@ -3,88 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DModel
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from torch import Tensor, nn
 
-from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision import fused_blocks
-from lightning_aigc.precision.swaps import Swapped, swap_forwards
+from fakes.small_models import (
+    ATTENTION,
+    EXACT,
+    LEVELS,
+    call_unet,
+    call_with,
+    gradients,
+    make_unet,
+    same_gradients,
+    with_lora,
+    worst_difference,
+)
+from lightning_aigc.precision import transformer_blocks
+from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc_kernels.lora_attention import lora_attention
 
-LEVELS = ("balanced", "lean", "max")
-EXACT = 1e-9
-"""Relative difference that rounding in float64 stays under, through the deepest network here."""
-ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def make_unet(**changes: Any) -> UNet2DConditionModel:
-    torch.manual_seed(0)
-    config = {
-        "sample_size": 16,
-        "block_out_channels": (16, 32),
-        "cross_attention_dim": 24,
-        "attention_head_dim": 2,
-        "norm_num_groups": 4,
-        "layers_per_block": 1,
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    }
-    return UNet2DConditionModel(**config | changes).train()
-
-
-def with_lora(model: nn.Module, targets: list[str] | None = None, **options: Any) -> nn.Module:
-    torch.manual_seed(1)
-    model.requires_grad_(False)
-    config = LoraConfig(r=3, target_modules=targets or ATTENTION, init_lora_weights=False, **options)
-    return inject_adapter_in_model(config, model)
-
-
-def call_unet(unet: nn.Module, **extra: Any) -> Tensor:
-    torch.manual_seed(2)
-    given = torch.randn(2, 4, 16, 16), torch.tensor([10, 900]), torch.randn(2, 5, 24)
-    output: Tensor = unet(*(t.to(next(unet.parameters()).device) for t in given), **extra).sample
-    return output
-
-
-def gradients(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    output = call(model)
-    torch.manual_seed(3)
-    (output * torch.randn(output.shape)).sum().backward()  # randn_like would draw in the order of the strides
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"output": output.detach()}
-
-
-def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    floor = 1e-4 * max(grad.norm() for grad in theirs.values())  # the gradient of a key's bias is rounding alone
-    return max(((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp_min(floor)).item() for n in theirs)
-
-
-def same_gradients(model: nn.Module, call: Callable[[nn.Module], Tensor], memory: str) -> Swapped:
-    """Assert that swapping changes no gradient beyond float64's rounding; the swaps, undone."""
-    wanted = gradients(model, call)
-    swapped = swap_forwards(model, memory=memory)  # type: ignore[arg-type]
-    ours = gradients(model, call)
-    swapped.restore()
-    assert worst_difference(ours, wanted) < EXACT
-    assert worst_difference(gradients(model, call), wanted) == 0  # restored
-    return swapped
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize("memory", LEVELS)
@@ -112,11 +59,11 @@ def test_where_products_are_large_lean_keeps_keys_and_values_and_repeats_the_att
         asked.append((context is None, keeps))
         return lora_attention(x, context, *args, keeps=keeps, **options)
 
-    monkeypatch.setattr(fused_blocks, "lora_attention", watched)
+    monkeypatch.setattr(transformer_blocks, "lora_attention", watched)
     same_gradients(with_lora(make_unet()), call_unet, "lean")
     assert {keeps for _, keeps in asked} == {1}
     asked.clear()
-    monkeypatch.setattr(fused_blocks, "LARGE_PRODUCT", 0)
+    monkeypatch.setattr(transformer_blocks, "LARGE_PRODUCT", 0)
     same_gradients(with_lora(make_unet()), call_unet, "lean")
     assert set(asked) == {(True, 3), (False, 0)}
 
@@ -181,7 +128,8 @@ def test_gradients_reach_a_trained_text_encoder() -> None:
 
 
 @pytest.mark.parametrize("memory", LEVELS)
-def test_the_vae_is_trained_as_natively(memory: str) -> None:
+@pytest.mark.parametrize(("samples", "slicing"), [(2, False), (1, False), (2, True)], ids=["two", "one", "sliced"])
+def test_the_vae_is_trained_as_natively(samples: int, slicing: bool, memory: str) -> None:
     torch.manual_seed(0)
     vae = AutoencoderKL(
         block_out_channels=(8, 16),
@@ -189,21 +137,15 @@ def test_the_vae_is_trained_as_natively(memory: str) -> None:
         up_block_types=("UpDecoderBlock2D",) * 2,
         norm_num_groups=4,
     ).train()
+    if slicing:
+        vae.enable_slicing()
 
     def call(vae: Any) -> Tensor:
         torch.manual_seed(2)
-        return vae.decode(vae.encode(torch.randn(2, 3, 16, 16)).latent_dist.mean).sample  # type: ignore[no-any-return]
+        return vae.decode(vae.encode(torch.randn(samples, 3, 16, 16)).latent_dist.mean).sample  # type: ignore[no-any-return]
 
     swapped = same_gradients(vae, call, memory)
     assert swapped.blocks["Attention"] == 2 and swapped.blocks["ResnetBlock2D"] >= 8
-
-
-def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], Tensor]:
-    def call(module: nn.Module) -> Tensor:
-        torch.manual_seed(2)
-        return module(*(torch.randn(shape) for shape in shapes), **kwargs)  # type: ignore[no-any-return]
-
-    return call
 
 
 @pytest.mark.parametrize("memory", LEVELS)
@@ -224,6 +166,10 @@ def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], 
         (lambda: FeedForward(16, activation_fn="swiglu", bias=False), call_with((2, 7, 16))),
         (lambda: FeedForward(16, activation_fn="gelu"), call_with((2, 7, 16))),
         (lambda: Attention(16, heads=2, dim_head=8), call_with((2, 7, 16))),
+        (
+            lambda: Attention(16, heads=2, dim_head=8, norm_num_groups=4, residual_connection=True),
+            call_with((1, 16, 9, 7)),
+        ),
         (lambda: Attention(16, cross_attention_dim=6, heads=2, dim_head=8), call_with((2, 7, 16), (2, 3, 6))),
     ],
     ids=[
@@ -235,6 +181,7 @@ def call_with(*shapes: tuple[int, ...], **kwargs: Any) -> Callable[[nn.Module], 
         "swiglu",
         "gelu",
         "attention",
+        "attention of one picture",
         "cross-attention",
     ],
 )
@@ -243,6 +190,36 @@ def test_a_block_alone_is_trained_as_natively(
 ) -> None:
     torch.manual_seed(0)
     same_gradients(module(), call, memory)
+
+
+@pytest.mark.parametrize("memory", LEVELS)
+def test_a_unet_with_attention_of_pixels_is_trained_as_natively_on_one_picture(memory: str) -> None:
+    torch.manual_seed(0)
+    unet = UNet2DModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).train()
+    same_gradients(unet, lambda model: call_with((1, 3, 16, 16))(lambda x: model(x, torch.tensor([9])).sample), memory)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: FeedForward(16, activation_fn="geglu"),
+        lambda: Attention(16, heads=2, dim_head=8),
+        lambda: BasicTransformerBlock(16, 2, 8),
+    ],
+    ids=["feed-forward", "attention", "transformer"],
+)
+@pytest.mark.parametrize("memory", LEVELS)
+def test_what_a_swapped_block_gives_may_be_changed_in_place(module: Callable[[], nn.Module], memory: str) -> None:
+    torch.manual_seed(0)
+    same_gradients(module(), lambda block: call_with((2, 7, 16))(block).mul_(3).add_(1), memory)
 
 
 def test_masks_take_the_classes_own_forward() -> None:
@@ -293,51 +270,6 @@ def test_a_quantized_or_foreign_layer_is_left_alone() -> None:
     block.attn1.to_k = Doubled(16, 16, bias=False)
     block.ff.net[0].proj = Doubled(16, 128)
     same_gradients(block, call_with((2, 7, 16)), "lean")
-
-
-def test_counts_and_reasons_are_in_the_summary() -> None:
-    unet = with_lora(make_unet(down_block_types=("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D")))
-    swapped = swap_forwards(unet, memory="lean")
-    total = swapped.blocks.total()
-    assert f"swapped {total} of {total + 1} blocks" in swapped.summary()
-    assert swapped.summary().endswith("left alone: 1 ResnetBlock2D: it changes the resolution inside")
-    assert 0.6 < swapped.saving < 0.9
-    swapped.restore()
-
-
-def test_strict_names_what_cannot_be_swapped() -> None:
-    unet = make_unet(down_block_types=("ResnetDownsampleBlock2D", "CrossAttnDownBlock2D"))
-    with pytest.raises(ConfigError, match=r"down_blocks\.0\.downsamplers\.0 \(ResnetBlock2D\).*resolution"):
-        swap_forwards(unet, memory="lean", strict=True)
-    assert not [module for module in unet.modules() if "forward" in vars(module)]
-
-
-def test_a_forward_that_somebody_else_replaced_stays() -> None:
-    block: Any = BasicTransformerBlock(16, 2, 8)
-    block.forward = lambda x: x
-    swapped = swap_forwards(block, memory="lean")
-    assert "its forward was replaced before" in swapped.summary()
-    swapped.restore()
-    assert block.forward(3) == 3
-
-
-def test_a_protected_module_stays_exact_under_every_lossy_option() -> None:
-    unet = with_lora(make_unet())
-    wanted = gradients(unet, call_unet)
-    lossy: dict[str, Any] = {"memory": "lean", "grad_dtype": torch.float16}
-    lossy |= {"input_grad_density": 0.5, "attention_grad_density": 0.5}
-    swapped = swap_forwards(unet, protect=["*"], **lossy)
-    assert worst_difference(gradients(unet, call_unet), wanted) < EXACT
-    swapped.restore()
-    swapped = swap_forwards(unet, **lossy)
-    assert worst_difference(gradients(unet, call_unet), wanted) > 0.05
-    swapped.restore()
-    # The last block of the backward's way in: nothing lossy lies between it and the loss.
-    swapped = swap_forwards(unet, protect=["up_blocks.1"], **lossy)
-    ours = gradients(unet, call_unet)
-    swapped.restore()
-    last = {name: grad for name, grad in wanted.items() if "up_blocks.1" in name}
-    assert worst_difference({name: ours[name] for name in last}, last) < EXACT
 
 
 def test_density_one_is_the_dense_gradient_to_the_bit() -> None:

@@ -43,12 +43,12 @@ def test_a_config_names_the_plugin(
     class_path: str, as_list: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # `memory: off` without quotes, which YAML 1.1 reads as false.
-    plugin = {"class_path": class_path, "init_args": {"precision": "bf16-mixed", "memory": "off", "protect": ["a.b"]}}
+    plugin = {"class_path": class_path, "init_args": {"precision": "bf16-mixed", "memory": "off", "protect": ["layer"]}}
     assert fit_from_yaml(tmp_path, [plugin] if as_list else plugin, monkeypatch) == 0
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["plugins"]
     saved = saved[0] if as_list else saved
     assert saved["class_path"] == "lightning_aigc.precision.FusedBackwardPrecision"
-    assert saved["init_args"]["protect"] == ["a.b"]
+    assert saved["init_args"]["protect"] == ["layer"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from lightning_aigc.tiny.make import make
 from lightning_aigc.tiny.train_base import build_vae
 from lightning_aigc.tiny.train_judge import train_judge
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,8 +29,9 @@ class UBOverflow(AscendLowerError):  # noqa: N818 - the vendor's own words
     """
 
     def __init__(self, memory: str, target: str, required_bytes: int, available_bytes: int, log: str = "") -> None:
-        needs = f"the kernel needs {required_bytes} bytes of {memory}"
+        needs = f"the kernel needs {required_bytes} bytes" + ("" if memory == "UB" else f" of {memory}")
         super().__init__("hivm", f"{needs}, {target} has {available_bytes}; use a smaller BLOCK", log)
+        self.args = (self.reason,)  # a user knows no stages
         self.required_bytes, self.available_bytes = required_bytes, available_bytes
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels import geglu
 from lightning_aigc_kernels.calling import (
+    backward_dtype,
     compute_dtype,
     direct,
     no_second_derivative,
@@ -32,6 +33,8 @@ from lightning_aigc_kernels.linear_with_lora import (
 from lightning_aigc_kernels.normalization import Norm, normalize, normalize_backward
 
 __all__ = ["feed_forward"]
+
+aten = torch.ops.aten
 
 
 def feed_forward(
@@ -96,7 +99,8 @@ def _op(
     projected_T2D = project(normalized_TC, first)
     y_TC = project(geglu.forward(projected_T2D, activation), second)
     kept = projected_T2D if keep_projection else projected_T2D.new_empty(0)
-    return y_TC.view(*x.shape[:-1], weight2.shape[0]), kept
+    # What an autograd.Function returns as a view may not be changed in place; nobody else has this memory.
+    return aten._unsafe_view(y_TC, (*x.shape[:-1], weight2.shape[0])), kept
 
 
 @_op.register_fake
@@ -134,7 +138,7 @@ def _backward_op(
     grad_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     """dx, then the gradients of the ten parameters that are in `needs`."""
-    grad_dtype = grad_dtype or dtype
+    grad_dtype = backward_dtype(grad_dtype, dtype)
     x_TC = x.reshape(-1, x.shape[-1])
     first = Projection(weight1, bias1, down1, up1, scales[0])
     second = Projection(weight2, bias2, down2, up2, scales[1]).to(grad_dtype)

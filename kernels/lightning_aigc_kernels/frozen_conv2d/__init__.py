@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_aigc_kernels.calling import (
+    HALF_DTYPES,
     compute_dtype,
     direct,
     no_second_derivative,
@@ -25,8 +26,6 @@ from lightning_aigc_kernels.calling import (
 from lightning_aigc_kernels.products import linear, matmul, needs_float32
 
 __all__ = ["frozen_conv2d", "frozen_linear"]
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def frozen_conv2d(
@@ -193,7 +192,7 @@ def lay_out(x: Tensor, weight: Tensor) -> Tensor:
 
 def _layout(input_shape: Sequence[int], weight: Tensor, dtype: torch.dtype) -> torch.memory_format:
     many_pixels = input_shape[2] * input_shape[3] >= weight.shape[0]
-    return torch.channels_last if many_pixels and dtype in HALF else torch.contiguous_format
+    return torch.channels_last if many_pixels and dtype in HALF_DTYPES else torch.contiguous_format
 
 
 def conv2d_output_shape(
@@ -224,7 +223,11 @@ _call_conv2d = direct(_conv2d, _setup_conv2d, _conv2d_autograd)
 
 @torch.library.custom_op("lightning_aigc::frozen_linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    y = linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
+    # A view of its own result could not be changed in place.
+    result: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+    return result
 
 
 @torch.library.custom_op("lightning_aigc::frozen_linear_backward", mutates_args=())

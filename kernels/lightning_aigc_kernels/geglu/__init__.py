@@ -18,6 +18,8 @@ from lightning_aigc_kernels.geglu import reference
 __all__ = ["Activation", "geglu", "swiglu"]
 
 Activation = Literal["gelu", "silu"]
+NAMES = {"gelu": "geglu", "silu": "swiglu"}
+aten = torch.ops.aten
 
 
 def geglu(projected: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ def swiglu(projected: Tensor) -> Tensor:
 
 
 def _gated(projected: Tensor, activation: Activation) -> Tensor:
-    refuse_functorch("geglu")
+    refuse_functorch(NAMES[activation])
     if projected.dim() < 1 or projected.shape[-1] % 2:
         raise ValueError(f"the projection must be [..., 2 D], values then gates, got {tuple(projected.shape)}")
     with without_autocast(projected):
@@ -67,7 +69,10 @@ def backward(
 
 @torch.library.custom_op("lightning_aigc::geglu", mutates_args=())
 def _op(projected: Tensor, activation: str) -> Tensor:
-    return forward(_rows(projected), activation).view(*projected.shape[:-1], projected.shape[-1] // 2)
+    product_RD = forward(_rows(projected), activation)
+    # What an autograd.Function returns as a view may not be changed in place; nobody else has this memory.
+    product: Tensor = aten._unsafe_view(product_RD, (*projected.shape[:-1], projected.shape[-1] // 2))
+    return product
 
 
 @_op.register_fake
@@ -99,6 +104,14 @@ def _autograd(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
     return _backward_op(dproduct, projected, ctx.activation), None
 
 
-_backward_op.register_autograd(no_second_derivative("geglu"))
+def _keep_name(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.name = NAMES[inputs[2]]
+
+
+def _refuse_second_derivative(ctx: Any, *grads: object) -> None:
+    no_second_derivative(ctx.name)(ctx, *grads)
+
+
+_backward_op.register_autograd(_refuse_second_derivative, setup_context=_keep_name)
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)

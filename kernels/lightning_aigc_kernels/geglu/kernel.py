@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, tile_shape
+from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
 Activation = Literal["gelu", "silu"]
 FORWARD = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(4096, 960), "cpu": LaunchConfig(64, 3)}
@@ -121,16 +121,17 @@ def forward(projected: Tensor, activation: Activation) -> Tensor:
         return product
     config = config_for(projected.device.type, FORWARD)
     grid, block_r, block_d = _grid(rows, features, config)
-    geglu_forward[grid](
-        projected,
-        product,
-        rows,
-        features,
-        GELU=activation == "gelu",
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        **config.options,
-    )
+    with on_device_of(projected):
+        geglu_forward[grid](
+            projected,
+            product,
+            rows,
+            features,
+            GELU=activation == "gelu",
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            **config.options,
+        )
     return product
 
 
@@ -151,19 +152,20 @@ def backward(
         return dprojected, product
     config = config_for(projected.device.type, BACKWARD)
     grid, block_r, block_d = _grid(rows, features, config)
-    geglu_backward[grid](
-        dproduct,
-        projected,
-        dprojected,
-        dprojected if product is None else product,  # without need_product nothing is written to it
-        rows,
-        features,
-        GELU=activation == "gelu",
-        NEED_PRODUCT=need_product,
-        BLOCK_R=block_r,
-        BLOCK_D=block_d,
-        **config.options,
-    )
+    with on_device_of(projected):
+        geglu_backward[grid](
+            dproduct,
+            projected,
+            dprojected,
+            dprojected if product is None else product,  # without need_product nothing is written to it
+            rows,
+            features,
+            GELU=activation == "gelu",
+            NEED_PRODUCT=need_product,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            **config.options,
+        )
     return dprojected, product
 
 

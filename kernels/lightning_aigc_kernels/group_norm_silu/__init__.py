@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.calling import (
+    HALF_DTYPES,
     check_density,
     compute_dtype,
     direct,
@@ -22,6 +23,7 @@ from lightning_aigc_kernels.calling import (
     without_autocast,
 )
 from lightning_aigc_kernels.group_norm_silu import reference
+from lightning_aigc_kernels.group_norm_silu.affine import affine_of
 
 __all__ = ["group_norm_silu"]
 
@@ -106,8 +108,8 @@ def forward(
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
         return reference.forward(x, weight, bias, scale, shift, groups, eps, silu)
-    affine = _effective_affine(x, weight, bias, scale, shift)
-    y, mean_NG, rstd_NG = kernel.forward(x.contiguous(), *affine, groups, eps, silu)
+    affine = affine_of(x, weight, bias, scale, shift)
+    y, mean_NG, rstd_NG = kernel.forward(x.contiguous(), affine, groups, eps, silu)
     return y, mean_NG, rstd_NG
 
 
@@ -133,38 +135,14 @@ def backward(
         return reference.backward(
             dy, x, mean_NG, rstd_NG, weight, bias, scale, shift, groups, eps, silu, need_affine, density
         )
-    affine = _effective_affine(x, weight, bias, scale, shift)
-    dx, slope_NC, offset_NC = kernel.backward(
-        dy.contiguous(), x.contiguous(), mean_NG, rstd_NG, *affine, groups, silu, need_affine, density
+    affine = affine_of(x, weight, bias, scale, shift)
+    dx, *grads = kernel.backward(
+        dy.contiguous(), x.contiguous(), mean_NG, rstd_NG, affine, groups, silu, need_affine, density
     )
-    if not need_affine:
-        return dx, None, None, None, None
-    # The kernel sees weight * (1 + scale) and bias * (1 + scale) + shift; the chain rule takes its sums apart.
-    dscale = None
-    if scale is not None:
-        dscale = slope_NC if weight is None else slope_NC * weight
-        dscale = dscale if bias is None else torch.addcmul(dscale, offset_NC, bias.float())
-    amplify_NC = None if scale is None else 1 + scale.float()
-    return (
-        dx,
-        None if weight is None else (slope_NC if amplify_NC is None else slope_NC * amplify_NC).sum(0),
-        None if bias is None else (offset_NC if amplify_NC is None else offset_NC * amplify_NC).sum(0),
-        dscale,
-        None if shift is None else offset_NC,
+    dweight, dbias, dscale, dshift = (
+        None if of is None else grad for grad, of in zip(grads, (weight, bias, scale, shift), strict=True)
     )
-
-
-def _effective_affine(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Weight and bias [N, C]: as they are, shared by the samples, or with scale and shift folded in, in float32."""
-    samples, channels = x.shape[:2]
-    weight_NC = (x.new_ones(channels, dtype=torch.float32) if weight is None else weight).expand(samples, channels)
-    bias_NC = (x.new_zeros(channels, dtype=torch.float32) if bias is None else bias).expand(samples, channels)
-    if scale is not None:
-        amplify_NC = 1 + scale.float()
-        weight_NC, bias_NC = weight_NC * amplify_NC, bias_NC if bias is None else bias_NC * amplify_NC
-    return weight_NC, bias_NC if shift is None else bias_NC + shift.float()
+    return dx, dweight, dbias, dscale, dshift
 
 
 @_op.register_fake
@@ -181,7 +159,7 @@ def made_like(x: Tensor) -> Tensor:
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     """The dtype that `forward` gives mean and rstd in."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
+    half = x.dtype in HALF_DTYPES
     if kernel_for("group_norm_silu", x) is None and (x.device.type != "cpu" or weight is None):
         return torch.float32 if x.device.type == "cuda" and half else x.dtype
     return torch.float32 if half else x.dtype

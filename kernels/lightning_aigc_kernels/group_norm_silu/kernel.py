@@ -1,4 +1,6 @@
-"""GroupNorm with SiLU, forward and backward in one launch each: one Triton source for NVIDIA and Ascend.
+"""GroupNorm with the timestep's scale and shift and SiLU: one Triton source for NVIDIA and Ascend.
+
+Forward is one launch, and so is backward; a trained weight and bias take a second one, which adds up the samples.
 
 Dimensions: N samples, C channels, G groups, K = C / G channels of a group, P pixels of a channel.
 A slab is one group of one sample: K * P numbers that lie together. One program takes one slab at a time, so backward
@@ -18,11 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.bit_bisection import copy_at_least, kth_largest_magnitude
-from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, tile_shape
+from lightning_aigc_kernels.group_norm_silu.affine import Affine
+from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
 # 960 programs divide evenly among 40 and 48 vector cores; the interpreter's row makes small tensors loop in every loop.
 FORWARD = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
 BACKWARD = {"cuda": LaunchConfig(2048, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
+# Ascend's planner needs room for the search of the largest, too.
+BACKWARD_SPARSE = BACKWARD | {"npu": LaunchConfig(1024, 960)}
+SUMS = {"cuda": LaunchConfig(128, 65_535, 4), "npu": LaunchConfig(256, 960), "cpu": LaunchConfig(4, 3)}
 
 
 @triton.jit
@@ -48,10 +54,25 @@ def slab_mean_and_m2(x_ptr, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside, MODULATED: tl.constexpr):
+    """weight * (1 + scale) and bias * (1 + scale) + shift of these channels of a sample: z is their line over xhat."""
+    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    if MODULATED:
+        amplify = 1.0 + tl.load(scale_row + channel, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(shift_row + channel, mask=inside, other=0.0).to(tl.float32)
+        weight = weight * amplify
+        bias = bias * amplify + shift
+    return weight, bias
+
+
+@triton.jit
 def group_norm_silu_forward(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     y_ptr,
     mean_ptr,
     rstd_ptr,
@@ -59,9 +80,10 @@ def group_norm_silu_forward(
     groups,
     channels,
     pixels,
-    weight_stride,
-    bias_stride,
+    scale_stride,
+    shift_stride,
     eps,
+    MODULATED: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -77,33 +99,33 @@ def group_norm_silu_forward(
         tl.store(rstd_ptr + slab, rstd)
         sample = slab // groups
         first_channel = (slab % groups) * channels
+        scale_row = scale_ptr + sample * scale_stride
+        shift_row = shift_ptr + sample * shift_stride
         for k in range(0, channels, BLOCK_K):
             channel = k + tl.arange(0, BLOCK_K)
             in_group = channel < channels
             affine = first_channel + channel
-            weight = (
-                tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0).to(tl.float32) * rstd
-            )
-            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0).to(tl.float32)
+            slope, offset = slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, affine, in_group, MODULATED)
+            slope = slope * rstd
             for p in range(0, pixels, BLOCK_P):
                 pixel = p + tl.arange(0, BLOCK_P)
                 offsets = channel[:, None] * pixels + pixel[None, :]
                 inside = in_group[:, None] & (pixel < pixels)[None, :]
                 x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
-                z = (x - mean) * weight[:, None] + bias[:, None]
+                z = (x - mean) * slope[:, None] + offset[:, None]
                 if SILU:
                     z = z * tl.sigmoid(z)
                 tl.store(y_ptr + start + offsets, z.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def normalised_and_dz(x_ptr, dy_ptr, offsets, inside, mean, rstd, weight, bias, SILU: tl.constexpr):
+def normalised_and_dz(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset, SILU: tl.constexpr):
     """Of one tile: the normalised x, and the gradient of the number that enters the activation."""
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dz = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     xhat = (x - mean) * rstd
     if SILU:
-        z = xhat * weight[:, None] + bias[:, None]
+        z = xhat * slope[:, None] + offset[:, None]
         gate = tl.sigmoid(z)
         dz = dz * gate * (1.0 + z * (1.0 - gate))
     return xhat, dz
@@ -117,16 +139,21 @@ def group_norm_silu_backward(
     rstd_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
+    shift_ptr,
     dx_ptr,
     weight_grad_ptr,
     bias_grad_ptr,
+    scale_grad_ptr,
+    shift_grad_ptr,
     slabs,
     groups,
     channels,
     pixels,
-    weight_stride,
-    bias_stride,
+    scale_stride,
+    shift_stride,
     keep,
+    MODULATED: tl.constexpr,
     SILU: tl.constexpr,
     NEED_AFFINE: tl.constexpr,
     SPARSE: tl.constexpr,
@@ -134,7 +161,10 @@ def group_norm_silu_backward(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """dx; the sums over pixels of dz * xhat and dz when NEED_AFFINE; the `keep` largest |dx| of a slab when SPARSE."""
+    """dx, and the `keep` largest |dx| of a slab alone when SPARSE.
+
+    When NEED_AFFINE, each sample's gradients of weight and bias, for `sum_of_samples`, and those of scale and shift.
+    """
     length = channels * pixels
     for slab in range(tl.program_id(0), slabs, tl.num_programs(0)):
         start = tl.cast(slab, tl.int64) * length
@@ -142,50 +172,77 @@ def group_norm_silu_backward(
         rstd = tl.load(rstd_ptr + slab)
         sample = slab // groups
         first_channel = (slab % groups) * channels
+        scale_row = scale_ptr + sample * scale_stride
+        shift_row = shift_ptr + sample * shift_stride
         mean_dz = 0.0
         mean_dz_xhat = 0.0
         for k in range(0, channels, BLOCK_K):
             channel = k + tl.arange(0, BLOCK_K)
             in_group = channel < channels
             affine = first_channel + channel
-            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0).to(tl.float32)
-            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0).to(tl.float32)
-            weight_grad = tl.zeros([BLOCK_K], tl.float32)
-            bias_grad = tl.zeros([BLOCK_K], tl.float32)
+            slope, offset = slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, affine, in_group, MODULATED)
+            slope_grad = tl.zeros([BLOCK_K], tl.float32)
+            offset_grad = tl.zeros([BLOCK_K], tl.float32)
             for p in range(0, pixels, BLOCK_P):
                 pixel = p + tl.arange(0, BLOCK_P)
                 offsets = channel[:, None] * pixels + pixel[None, :]
                 inside = in_group[:, None] & (pixel < pixels)[None, :]
                 xhat, dz = normalised_and_dz(
-                    x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, weight, bias, SILU
+                    x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU
                 )
-                weight_grad += tl.sum(dz * xhat, 1)
-                bias_grad += tl.sum(dz, 1)
-            mean_dz += tl.sum(bias_grad * weight, 0) / length
-            mean_dz_xhat += tl.sum(weight_grad * weight, 0) / length
+                slope_grad += tl.sum(dz * xhat, 1)
+                offset_grad += tl.sum(dz, 1)
+            mean_dz += tl.sum(offset_grad * slope, 0) / length
+            mean_dz_xhat += tl.sum(slope_grad * slope, 0) / length
             if NEED_AFFINE:
-                row = sample * groups * channels
-                tl.store(weight_grad_ptr + row + affine, weight_grad, mask=in_group)
-                tl.store(bias_grad_ptr + row + affine, bias_grad, mask=in_group)
+                row = sample * groups * channels + affine
+                if MODULATED:
+                    weight = tl.load(weight_ptr + affine, mask=in_group, other=0.0).to(tl.float32)
+                    bias = tl.load(bias_ptr + affine, mask=in_group, other=0.0).to(tl.float32)
+                    dscale = slope_grad * weight + offset_grad * bias
+                    tl.store(scale_grad_ptr + row, dscale.to(scale_grad_ptr.dtype.element_ty), mask=in_group)
+                    tl.store(shift_grad_ptr + row, offset_grad.to(shift_grad_ptr.dtype.element_ty), mask=in_group)
+                    amplify = 1.0 + tl.load(scale_row + affine, mask=in_group, other=0.0).to(tl.float32)
+                    slope_grad = slope_grad * amplify
+                    offset_grad = offset_grad * amplify
+                tl.store(weight_grad_ptr + row, slope_grad, mask=in_group)
+                tl.store(bias_grad_ptr + row, offset_grad, mask=in_group)
         for k in range(0, channels, BLOCK_K):
             channel = k + tl.arange(0, BLOCK_K)
             in_group = channel < channels
             affine = first_channel + channel
-            weight = tl.load(weight_ptr + sample * weight_stride + affine, mask=in_group, other=0.0).to(tl.float32)
-            bias = tl.load(bias_ptr + sample * bias_stride + affine, mask=in_group, other=0.0).to(tl.float32)
+            slope, offset = slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, affine, in_group, MODULATED)
             for p in range(0, pixels, BLOCK_P):
                 pixel = p + tl.arange(0, BLOCK_P)
                 offsets = channel[:, None] * pixels + pixel[None, :]
                 inside = in_group[:, None] & (pixel < pixels)[None, :]
                 xhat, dz = normalised_and_dz(
-                    x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, weight, bias, SILU
+                    x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU
                 )
-                dx = rstd * (weight[:, None] * dz - mean_dz - xhat * mean_dz_xhat)
+                dx = rstd * (slope[:, None] * dz - mean_dz - xhat * mean_dz_xhat)
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if SPARSE:
             tl.debug_barrier()  # other threads of this program wrote the dx that is read from here on
             threshold = kth_largest_magnitude(dx_ptr + start, length, keep, BLOCK)
             copy_at_least(dx_ptr + start, dx_ptr + start, length, threshold, BLOCK)
+
+
+@triton.jit
+def sum_of_samples(
+    weight_grads_ptr, bias_grads_ptr, weight_grad_ptr, bias_grad_ptr, samples, channels, BLOCK: tl.constexpr
+):
+    """The weight's and the bias's gradients [C] from those of each sample, [N, C]."""
+    for start in range(tl.program_id(0) * BLOCK, channels, tl.num_programs(0) * BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        inside = channel < channels
+        weight_grad = tl.zeros([BLOCK], tl.float32)
+        bias_grad = tl.zeros([BLOCK], tl.float32)
+        for sample in range(samples):
+            row = sample * channels + channel
+            weight_grad += tl.load(weight_grads_ptr + row, mask=inside, other=0.0)
+            bias_grad += tl.load(bias_grads_ptr + row, mask=inside, other=0.0)
+        tl.store(weight_grad_ptr + channel, weight_grad.to(weight_grad_ptr.dtype.element_ty), mask=inside)
+        tl.store(bias_grad_ptr + channel, bias_grad.to(bias_grad_ptr.dtype.element_ty), mask=inside)
 
 
 def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
@@ -202,29 +259,15 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
     return samples, channels // groups, pixels, channels // groups * pixels
 
 
-def _affine(affine_NC: Tensor, x: Tensor, name: str) -> Tensor:
-    """The per-sample weight or bias with its channels next to each other; the samples may share one row (stride 0).
+def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """act((GroupNorm(x) * weight + bias) * (1 + scale) + shift), each slab's mean and reciprocal standard deviation.
 
-    Raises: ValueError for another shape or dtype.
-    """
-    if affine_NC.shape != x.shape[:2] or affine_NC.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        wanted = f"float32, float16 or bfloat16 of shape {tuple(x.shape[:2])}"
-        raise ValueError(f"{name} must be {wanted}, got {affine_NC.dtype} of shape {tuple(affine_NC.shape)}")
-    return affine_NC if affine_NC.stride(1) == 1 else affine_NC.contiguous()
-
-
-def forward(
-    x: Tensor, weight_NC: Tensor, bias_NC: Tensor, groups: int, eps: float, silu: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """act(GroupNorm(x) * weight + bias), and each slab's mean and reciprocal standard deviation.
-
-    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16; weight_NC and bias_NC any of those, and a sample
-        stride of 0 shares them. The activation is SiLU, or the identity when `silu` is false.
+    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16. The activation is SiLU, or the identity when
+        `silu` is false.
     Returns: y like x, mean_NG and rstd_NG in float32.
-    Raises: ValueError for a strided x, channels that do not divide into the groups, or an affine of another shape.
+    Raises: ValueError for a strided x, or channels that do not divide into the groups.
     """
     samples, channels, pixels, length = _sizes(x, groups)
-    weight_NC, bias_NC = _affine(weight_NC, x, "weight"), _affine(bias_NC, x, "bias")
     y = torch.empty_like(x)
     mean_NG = torch.empty(samples, groups, dtype=torch.float32, device=x.device)
     rstd_NG = torch.empty_like(mean_NG)
@@ -232,26 +275,26 @@ def forward(
         return y, mean_NG.fill_(math.nan), rstd_NG.fill_(math.nan)
     config = config_for(x.device.type, FORWARD)
     block_k, block_p = tile_shape(pixels, config.tile)
-    group_norm_silu_forward[(min(samples * groups, config.programs),)](
-        x,
-        weight_NC,
-        bias_NC,
-        y,
-        mean_NG,
-        rstd_NG,
-        samples * groups,
-        groups,
-        channels,
-        pixels,
-        weight_NC.stride(0),
-        bias_NC.stride(0),
-        eps,
-        SILU=silu,
-        BLOCK=config.tile,
-        BLOCK_K=block_k,
-        BLOCK_P=block_p,
-        **config.options,
-    )
+    with on_device_of(x):
+        group_norm_silu_forward[(min(samples * groups, config.programs),)](
+            x,
+            *affine.pointers,
+            y,
+            mean_NG,
+            rstd_NG,
+            samples * groups,
+            groups,
+            channels,
+            pixels,
+            *affine.strides,
+            eps,
+            MODULATED=bool(affine.modulation),
+            SILU=silu,
+            BLOCK=config.tile,
+            BLOCK_K=block_k,
+            BLOCK_P=block_p,
+            **config.options,
+        )
     return y, mean_NG, rstd_NG
 
 
@@ -260,18 +303,18 @@ def backward(
     x: Tensor,
     mean_NG: Tensor,
     rstd_NG: Tensor,
-    weight_NC: Tensor,
-    bias_NC: Tensor,
+    affine: Affine,
     groups: int,
     silu: bool,
     need_affine: bool,
     density: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `forward` from x alone: what it normalised is computed again, nothing of its size was saved.
 
     Args: dy is contiguous and has the shape of x. Below density 1 each slab keeps its ceil(density * length) largest
         |dx|, ties included, and the rest is zero.
-    Returns: dx like x; with `need_affine` the per-sample weight_grad_NC and bias_grad_NC in float32, else None.
+    Returns: dx like x; with `need_affine` the gradients of weight, bias, scale and shift in their own shapes and
+        dtypes, the last two None without modulation; else four times None.
     Raises: ValueError as `forward`, or for a density outside (0, 1].
     """
     samples, channels, pixels, length = _sizes(x, groups)
@@ -279,30 +322,38 @@ def backward(
         raise ValueError(f"dy must be contiguous {tuple(x.shape)}, got {tuple(dy.shape)}, strides {dy.stride()}")
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density}; use 1 to keep every gradient")
-    weight_NC, bias_NC = _affine(weight_NC, x, "weight"), _affine(bias_NC, x, "bias")
     dx = torch.empty_like(x)
-    grads_NC = [torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for _ in range(2 if need_affine else 0)]
     if length == 0 or samples == 0:
-        grads_NC = [grad.zero_() for grad in grads_NC]
-    else:
-        config = config_for(x.device.type, BACKWARD)
-        block_k, block_p = tile_shape(pixels, config.tile)
+        given = (affine.weight, affine.bias, *(affine.modulation or (None, None)))
+        dweight, dbias, dscale, dshift = (
+            torch.zeros(of.shape, dtype=of.dtype, device=of.device) if need_affine and of is not None else None
+            for of in given
+        )
+        return dx, dweight, dbias, dscale, dshift
+    of_samples, modulation = [], []
+    if need_affine:
+        of_samples = [torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for _ in range(2)]
+        modulation = [torch.empty(t.shape, dtype=t.dtype, device=x.device) for t in affine.modulation]
+    config = config_for(x.device.type, BACKWARD_SPARSE if density < 1 else BACKWARD)
+    block_k, block_p = tile_shape(pixels, config.tile)
+    nowhere = (mean_NG, mean_NG)  # what is not asked for is not written either
+    with on_device_of(x):
         group_norm_silu_backward[(min(samples * groups, config.programs),)](
             dy,
             x,
             mean_NG,
             rstd_NG,
-            weight_NC,
-            bias_NC,
+            *affine.pointers,
             dx,
-            *(grads_NC or (mean_NG, rstd_NG)),  # without need_affine nothing is written to the last two
+            *(of_samples or nowhere),
+            *(modulation or nowhere),
             samples * groups,
             groups,
             channels,
             pixels,
-            weight_NC.stride(0),
-            bias_NC.stride(0),
+            *affine.strides,
             math.ceil(density * length),
+            MODULATED=bool(affine.modulation),
             SILU=silu,
             NEED_AFFINE=need_affine,
             SPARSE=density < 1,
@@ -311,36 +362,51 @@ def backward(
             BLOCK_P=block_p,
             **config.options,
         )
-    weight_grad_NC, bias_grad_NC = grads_NC or (None, None)
-    return dx, weight_grad_NC, bias_grad_NC
+        if not need_affine:
+            return dx, None, None, None, None
+        dweight, dbias = torch.empty_like(affine.weight), torch.empty_like(affine.bias)
+        config = config_for(x.device.type, SUMS)
+        sum_of_samples[(min(triton.cdiv(x.shape[1], config.tile), config.programs),)](
+            *of_samples, dweight, dbias, samples, x.shape[1], BLOCK=config.tile, **config.options
+        )
+    dscale, dshift = modulation or (None, None)
+    return dx, dweight, dbias, dscale, dshift
 
 
-def _case(chip: str, direction: str, dtype: str, pixels: int, affine: str = "fp32", **switches: bool) -> KernelCase:
+def _case(
+    chip: str, direction: str, dtype: str, pixels: int, affine: str = "fp32", modulated: bool = False, **switches: bool
+) -> KernelCase:
     backward = direction == "backward"
     function = group_norm_silu_backward if backward else group_norm_silu_forward
-    tile = (BACKWARD if backward else FORWARD)[chip].tile
+    configs = (BACKWARD_SPARSE if switches.get("SPARSE") else BACKWARD) if backward else FORWARD
+    tile = configs[chip].tile
     block_k, block_p = tile_shape(pixels, tile)
-    ours, theirs = f"*{dtype}", "*fp32"
-    pointers = {"dy_ptr": ours, "x_ptr": ours, "mean_ptr": theirs, "rstd_ptr": theirs, "weight_ptr": f"*{affine}"}
-    pointers |= {
-        "bias_ptr": f"*{affine}",
-        "dx_ptr": ours,
-        "y_ptr": ours,
-        "weight_grad_ptr": theirs,
-        "bias_grad_ptr": theirs,
-    }
-    constants = {"SILU": True, "BLOCK": tile, "BLOCK_K": block_k, "BLOCK_P": block_p, **switches}
+    pointers = dict.fromkeys(("dy_ptr", "x_ptr", "dx_ptr", "y_ptr"), f"*{dtype}")
+    pointers |= dict.fromkeys(("mean_ptr", "rstd_ptr", "weight_grad_ptr", "bias_grad_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("weight_ptr", "bias_ptr"), f"*{affine}")
+    # Without modulation these point at the weight, the bias and the mean, and nobody follows them.
+    pointers |= dict.fromkeys(("scale_ptr", "shift_ptr"), f"*{dtype if modulated else affine}")
+    pointers |= dict.fromkeys(("scale_grad_ptr", "shift_grad_ptr"), f"*{dtype if modulated else 'fp32'}")
+    tiles = {"BLOCK": tile, "BLOCK_K": block_k, "BLOCK_P": block_p}
+    constants = {"SILU": True, "MODULATED": modulated, **tiles, **switches}
     numbers = {"eps": "fp32"}
     signature = {a: pointers.get(a) or numbers.get(a, "i32") for a in function.arg_names if a not in constants}
     switched = "".join(f" {name.lower()}={int(value)}" for name, value in switches.items())
-    switched += "" if affine == "fp32" else f" affine={affine}"
+    switched += ("" if affine == "fp32" else f" affine={affine}") + (" modulated" if modulated else "")
     return KernelCase(f"{direction} {dtype} {block_k}x{block_p}{switched}", function, signature, constants)
 
 
-def cases(chip: str) -> list[KernelCase]:
-    """Every way the kernels are compiled for a row of the tables; of the tiles, the widest, a middle, the narrowest.
+def _sums_case(chip: str, dtype: str) -> KernelCase:
+    pointers = dict.fromkeys(("weight_grads_ptr", "bias_grads_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("weight_grad_ptr", "bias_grad_ptr"), f"*{dtype}")
+    numbers = {"samples": "i32", "channels": "i32"}
+    return KernelCase(f"sums {dtype}", sum_of_samples, pointers | numbers, {"BLOCK": SUMS[chip].tile})
 
-    Dtypes, SiLU, NEED_AFFINE and SPARSE are switches of one source, so not every combination is listed.
+
+def cases(chip: str) -> list[KernelCase]:
+    """Every way the kernels are compiled for a row of the tables, and the tiles that SD 1.5's pixels need.
+
+    Dtypes and switches belong to one source, so not every combination is listed.
     """
     dtypes, pixels = ("fp16", "bf16", "fp32"), (4096, 256, 1)
     forwards = [_case(chip, "forward", dtype, p) for dtype in dtypes for p in pixels]
@@ -352,12 +418,22 @@ def cases(chip: str) -> list[KernelCase]:
     ]
     return [
         *forwards,
+        *(_case(chip, "forward", "bf16", p) for p in (1024, 64)),
         _case(chip, "forward", "fp16", 4096, SILU=False),
-        *backwards,
-        _case(chip, "backward", "fp16", 4096, NEED_AFFINE=False, SPARSE=False),
         *(_case(chip, "forward", half, 256, affine=half) for half in ("fp16", "bf16")),
+        *(_case(chip, "forward", "bf16", p, modulated=True) for p in pixels),
+        *backwards,
+        *(_case(chip, "backward", "bf16", p, NEED_AFFINE=True, SPARSE=False) for p in (1024, 64)),
+        _case(chip, "backward", "fp16", 4096, NEED_AFFINE=False, SPARSE=False),
         *(_case(chip, "backward", half, 256, affine=half, NEED_AFFINE=True, SPARSE=False) for half in ("fp16", "bf16")),
+        *(
+            _case(chip, "backward", dtype, p, modulated=True, NEED_AFFINE=True, SPARSE=False)
+            for dtype in ("bf16", "fp32")
+            for p in pixels
+        ),
+        _case(chip, "backward", "fp16", 4096, modulated=True, NEED_AFFINE=False, SPARSE=False),
         _case(chip, "backward", "fp16", 4096, SILU=False, NEED_AFFINE=True, SPARSE=False),
+        *(_sums_case(chip, dtype) for dtype in dtypes),
     ]
 
 

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from lightning_aigc_kernels.keep_largest.reference import keep_largest
 from lightning_aigc_kernels.normalization import affine_beside
@@ -107,7 +108,10 @@ def _over_pixels(per_channel_NC: Tensor, x: Tensor) -> Tensor:
 def layout(x: Tensor) -> torch.memory_format:
     """The memory format of what is made of x: channels_last stays, all else becomes contiguous."""
     dense = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if dense else torch.contiguous_format
+    # A single sample's own stride may be anything; GroupNorm takes x for channels_last only where that one fits too.
+    if dense and suggest_memory_format(x) == torch.channels_last:
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels import group_norm_silu as normalization
 from lightning_aigc_kernels.calling import (
+    backward_dtype,
     check_density,
     compute_dtype,
     direct,
@@ -138,7 +139,7 @@ def _backward_op(
     grad_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     """dx, then the gradients of those parameters that `needs` names: the norm's two, scale, shift, weight, bias."""
-    grad_dtype = grad_dtype or dtype
+    grad_dtype = backward_dtype(grad_dtype, dtype)
     dy = dy.to(grad_dtype)
     activated: Tensor | list[int] = list(x.shape)
     if needs[4]:

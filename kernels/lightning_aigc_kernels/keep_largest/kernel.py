@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.bit_bisection import copy_at_least, kth_largest_magnitude
-from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for
+from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of
 
 CONFIGS = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
 
@@ -43,15 +43,16 @@ def keep_largest(rows_RL: Tensor, density: float) -> Tensor:
         return rows_RL.clone()
     kept_RL = torch.empty_like(rows_RL)
     config = config_for(rows_RL.device.type, CONFIGS)
-    keep_largest_rows[(min(rows, config.programs),)](
-        rows_RL,
-        kept_RL,
-        rows,
-        length,
-        math.ceil(density * length),
-        BLOCK=config.tile,
-        **config.options,
-    )
+    with on_device_of(rows_RL):
+        keep_largest_rows[(min(rows, config.programs),)](
+            rows_RL,
+            kept_RL,
+            rows,
+            length,
+            math.ceil(density * length),
+            BLOCK=config.tile,
+            **config.options,
+        )
     return kept_RL
 
 

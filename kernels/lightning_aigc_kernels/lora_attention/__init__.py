@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.calling import (
+    backward_dtype,
     check_density,
     compute_dtype,
     direct,
@@ -35,6 +36,8 @@ from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 from lightning_aigc_kernels.normalization import Norm, Normalized, normalize, normalize_backward
 
 __all__ = ["KnownAttention", "lora_attention"]
+
+aten = torch.ops.aten
 
 KnownAttention = tuple[Tensor, Tensor, Tensor]
 """An attention's output [N, T, C] and its two softmax tensors, from an earlier forward pass of the same inputs."""
@@ -131,11 +134,11 @@ def _op(
     )  # fmt: skip
     *inward, out = _layers(tensors, scales, dtype)
     if known_output is not None:
-        return [project(_rows(known_output), out).view(*x.shape[:-1], weight_out.shape[0])]
+        return [_as_tokens(project(_rows(known_output), out), x)]
     qkv = _projections(x, context, Norm(norm_weight, norm_bias, eps, normed), inward, dtype)[1]
     o_NHTD, softmax1, softmax2 = attend(*(_heads_first(rows, x.shape[0], heads) for rows in qkv))
     o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape[0], weight_v.shape[0])
-    y = project(o_RC, out).view(*x.shape[:-1], weight_out.shape[0])
+    y = _as_tokens(project(o_RC, out), x)
     kept_output = (o_RC.view(*x.shape[:-1], weight_v.shape[0]), softmax1, softmax2) if keeps else ()
     return [y, *kept_output, *(qkv[2], qkv[1])[: max(keeps - 1, 0)]]
 
@@ -177,7 +180,7 @@ def _backward_op(
     density: float,
 ) -> list[Tensor]:
     """Gradients of those among x, context, the norm's two and the layers' sixteen tensors that `needs` names."""
-    grad_dtype = grad_dtype or dtype
+    grad_dtype = backward_dtype(grad_dtype, dtype)
     samples = x.shape[0]
     tensors = (
         weight_q, bias_q, down_q, up_q, weight_k, bias_k, down_k, up_k,
@@ -215,12 +218,14 @@ def _backward_op(
         for d, source, layer, need in zip(dqkv_RC, sources, inward, needs_of[:3], strict=True)
     ]
     dnormalized_RC = add_input_gradient(None, dqkv_RC[0], inward[0])
-    dcontext_RC = dnormalized_RC if context is None else None
-    if context is None or needs[1]:
-        for d, layer in zip(dqkv_RC[1:], inward[1:], strict=True):
+    dcontext_RC = None
+    for d, layer in zip(dqkv_RC[1:], inward[1:], strict=True):
+        if context is None:
+            dnormalized_RC = add_input_gradient(dnormalized_RC, d, layer)
+        elif needs[1]:
             dcontext_RC = add_input_gradient(dcontext_RC, d, layer)
     dx_RC, dnorm_weight, dnorm_bias = normalize_backward(dnormalized_RC, _rows(x), norm, normalized, needs[2], needs[3])
-    dcontext = dcontext_RC.view(context.shape) if needs[1] and context is not None and dcontext_RC is not None else None
+    dcontext = dcontext_RC.view(context.shape) if context is not None and dcontext_RC is not None else None
     grads = (dx_RC.view(x.shape), dcontext, dnorm_weight, dnorm_bias, *(g for d in (*dlayers, dout) for g in d))
     of = (x, context, norm_weight, norm_bias, *tensors)
     return [
@@ -265,6 +270,12 @@ def _layers(tensors: Sequence[Any], scales: Sequence[float], dtype: torch.dtype)
         weight, bias, down, up = tensors[4 * i : 4 * i + 4]
         layers.append(Projection(weight, bias, down, up, scale).to(dtype))
     return layers
+
+
+def _as_tokens(rows_RC: Tensor, x: Tensor) -> Tensor:
+    # What an autograd.Function returns as a view may not be changed in place; nobody else has this memory.
+    tokens: Tensor = aten._unsafe_view(rows_RC, (*x.shape[:-1], rows_RC.shape[-1]))
+    return tokens
 
 
 def _rows(tokens: Tensor) -> Tensor:

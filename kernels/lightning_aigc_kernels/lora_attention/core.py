@@ -5,11 +5,14 @@ Dimensions: N samples, H heads, T queries, S keys, D features of a head.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from lightning_aigc_kernels.calling import HALF_DTYPES, KERNEL_DEVICES, say_once
+
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 
 
 def attend(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,9 +100,18 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
     if device == "cpu":
         # torch 2.13's takes a NaN query beside fewer keys than a vector register holds for a masked row, and hides it.
         return "cpu_flash" if k_NHSD.shape[2] >= 16 else "math"
-    if device == "cuda" and q_NHTD.dtype in HALF and features % 8 == 0 and features <= 256:
-        return "cuda_flash"
-    if device == "cuda" and q_NHTD.dtype in (*HALF, torch.float32) and features % 8 == 0:
-        return "cuda_efficient"
-    fused_on_npu = device == "npu" and q_NHTD.dtype in HALF and hasattr(torch.ops.npu, "npu_fusion_attention")
-    return "npu" if fused_on_npu else "math"
+    half = q_NHTD.dtype in HALF_DTYPES
+    if device == "cuda" and features % 8 == 0 and (half or q_NHTD.dtype == torch.float32):
+        flash = half and features <= 256 and has_flash_attention(q_NHTD.device.index)
+        return "cuda_flash" if flash else "cuda_efficient"
+    if device == "npu" and half and hasattr(torch.ops.npu, "npu_fusion_attention"):
+        return "npu"
+    if device in KERNEL_DEVICES:
+        say_once("lora_attention", device, f"no fused attention takes {q_NHTD.dtype} with {features} features a head")
+    return "math"
+
+
+@functools.cache
+def has_flash_attention(cuda_index: int | None) -> bool:
+    """Whether this card runs torch's flash attention: Ampere and later do. Without a card, what a trace is made for."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(cuda_index) >= (8, 0)

@@ -65,21 +65,25 @@ def seeded() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", CASES["group_norm_silu"], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["group_norm_silu"] if not c.name.startswith("sums")], ids=lambda case: case.name
+)
 def test_group_norm_silu(case: KernelCase, target: str) -> None:
     dtype, silu = DTYPES[case.signature["x_ptr"]], bool(case.constants["SILU"])
     channels, pixels = sizes(case.constants)
     samples, groups = 2, 2
     shape = (samples, groups * channels, pixels)
     x, dy = (torch.randn(shape) * 2 + 5).to(dtype), torch.randn(shape).to(dtype)
-    affine = DTYPES[case.signature["weight_ptr"]]
-    weight, bias = torch.randn(shape[:2]).to(affine), torch.randn(shape[:2]).to(affine)
-    arguments: list[Any] = [EPS, x, weight, bias, dy, groups, silu]
+    affine, factors = DTYPES[case.signature["weight_ptr"]], DTYPES[case.signature["scale_ptr"]]
+    weight, bias = torch.randn(shape[1]).to(affine), torch.randn(shape[1]).to(affine)
+    scale, shift = torch.randn(shape[:2]).to(factors), torch.randn(shape[:2]).to(factors)
+    modulation = (scale, shift) if case.constants["MODULATED"] else ()
+    arguments: list[Any] = [EPS, x, weight, bias, modulation, dy, groups, silu]
     truth = group_norm_silu_and_gradients(torch.float64, *arguments)
     eager = group_norm_silu_and_gradients(torch.float32, *arguments)
     numbers = {"slabs": samples * groups, "groups": groups, "channels": channels, "pixels": pixels}
-    numbers |= {"weight_stride": groups * channels, "bias_stride": groups * channels}
-    inputs = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias}
+    numbers |= {"scale_stride": groups * channels, "shift_stride": groups * channels}
+    inputs = {"x_ptr": x, "weight_ptr": weight, "bias_ptr": bias, "scale_ptr": scale, "shift_ptr": shift}
     if case.name.startswith("forward"):
         y, mean, rstd = unwritten(*shape, dtype=dtype), unwritten(samples, groups), unwritten(samples, groups)
         run(case, target, **inputs, y_ptr=y, mean_ptr=mean, rstd_ptr=rstd, **numbers, eps=EPS)
@@ -92,15 +96,18 @@ def test_group_norm_silu(case: KernelCase, target: str) -> None:
     inputs |= {"dy_ptr": dy, "mean_ptr": slabs.mean(2).float()}
     inputs |= {"rstd_ptr": (slabs.var(2, correction=0) + EPS).rsqrt().float()}
     dx = unwritten(*shape, dtype=dtype)
-    sums = [unwritten(*shape[:2]), unwritten(*shape[:2])]
-    outputs = {"dx_ptr": dx, "weight_grad_ptr": sums[0], "bias_grad_ptr": sums[1]}
+    of_samples = [unwritten(*shape[:2]), unwritten(*shape[:2])]
+    of_modulation = [unwritten(*shape[:2], dtype=DTYPES[case.signature["scale_grad_ptr"]]) for _ in range(2)]
+    outputs = {"dx_ptr": dx, "weight_grad_ptr": of_samples[0], "bias_grad_ptr": of_samples[1]}
+    outputs |= {"scale_grad_ptr": of_modulation[0], "shift_grad_ptr": of_modulation[1]}
     keep = math.ceil(0.3 * channels * pixels)
     run(case, target, **inputs, **outputs, **numbers, keep=keep)
     if case.constants["NEED_AFFINE"]:
+        sums = [each.sum(0) for each in of_samples] + (of_modulation if modulation else [])
         for ours, theirs, exact in zip(sums, eager[2:], truth[2:], strict=True):
             assert_exact(ours, theirs, exact)
     else:
-        assert all(tensor.isnan().all() for tensor in sums)
+        assert all(tensor.isnan().all() for tensor in (*of_samples, *of_modulation))
     if case.constants["SPARSE"]:
         kept = dx.view(samples * groups, -1)
         assert ((kept != 0).sum(1) >= keep).all() and ((kept != 0).sum(1) < keep * 1.1).all()  # the rest are ties
@@ -112,6 +119,21 @@ def test_group_norm_silu(case: KernelCase, target: str) -> None:
         assert_exact(dx, torch.where(dx != 0, eager[1], 0), dense)
     else:
         assert_exact(dx, eager[1], truth[1])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["group_norm_silu"] if c.name.startswith("sums")], ids=lambda case: case.name
+)
+def test_sums_of_samples(case: KernelCase, target: str) -> None:
+    samples, channels = 5, 2 * int(case.constants["BLOCK"]) + 9
+    of_samples = torch.randn(2, samples, channels)
+    sums = [unwritten(channels, dtype=DTYPES[case.signature["weight_grad_ptr"]]) for _ in range(2)]
+    arguments = {"weight_grads_ptr": of_samples[0].contiguous(), "bias_grads_ptr": of_samples[1].contiguous()}
+    arguments |= {"weight_grad_ptr": sums[0], "bias_grad_ptr": sums[1]}
+    run(case, target, **arguments, samples=samples, channels=channels)
+    for ours, given in zip(sums, of_samples, strict=True):
+        assert_exact(ours, given.sum(0), given.double().sum(0))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -156,9 +178,10 @@ def test_a_nan_comes_out_of_the_forward() -> None:
     x = torch.randn(1, 4, 300).half()
     x[0, 3, 299] = math.nan
     y, mean, rstd = unwritten(1, 4, 300, dtype=torch.float16), unwritten(1, 2), unwritten(1, 2)
-    affine = torch.ones(1, 4)
-    numbers = {"slabs": 2, "groups": 2, "channels": 2, "pixels": 300, "weight_stride": 0, "bias_stride": 0, "eps": EPS}
-    pointers = {"x_ptr": x, "weight_ptr": affine, "bias_ptr": affine, "y_ptr": y, "mean_ptr": mean, "rstd_ptr": rstd}
+    affine = torch.ones(4)
+    numbers = {"slabs": 2, "groups": 2, "channels": 2, "pixels": 300, "scale_stride": 0, "shift_stride": 0, "eps": EPS}
+    pointers = dict.fromkeys(("weight_ptr", "bias_ptr", "scale_ptr", "shift_ptr"), affine)
+    pointers |= {"x_ptr": x, "y_ptr": y, "mean_ptr": mean, "rstd_ptr": rstd}
     run(case, "Ascend910B1", **pointers, **numbers)
     assert y[0, 2:].isnan().all() and not y[0, :2].isnan().any()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.npu_api import CALLS, EVENT_CALLS, HCCL_OPTIONS, STREAM_CALLS
+from fakes.npu_api import CALLS, EVENT_CALLS, STREAM_CALLS
 
 npu: Any = torch.npu  # type: ignore[attr-defined]
 
@@ -33,15 +33,6 @@ def test_the_memory_statistics_that_we_read_are_documented() -> None:
     said = inspect.getdoc(npu.memory_stats) or ""
     for kind in ("allocated_bytes", "reserved_bytes"):
         assert f"{kind}.{{all,large_pool,small_pool}}.{{current,peak,allocated,freed}}" in said
-
-
-def test_hccl_has_the_options_that_a_strategy_sets() -> None:
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-    options = ProcessGroupHCCL.Options()
-    assert [name for name in HCCL_OPTIONS if not hasattr(options, name)] == []
-    options.hccl_config = {"hccl_buffer_size": 200}
-    assert options.hccl_config == {"hccl_buffer_size": 200}
 
 
 def test_npu_is_hccls_device() -> None:

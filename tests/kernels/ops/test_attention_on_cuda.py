@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_aigc_kernels.calling import FallbackWarning, say_once
+from lightning_aigc_kernels.lora_attention import core
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 
 
@@ -23,3 +25,22 @@ def test_forward_and_backward_agree_on_shapes(dtype: torch.dtype, features: int)
         assert (logsumexp.shape, logsumexp.dtype) == ((2, 8, 64), torch.float32)
         grads = attend_backward(torch.empty_like(o), q, k, k, o, logsumexp, rest)
         assert [(grad.shape, grad.dtype) for grad in grads] == [(t.shape, dtype) for t in (q, k, k)]
+
+
+@pytest.mark.parametrize("flash", [True, False], ids=["ampere", "older"])
+def test_cards_before_ampere_take_the_kernel_that_they_have(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "has_flash_attention", lambda index: flash)
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 64, 40, device="cuda", dtype=torch.float16)
+        assert core._kernel(q, q, q) == ("cuda_flash" if flash else "cuda_efficient")
+        assert core._kernel(q.float(), q.float(), q.float()) == "cuda_efficient"
+
+
+@pytest.mark.filterwarnings("error")
+def test_attention_that_no_fused_kernel_takes_says_so_once() -> None:
+    say_once.cache_clear()
+    with FakeTensorMode():
+        q = torch.empty(2, 8, 64, 44, device="cuda", dtype=torch.float16)
+        with pytest.warns(FallbackWarning, match="no fused attention takes torch.float16 with 44 features a head"):
+            assert core._kernel(q, q, q) == "math"
+        assert core._kernel(q, q, q) == "math"

@@ -13,6 +13,7 @@ import torch
 from lightning_aigc_kernels import calling
 from lightning_aigc_kernels.calling import (
     FallbackWarning,
+    backward_dtype,
     check_density,
     compute_dtype,
     kernel_for,
@@ -22,6 +23,7 @@ from lightning_aigc_kernels.calling import (
     without_autocast,
     without_values,
 )
+from lightning_aigc_kernels.geglu import geglu
 
 
 def tensor_on(device: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -31,9 +33,9 @@ def tensor_on(device: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> Iterator[None]:
-    calling._say_once.cache_clear()
+    calling.say_once.cache_clear()
     yield
-    calling._say_once.cache_clear()
+    calling.say_once.cache_clear()
 
 
 @pytest.fixture
@@ -128,3 +130,24 @@ def test_a_density_is_a_share() -> None:
     for density in (0, -1, 1.01, float("nan")):
         with pytest.raises(ValueError, match=r"some_density must be in \(0, 1\], got"):
             check_density(density, "some_density")
+
+
+@pytest.mark.parametrize(
+    ("asked", "forward", "expected"),
+    [
+        (torch.float16, torch.bfloat16, torch.float16),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float32),
+        (None, torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_half_precision_backward_is_for_half_precision_forwards(
+    asked: torch.dtype | None, forward: torch.dtype, expected: torch.dtype
+) -> None:
+    assert backward_dtype(asked, forward) == expected
+
+
+def test_errors_of_autograd_name_the_op() -> None:
+    y = geglu(torch.randn(2, 8, requires_grad=True))
+    assert "geglu" in repr(y.grad_fn)

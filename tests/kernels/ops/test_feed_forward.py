@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fakes.op_contract import (
     Case,
+    assert_can_be_changed_in_place,
     assert_compiles,
     assert_equals_autograd,
     assert_honours_the_op_contract,
@@ -197,6 +198,11 @@ def test_nan_comes_out(keep: bool) -> None:
     given = case(op_only={"keep_projection": keep})
     assert_shows_nan(given, "x", (1, 2, 3))
     assert_shows_nan(given, "up1", (1, 1))
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["input kept", "projection kept"])
+def test_what_it_gives_can_be_changed_in_place(keep: bool) -> None:
+    assert_can_be_changed_in_place(case(op_only={"keep_projection": keep}))
 
 
 def test_it_works_without_gradients() -> None:

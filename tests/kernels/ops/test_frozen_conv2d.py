@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from fakes.op_contract import (
     Case,
+    as_one_picture,
+    assert_can_be_changed_in_place,
     assert_compiles,
     assert_equals_autograd,
     assert_honours_the_op_contract,
@@ -183,6 +185,14 @@ def test_any_strides_give_the_same(op: str) -> None:
     assert_takes_any_strides(CASES[op][0]())
 
 
+def test_a_batch_made_of_one_picture_is_taken_in_any_dtype() -> None:
+    given = conv_case(batch=1)
+    assert_takes_any_strides(given)
+    leaves = {n: None if t is None else as_one_picture(t).bfloat16() for n, t in given.tensors.items()}
+    expected = outcome(given, given.fused, torch.bfloat16)
+    assert_same(outcome_of(given.fused, leaves, given.trained), expected, eps=2**-7)
+
+
 def test_channels_last_gives_the_same() -> None:
     given = conv_case()
     leaves = {
@@ -238,3 +248,9 @@ def test_what_does_not_fit_is_named() -> None:
         frozen_conv2d(x[:, :3], weight, skip_product=True)
     with pytest.raises(ValueError, match=r"x is torch\.float64 and the weight torch\.float32; use one dtype"):
         frozen_conv2d(x.double(), weight)
+
+
+@both
+def test_the_output_may_be_changed_in_place(op: str) -> None:
+    make, _ = CASES[op]
+    assert_can_be_changed_in_place(make())

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from fakes.op_contract import (
     Case,
+    assert_can_be_changed_in_place,
     assert_compiles,
     assert_equals_autograd,
     assert_honours_the_op_contract,
@@ -113,13 +114,18 @@ def test_nan_comes_out(op: str, feature: int) -> None:
 
 
 @both
+def test_what_it_gives_can_be_changed_in_place(op: str) -> None:
+    assert_can_be_changed_in_place(case(op))
+
+
+@both
 def test_it_works_without_gradients(op: str) -> None:
     assert_right_without_gradients(case(op))
 
 
 @both
 def test_it_refuses_what_it_has_no_rules_for(op: str) -> None:
-    assert_refuses_what_it_has_no_rules_for(case(op), "geglu", "projected")
+    assert_refuses_what_it_has_no_rules_for(case(op), op, "projected")
 
 
 @both

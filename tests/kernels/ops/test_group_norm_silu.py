@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from fakes.accuracy import largest_by_sorting
 from fakes.op_contract import (
     Case,
+    as_one_picture,
+    assert_can_be_changed_in_place,
     assert_compiles,
     assert_equals_autograd,
     assert_honours_the_op_contract,
@@ -29,6 +31,7 @@ from fakes.op_contract import (
 )
 from lightning_aigc_kernels import group_norm_silu as module
 from lightning_aigc_kernels.group_norm_silu import group_norm_silu
+from lightning_aigc_kernels.group_norm_silu.affine import Affine
 
 GROUPS, EPS = 3, 1e-5
 OPS = ["group_norm_silu", "group_norm_silu_backward"]
@@ -157,9 +160,29 @@ def test_it_keeps_its_input_alone(parameters: str) -> None:
     assert kept_numbers(given, fused, torch.float32, torch.bfloat16) == statistics
 
 
-@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (3, 6), (2, 6, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 6, 5, 7), (1, 6, 1, 7), (3, 6), (2, 6, 5)], ids=str)
 def test_any_strides_give_the_same(shape: tuple[int, ...]) -> None:
     assert_takes_any_strides(case(shape))
+
+
+def test_it_honours_the_op_contract_for_a_batch_made_of_one_picture() -> None:
+    given = case((1, 6, 5, 7), "affine")
+    x = given.tensors["x"]
+    assert x is not None
+    given.tensors["x"] = as_one_picture(x)
+    assert_honours_the_op_contract(given, OPS)
+
+
+def test_an_upstream_gradient_may_be_a_batch_made_of_one_picture() -> None:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(1, 6, 5, 7).contiguous(memory_format=layout).requires_grad_()
+        dy = torch.randn(1, 6, 5, 7)
+        wanted, found = (torch.autograd.grad(group_norm_silu(x, None, None, 3), x, d) for d in (dy, as_one_picture(dy)))
+        assert torch.equal(found[0], wanted[0])
+
+
+def test_what_it_gives_can_be_changed_in_place() -> None:
+    assert_can_be_changed_in_place(case())
 
 
 def test_channels_last_gives_the_same_and_stays() -> None:
@@ -229,16 +252,14 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 class StandIn:
-    """What kernel.py computes, in plain float32: the kernel itself is tested where Triton is."""
+    """What kernel.py computes, in plain torch: the kernel itself is tested where Triton is."""
 
     @staticmethod
-    def forward(
-        x: Tensor, weight_NC: Tensor, bias_NC: Tensor, groups: int, eps: float, silu: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        assert x.is_contiguous() and weight_NC.dtype == bias_NC.dtype == torch.float32
-        assert weight_NC.shape == bias_NC.shape == x.shape[:2]
+    def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
+        assert x.is_contiguous()
         y, mean, rstd = torch.ops.aten.native_group_norm(x, None, None, *x.shape[:2], x[0, 0].numel(), groups, eps)
-        y = y * weight_NC[..., None, None] + bias_NC[..., None, None]
+        slope, offset, _ = StandIn._line(affine)
+        y = y * slope + offset
         return F.silu(y) if silu else y, mean, rstd
 
     @staticmethod
@@ -247,25 +268,34 @@ class StandIn:
         x: Tensor,
         mean: Tensor,
         rstd: Tensor,
-        weight_NC: Tensor,
-        bias_NC: Tensor,
+        affine: Affine,
         groups: int,
         silu: bool,
         need_affine: bool,
         density: float,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> list[Tensor | None]:
         assert dy.is_contiguous() and density == 1
 
         def over_pixels(statistic_NG: Tensor) -> Tensor:
             return statistic_NG.repeat_interleave(x.shape[1] // groups, dim=1)[..., None, None]
 
-        xhat, weight = (x - over_pixels(mean)) * over_pixels(rstd), weight_NC[..., None, None]
-        z = xhat * weight + bias_NC[..., None, None]
-        dz = torch.ops.aten.silu_backward(dy, z) if silu else dy
-        slope, offset = (dz * xhat).sum((2, 3)), dz.sum((2, 3))
-        means = [over_pixels(t.reshape(x.shape[0], groups, -1).mean(2)) for t in (weight * dz, weight * dz * xhat)]
-        dx = over_pixels(rstd) * (weight * dz - means[0] - xhat * means[1])
-        return (dx, slope, offset) if need_affine else (dx, None, None)
+        slope, offset, amplify_NC = StandIn._line(affine)
+        xhat = (x - over_pixels(mean)) * over_pixels(rstd)
+        dz = torch.ops.aten.silu_backward(dy, xhat * slope + offset) if silu else dy
+        means = [over_pixels(t.reshape(x.shape[0], groups, -1).mean(2)) for t in (slope * dz, slope * dz * xhat)]
+        dx = over_pixels(rstd) * (slope * dz - means[0] - xhat * means[1])
+        if not need_affine:
+            return [dx, None, None, None, None]
+        dslope_NC, doffset_NC = (dz * xhat).sum((2, 3)), dz.sum((2, 3))
+        dscale_NC = dslope_NC * affine.weight + doffset_NC * affine.bias
+        modulation = [dscale_NC, doffset_NC] if affine.modulation else [None, None]
+        return [dx, (dslope_NC * amplify_NC).sum(0), (doffset_NC * amplify_NC).sum(0), *modulation]
+
+    @staticmethod
+    def _line(affine: Affine) -> tuple[Tensor, Tensor, Tensor]:
+        scale, shift = affine.modulation or (torch.zeros(1, 1), torch.zeros(1, 1))
+        slope, offset = affine.weight * (1 + scale), affine.bias * (1 + scale) + shift
+        return slope[..., None, None], offset[..., None, None], 1 + scale
 
 
 @pytest.mark.parametrize("trained", [None, ("x",)], ids=["all", "frozen"])

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from fakes.accuracy import largest_by_sorting
 from fakes.op_contract import (
     Case,
+    as_one_picture,
+    assert_can_be_changed_in_place,
     assert_compiles,
     assert_equals_autograd,
     assert_honours_the_op_contract,
@@ -196,8 +198,21 @@ def test_a_repeated_forward_may_skip_the_product(geometry: str) -> None:
     assert all(torch.equal(gradient, whole[name]) for name, gradient in skipped.items())
 
 
-def test_any_strides_give_the_same() -> None:
-    assert_takes_any_strides(case())
+@pytest.mark.parametrize("samples", [2, 1])
+def test_any_strides_give_the_same(samples: int) -> None:
+    assert_takes_any_strides(case(shape=(samples, 6, 5, 4)))
+
+
+def test_a_batch_made_of_one_picture_is_taken_in_bfloat16_too() -> None:
+    """There the convolution runs in channels_last."""
+    given = case(shape=(1, 6, 5, 4))
+    leaves = {n: None if t is None else as_one_picture(t).bfloat16() for n, t in given.tensors.items()}
+    expected = outcome(given, given.fused, torch.bfloat16)
+    assert_same(outcome_of(given.fused, leaves, given.trained), expected, eps=2**-7)
+
+
+def test_what_it_gives_can_be_changed_in_place() -> None:
+    assert_can_be_changed_in_place(case())
 
 
 @pytest.mark.parametrize("trained", ["frozen", "all"])

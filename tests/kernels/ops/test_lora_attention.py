@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fakes.op_contract import (
     Case,
+    assert_can_be_changed_in_place,
     assert_compiles,
     assert_equals_autograd,
     assert_honours_the_op_contract,
@@ -118,6 +119,14 @@ kinds = pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
 kept = pytest.mark.parametrize("keeps", range(4), ids=["nothing kept", "output kept", "v kept", "v and k kept"])
 
 
+def call_with_known(given: Case) -> tuple[Any, Any]:
+    """The op on a case's tensors, and the attention that it made of them."""
+    tensors, _ = split(given.tensors)
+    norm = Norm(tensors["norm_weight"], tensors["norm_bias"], EPS)
+    call = partial(lora_attention, given.tensors["x"], given.tensors.get("context"), norm, *layers_of(tensors), HEADS)
+    return call, call()[1]
+
+
 @kinds
 @kept
 @pytest.mark.parametrize("trained", TRAINED)
@@ -198,10 +207,7 @@ def test_backward_may_run_in_another_dtype() -> None:
 def test_a_known_attention_is_not_computed_again(keeps: int, cross: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = case("all", cross, op_only={"keeps": keeps})
     whole = outcome(given, given.fused)
-    tensors, _ = split(given.tensors)
-    norm = Norm(tensors["norm_weight"], tensors["norm_bias"], EPS)
-    call = partial(lora_attention, given.tensors["x"], given.tensors.get("context"), norm, *layers_of(tensors), HEADS)
-    _, known = call()
+    call, known = call_with_known(given)
     assert known is not None
     assert not any(t.requires_grad for t in known)
     assert call(keeps=0)[1] is None
@@ -250,6 +256,18 @@ def test_below_density_1_the_gradients_of_q_k_and_v_are_thinned_and_nothing_else
     behind = ("y", "weight_out", "bias_out", "down_out", "up_out")
     assert all(torch.equal(sparse[name], dense[name]) for name in behind)
     assert not any(torch.equal(sparse[name], dense[name]) for name in ("x", "weight_q", "weight_k", "weight_v"))
+
+
+@kinds
+@kept
+def test_what_it_gives_can_be_changed_in_place(keeps: int, cross: bool) -> None:
+    given = case("all", cross, op_only={"keeps": keeps})
+    assert_can_be_changed_in_place(given)
+    if keeps:
+        *_, known = call_with_known(given)
+        assert_can_be_changed_in_place(
+            Case(partial(given.fused, known=known), given.eager, given.tensors, given.trained)
+        )
 
 
 def test_it_works_without_gradients() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from torch import nn
 
-from lightning_aigc_kernels.protection import GradientProtection
+from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 NAMES = ["vae.decoder.conv_in", "vae.encoder.conv_in", "unet.mid_block.attentions.0.norm", "unet.down_blocks.0"]
 
@@ -28,6 +29,11 @@ NAMES = ["vae.decoder.conv_in", "vae.encoder.conv_in", "unet.mid_block.attention
         ("attn[12].to_q", "block.attn3.to_q.lora_A", False),
         ("VAE.decoder", "vae.decoder", False),
         ("*", "anything.at.all", True),
+        ("unet.mid_block", "model.unet._orig_mod.mid_block.attentions.0", True),
+        ("unet._orig_mod.mid_block", "unet._orig_mod.mid_block", True),
+        ("unet._orig_mod.mid_block", "unet.mid_block", True),
+        ("unet.mid_block", "unet.other.mid_block", False),
+        ("*", "_orig_mod", True),
     ],
 )
 def test_a_pattern_covers_a_run_of_parts_and_all_below(pattern: str, name: str, covered: bool) -> None:
@@ -51,6 +57,14 @@ def test_a_pattern_that_covers_nothing_is_named_with_close_names() -> None:
         GradientProtection(["vae.encoder", "vae.decodr"]).check(["vae.decoder", "vae.encoder", "unet.mid_block"])
     with pytest.raises(ValueError, match=r"protect pattern 'zzz' covers no module$"):
         GradientProtection(["zzz"]).check(NAMES)
+
+
+def test_names_leave_out_a_data_parallel_wrapper_and_no_other_module_of_that_name() -> None:
+    model = nn.ModuleDict({"unet": nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))})
+    model["own"] = nn.ModuleDict({"module": nn.ModuleDict({"module": nn.Linear(2, 2)})})
+    names = [name for name, _ in named_modules(model)]
+    assert names == ["", "unet", "unet", "unet.0", "own", "own.module", "own.module.module"]
+    assert [name for name, _ in named_modules(nn.DataParallel(nn.Sequential(nn.SiLU())))] == ["", "", "0"]
 
 
 def test_a_string_and_an_empty_pattern_are_refused() -> None:

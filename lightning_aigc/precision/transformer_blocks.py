@@ -1,25 +1,23 @@
-"""Forward passes of diffusers' and torch's blocks through the fused ops, with the modules' own parameters.
+"""Forward passes of attentions, feed-forwards and transformers through the fused ops, with their own parameters.
 
-Each takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's own
-forward. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and
-masks come with the batch.
+Each forward takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's
+own. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and masks
+come with the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import contextlib
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_aigc.precision import recompute
+from lightning_aigc.precision.convolution_blocks import norm_act_conv, normalized
+from lightning_aigc.precision.fused_forward import Choices, check_same_dtype, choices_of
 from lightning_aigc.precision.layers import (
     CannotSwapError,
-    check_conv2d,
     check_group_norm,
-    check_silu,
     class_path,
     read_layer_norm,
     read_projection,
@@ -27,14 +25,10 @@ from lightning_aigc.precision.layers import (
     refuse_hooks,
 )
 from lightning_aigc_kernels.feed_forward import feed_forward
-from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d
-from lightning_aigc_kernels.group_norm_silu import group_norm_silu
-from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
 from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.lora_attention import lora_attention
 from lightning_aigc_kernels.normalization import Norm
 
-Memory = Literal["off", "balanced", "lean", "max"]
 ATTENTION = "diffusers.models.attention_processor.Attention"
 PROCESSORS = tuple(f"diffusers.models.attention_processor.{name}" for name in ("AttnProcessor2_0", "AttnProcessorNPU"))
 GATES = {"diffusers.models.activations.GEGLU": "gelu", "diffusers.models.activations.SwiGLU": "silu"}
@@ -43,187 +37,6 @@ LARGE_PRODUCT = 2e9
 """Operations of one sample's query from which on `lean` keeps a self-attention's key and value, and repeats the
 attention to a text, a small one then, in their place. SDXL's take 3.4e9 at 1024 pixels, Stable Diffusion 1.5's 0.8e9
 at 512."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """How one module's fused forward runs."""
-
-    memory: Memory
-    """What is computed again; see FusedBackwardPrecision."""
-    grad_dtype: torch.dtype | None = None
-    """The dtype of backward's products; None is the forward's."""
-    input_grad_density: float = 1.0
-    """Share of a normalisation's input gradient that is passed on."""
-    attention_grad_density: float = 1.0
-    """Share of dq, dk and dv that is passed on."""
-    repeats: bool = False
-    """Whether this module is a block that is run again in backward."""
-
-    def lossless(self) -> Choices:
-        """The same without what changes a gradient: for a protected module."""
-        return replace(self, grad_dtype=None, input_grad_density=1.0, attention_grad_density=1.0)
-
-
-def choices_of(module: nn.Module) -> Choices:
-    """What `swap_forwards` chose for a module; off for one that it left alone."""
-    found: Choices = module.__dict__.get("_fused_backward", Choices("off"))
-    return found
-
-
-def fused_or_own(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is `fused` where that serves the call, the class's own where it raises CannotSwapError first.
-
-    Without gradients the class's own runs: pictures sampled in training are those that any other program samples.
-    """
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            try:
-                call = fused(self, *args, **kwargs)
-            except CannotSwapError:
-                pass
-            else:
-                return call()
-        return type(self).forward(self, *args, **kwargs)
-
-    return forward
-
-
-def _same_dtype(x: Tensor, *tensors: Tensor | None) -> None:
-    """Raises: CannotSwapError for dtypes that differ outside autocast, where torch has rules of its own."""
-    if torch.is_autocast_enabled(x.device.type):
-        return
-    other = next((t.dtype for t in tensors if t is not None and t.dtype != x.dtype), None)
-    if other is not None:
-        raise CannotSwapError(f"input {x.dtype} beside {other} without autocast")
-
-
-# ResNet blocks and convolutions
-
-
-def check_resnet(self: Any) -> None:
-    """Raises: CannotSwapError unless this diffusers ResnetBlock2D has the shape that Stable Diffusion's have."""
-    for norm in (self.norm1, self.norm2):
-        check_group_norm(norm)
-    check_silu(self.nonlinearity)
-    if self.upsample is not None or self.downsample is not None:
-        raise CannotSwapError("it changes the resolution inside")
-    refuse_dropout(self.dropout)
-
-
-def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """ResnetBlock2D: each GroupNorm, SiLU and convolution keep one tensor."""
-    check_resnet(self)
-    if args or kwargs.get("scale") is not None or (temb is None and self.time_embedding_norm == "scale_shift"):
-        raise CannotSwapError("arguments that diffusers refuses or deprecates")
-    _same_dtype(input_tensor, self.norm1.weight, self.conv1.weight if type(self.conv1) is nn.Conv2d else None)
-    choices = choices_of(self)
-
-    def run(x: Tensor, temb: Tensor | None) -> Tensor:
-        hidden = norm_act_conv(x, self.norm1, self.conv1, choices)
-        scale = shift = None
-        if self.time_emb_proj is not None and temb is not None:
-            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
-            if self.time_embedding_norm == "default":
-                hidden = hidden + temb[:, :, None, None]
-            elif self.time_embedding_norm == "scale_shift":
-                scale, shift = temb.chunk(2, dim=1)
-        hidden = norm_act_conv(hidden, self.norm2, self.conv2, choices, scale, shift, last=True)
-        x = x if self.conv_shortcut is None else self.conv_shortcut(x.contiguous() if self.training else x)
-        return (x + hidden) / self.output_scale_factor if self.output_scale_factor != 1 else x + hidden
-
-    if choices.repeats:
-        return lambda: recompute.run_again_in_backward(run, input_tensor, temb)
-    return lambda: run(input_tensor, temb)
-
-
-def norm_act_conv(
-    x: Tensor,
-    norm: nn.GroupNorm,
-    conv: Any,
-    choices: Choices,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    *,
-    silu: bool = True,
-    last: bool = False,
-) -> Tensor:
-    """conv(silu(norm(x))) or conv(norm(x)) as one op; as two when the convolution is no plain one, with LoRA say."""
-    try:
-        check_conv2d(conv)
-    except CannotSwapError:
-        y = group_norm_silu(
-            x, norm.weight, norm.bias, norm.num_groups, norm.eps, scale=scale, shift=shift, silu=silu,
-            input_grad_density=choices.input_grad_density,
-        )  # fmt: skip
-        activated: Tensor = conv(y)
-        return activated
-    return group_norm_silu_conv2d(
-        x, norm.weight, norm.bias, norm.num_groups, norm.eps, conv.weight, conv.bias, conv.stride, conv.padding,
-        conv.dilation, conv.groups, scale=scale, shift=shift, silu=silu, input_grad_density=choices.input_grad_density,
-        grad_dtype=choices.grad_dtype, skip_product=last and choices.repeats and recompute.repeating(),
-    )  # fmt: skip
-
-
-def check_frozen_conv(self: Any) -> None:
-    """Raises: CannotSwapError for a convolution that is trained."""
-    check_conv2d(self)
-    if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
-        raise CannotSwapError("its weight is trained")
-
-
-def convolution(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own name
-    """A frozen Conv2d that keeps nothing."""
-    check_frozen_conv(self)
-    _same_dtype(input, self.weight)
-    if input.dim() != 4:
-        raise CannotSwapError("an input without a batch dimension")
-    skip = recompute.is_unread(self)
-    return lambda: frozen_conv2d(
-        input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, skip_product=skip
-    )
-
-
-def triples_of(self: Any) -> list[int]:
-    """Where GroupNorm, SiLU and Conv2d follow one another in a Sequential.
-
-    Raises: CannotSwapError where they do not.
-    """
-    found = []
-    for i in range(len(self) - 2):
-        try:
-            check_group_norm(self[i])
-            check_silu(self[i + 1])
-            check_conv2d(self[i + 2])
-        except CannotSwapError:
-            continue
-        found.append(i)
-    if not found:
-        raise CannotSwapError("no GroupNorm, SiLU and Conv2d in a row")
-    return found
-
-
-def sequential(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own name
-    """A Sequential whose GroupNorm, SiLU, Conv2d triples run as one op each."""
-    triples = triples_of(self)
-    for i in triples:
-        _same_dtype(input, self[i].weight, self[i + 2].weight)
-    choices = choices_of(self)
-
-    def run() -> Tensor:
-        x, i = input, 0
-        while i < len(self):
-            if i in triples:
-                x, i = norm_act_conv(x, self[i], self[i + 2], choices), i + 3
-            else:
-                x, i = self[i](x), i + 1
-        return x
-
-    return run
-
-
-# Attention and feed-forward
 
 
 def check_attention(self: Any) -> None:
@@ -237,6 +50,13 @@ def check_attention(self: Any) -> None:
         raise CannotSwapError("attention of another form")
     if self.to_k.in_features != self.to_v.in_features or self.inner_dim != self.inner_kv_dim:
         raise CannotSwapError("grouped key and value heads")
+
+
+def check_attention_now(self: Any) -> None:
+    """Raises: CannotSwapError where this attention, as its layers are now, runs as diffusers wrote it."""
+    attention_layers(self)
+    if self.group_norm is not None:
+        check_group_norm(self.group_norm)
 
 
 def attention_layers(self: Any) -> tuple[Projection, Projection, Projection, Projection]:
@@ -291,7 +111,7 @@ def attention(
         raise CannotSwapError("an attention mask or processor arguments")
     layers = attention_layers(self)
     norm = Norm(on=False)
-    _same_dtype(hidden_states, encoder_hidden_states, *_tensors(layers, norm))
+    check_same_dtype(hidden_states, encoder_hidden_states, *_tensors(layers, norm))
     if self.group_norm is not None:
         check_group_norm(self.group_norm)
     if hidden_states.dim() == 4 and encoder_hidden_states is not None:
@@ -303,7 +123,7 @@ def attention(
         if x.dim() == 3 and self.group_norm is not None:
             x = x.transpose(1, 2)
         if self.group_norm is not None:
-            x = _normalized(x, self.group_norm, choices)
+            x = normalized(x, self.group_norm, choices)
         if x.dim() == 4 or self.group_norm is not None:
             x = x.flatten(2).transpose(1, 2)
         y = attend(x, encoder_hidden_states, norm, layers, self.heads, choices)
@@ -315,19 +135,24 @@ def attention(
     return run
 
 
+def check_feed_forward(self: Any) -> None:
+    """Raises: CannotSwapError for a diffusers FeedForward that is not gated."""
+    gate = self.net[0]
+    if class_path(gate) not in GATES:
+        raise CannotSwapError(f"feed-forward with {type(gate).__name__}")
+
+
 def feed_forward_layers(self: Any) -> tuple[Projection, Projection, Any]:
     """First and second projection and the gate's activation of a diffusers FeedForward.
 
     Raises: CannotSwapError when it is not gated, or one of its layers is not plain.
     """
+    check_feed_forward(self)
     gate, dropout, second, *rest = self.net
-    activation = GATES.get(class_path(gate))
-    if activation is None:
-        raise CannotSwapError(f"feed-forward with {type(gate).__name__}")
     refuse_hooks(gate)
     for layer in (dropout, *rest):
         refuse_dropout(layer)
-    return read_projection(gate.proj), read_projection(second), activation
+    return read_projection(gate.proj), read_projection(second), GATES[class_path(gate)]
 
 
 def gated(
@@ -347,7 +172,7 @@ def feed_forward_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
         raise CannotSwapError("arguments that diffusers deprecates")
     layers = feed_forward_layers(self)
     norm = Norm(on=False)
-    _same_dtype(hidden_states, *_tensors(layers[:2], norm))
+    check_same_dtype(hidden_states, *_tensors(layers[:2], norm))
     return lambda: gated(hidden_states, norm, layers, choices_of(self), skip_product=False)
 
 
@@ -357,6 +182,20 @@ def check_transformer_block(self: Any) -> None:
         raise CannotSwapError(f"norm_type {self.norm_type}, positional embeddings or cross-attention alone")
     if self._chunk_size is not None:
         raise CannotSwapError("a feed-forward in chunks")
+
+
+def check_transformer_block_now(self: Any) -> None:
+    """Raises: CannotSwapError for a norm that the fused ops do not know, and where no part of it is served now."""
+    parts = [(self.norm1, self.attn1, attention_layers), (self.norm3, self.ff, feed_forward_layers)]
+    if self.attn2 is not None:
+        parts.insert(1, (self.norm2, self.attn2, attention_layers))
+    for norm, _, _ in parts:
+        read_layer_norm(norm)
+    for _, part, read in parts:
+        with contextlib.suppress(CannotSwapError):
+            read(part)
+            return
+    raise CannotSwapError("each of its parts is left alone")
 
 
 def transformer_block(
@@ -379,10 +218,12 @@ def transformer_block(
     def run(x: Tensor, context: Tensor | None) -> Tensor:
         if choices.repeats:
             recompute.nobody_reads(self)
-        x = x + _attention_part(self.attn1, self.norm1, x, None, attention_mask, choices)
+        x = x + _attention_part(self.attn1, self.norm1, x, None, attention_mask, choices.of("attn1"))
         if self.attn2 is not None:
-            x = x + _attention_part(self.attn2, self.norm2, x, context, encoder_attention_mask, choices)
-        return x + _feed_forward_part(self.ff, self.norm3, x, choices, skip_product=recompute.is_unread(self))
+            mask = encoder_attention_mask
+            x = x + _attention_part(self.attn2, self.norm2, x, context, mask, choices.of("attn2"))
+        skip = recompute.is_unread(self)
+        return x + _feed_forward_part(self.ff, self.norm3, x, choices.of("ff"), skip_product=skip)
 
     if choices.repeats:
         return lambda: recompute.run_again_in_backward(run, hidden_states, encoder_hidden_states)
@@ -399,7 +240,7 @@ def _attention_part(
         layers, layer_norm = attention_layers(self), read_layer_norm(norm)
         if self.group_norm is not None or self.residual_connection or self.rescale_output_factor != 1:
             raise CannotSwapError("attention of another form")
-        _same_dtype(x, context, *_tensors(layers, layer_norm))
+        check_same_dtype(x, context, *_tensors(layers, layer_norm))
     except CannotSwapError:
         own: Tensor = self(norm(x), encoder_hidden_states=context, attention_mask=mask)
         return own
@@ -410,7 +251,7 @@ def _feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices, 
     try:
         refuse_hooks(self)
         layers, layer_norm = feed_forward_layers(self), read_layer_norm(norm)
-        _same_dtype(x, *_tensors(layers[:2], layer_norm))
+        check_same_dtype(x, *_tensors(layers[:2], layer_norm))
     except CannotSwapError:
         own: Tensor = self(norm(x))
         return own
@@ -445,17 +286,18 @@ def transformer(
         raise CannotSwapError("a named output, processor arguments or masks")
     if self.gradient_checkpointing:
         raise CannotSwapError("gradient checkpointing")
-    _same_dtype(hidden_states, self.norm.weight)
+    check_same_dtype(hidden_states, self.norm.weight)
     choices = choices_of(self)
+    around = choices.of("norm")
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
         height, width = x.shape[2:]
-        if choices.repeats and _keeps_no_input(self.proj_out):
+        if choices.repeats and _nobody_reads_blocks(self):
             recompute.nobody_reads(*self.transformer_blocks, self.proj_out)
         if self.use_linear_projection:
-            tokens = self.proj_in(_normalized(x, self.norm, choices).permute(0, 2, 3, 1).flatten(1, 2))
+            tokens = self.proj_in(normalized(x, self.norm, around).permute(0, 2, 3, 1).flatten(1, 2))
         else:
-            tokens = norm_act_conv(x, self.norm, self.proj_in, choices, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
+            tokens = norm_act_conv(x, self.norm, self.proj_in, around, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
         for block in self.transformer_blocks:
             tokens = block(tokens, encoder_hidden_states=context, timestep=timestep, class_labels=class_labels)
         if self.use_linear_projection:
@@ -468,12 +310,12 @@ def transformer(
     return lambda: (run(hidden_states, encoder_hidden_states),)
 
 
-def _keeps_no_input(layer: nn.Module) -> bool:
-    """Whether autograd keeps nothing of this layer's input: it is plain and frozen, now."""
-    return type(layer) in (nn.Linear, nn.Conv2d) and not any(p.requires_grad for p in layer.parameters())
-
-
-def _normalized(x: Tensor, norm: nn.GroupNorm, choices: Choices) -> Tensor:
-    return group_norm_silu(
-        x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu=False, input_grad_density=choices.input_grad_density
-    )
+def _nobody_reads_blocks(self: Any) -> bool:
+    """Whether nothing keeps what the blocks and the last projection give: that one is plain and frozen, now."""
+    try:
+        for layer in (*self.transformer_blocks, self.proj_out):
+            refuse_hooks(layer)
+    except CannotSwapError:
+        return False
+    plain = type(self.proj_out) in (nn.Linear, nn.Conv2d)
+    return plain and not any(p.requires_grad for p in self.proj_out.parameters())

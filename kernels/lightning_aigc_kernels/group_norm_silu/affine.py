@@ -1,0 +1,53 @@
+"""What the GroupNorm kernels read beside x: weight, bias, and the timestep's scale and shift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_aigc_kernels.calling import KERNEL_DTYPES
+
+
+@dataclass(frozen=True)
+class Affine:
+    """All of it; what was not given is ones and zeros, and nobody reads its gradient."""
+
+    weight: Tensor
+    bias: Tensor
+    """[C], as the weight."""
+    modulation: tuple[Tensor, ...]
+    """The timestep's scale and shift, both [N, C]; or nothing."""
+
+    @property
+    def pointers(self) -> tuple[Tensor, ...]:
+        """In the kernels' order; without modulation nothing is read through the last two."""
+        return self.weight, self.bias, *(self.modulation or (self.weight, self.bias))
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """From one sample's scale, and shift, to the next one's."""
+        return tuple(tensor.stride(0) for tensor in self.modulation) or (0, 0)
+
+
+def affine_of(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
+) -> Affine:
+    """Raises: ValueError for another shape or dtype than the kernels read."""
+    samples, channels = x.shape[:2]
+    for name, tensor in {"weight": weight, "bias": bias, "scale": scale, "shift": shift}.items():
+        shape = (channels,) if name in ("weight", "bias") else (samples, channels)
+        if tensor is not None and (tensor.shape != shape or tensor.dtype not in KERNEL_DTYPES):
+            wanted = f"float32, float16 or bfloat16 of shape {shape}"
+            raise ValueError(f"{name} must be {wanted}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    weight = x.new_ones(channels) if weight is None else weight.contiguous()
+    bias = x.new_zeros(channels) if bias is None else bias.contiguous()
+    if scale is None and shift is None:
+        return Affine(weight, bias, ())
+    modulation = (x.new_zeros(samples, channels) if given is None else _rows(given) for given in (scale, shift))
+    return Affine(weight, bias, tuple(modulation))
+
+
+def _rows(of_samples_NC: Tensor) -> Tensor:
+    """With a sample's channels next to each other; a half of a wider tensor is as good as a whole one."""
+    return of_samples_NC if of_samples_NC.stride(1) == 1 else of_samples_NC.contiguous()

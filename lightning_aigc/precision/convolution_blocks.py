@@ -1,0 +1,152 @@
+"""Forward passes of ResNet blocks, convolutions and Sequentials through the fused ops, with their own parameters.
+
+Each forward takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's
+own. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and masks
+come with the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_aigc.precision import recompute
+from lightning_aigc.precision.fused_forward import Choices, check_same_dtype, choices_of
+from lightning_aigc.precision.layers import (
+    CannotSwapError,
+    check_conv2d,
+    check_group_norm,
+    check_silu,
+    refuse_dropout,
+)
+from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d
+from lightning_aigc_kernels.group_norm_silu import group_norm_silu
+from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
+
+
+def check_resnet(self: Any) -> None:
+    """Raises: CannotSwapError unless this diffusers ResnetBlock2D has the shape that Stable Diffusion's have."""
+    for norm in (self.norm1, self.norm2):
+        check_group_norm(norm)
+    check_silu(self.nonlinearity)
+    if self.upsample is not None or self.downsample is not None:
+        raise CannotSwapError("it changes the resolution inside")
+    refuse_dropout(self.dropout)
+
+
+def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """ResnetBlock2D: each GroupNorm, SiLU and convolution keep one tensor."""
+    check_resnet(self)
+    if args or kwargs.get("scale") is not None or (temb is None and self.time_embedding_norm == "scale_shift"):
+        raise CannotSwapError("arguments that diffusers refuses or deprecates")
+    check_same_dtype(input_tensor, self.norm1.weight, self.conv1.weight if type(self.conv1) is nn.Conv2d else None)
+    choices = choices_of(self)
+
+    def run(x: Tensor, temb: Tensor | None) -> Tensor:
+        hidden = norm_act_conv(x, self.norm1, self.conv1, choices.of("norm1"))
+        scale = shift = None
+        if self.time_emb_proj is not None and temb is not None:
+            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
+            if self.time_embedding_norm == "default":
+                hidden = hidden + temb[:, :, None, None]
+            elif self.time_embedding_norm == "scale_shift":
+                scale, shift = temb.chunk(2, dim=1)
+        hidden = norm_act_conv(hidden, self.norm2, self.conv2, choices.of("norm2"), scale, shift, last=True)
+        x = x if self.conv_shortcut is None else self.conv_shortcut(x.contiguous() if self.training else x)
+        return (x + hidden) / self.output_scale_factor if self.output_scale_factor != 1 else x + hidden
+
+    if choices.repeats:
+        return lambda: recompute.run_again_in_backward(run, input_tensor, temb)
+    return lambda: run(input_tensor, temb)
+
+
+def norm_act_conv(
+    x: Tensor,
+    norm: nn.GroupNorm,
+    conv: Any,
+    choices: Choices,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    silu: bool = True,
+    last: bool = False,
+) -> Tensor:
+    """conv(silu(norm(x))) or conv(norm(x)) as one op; as two when the convolution is no plain one, with LoRA say."""
+    try:
+        check_conv2d(conv)
+    except CannotSwapError:
+        y = group_norm_silu(
+            x, norm.weight, norm.bias, norm.num_groups, norm.eps, scale=scale, shift=shift, silu=silu,
+            input_grad_density=choices.input_grad_density,
+        )  # fmt: skip
+        activated: Tensor = conv(y)
+        return activated
+    return group_norm_silu_conv2d(
+        x, norm.weight, norm.bias, norm.num_groups, norm.eps, conv.weight, conv.bias, conv.stride, conv.padding,
+        conv.dilation, conv.groups, scale=scale, shift=shift, silu=silu, input_grad_density=choices.input_grad_density,
+        grad_dtype=choices.grad_dtype, skip_product=last and choices.repeats and recompute.repeating(),
+    )  # fmt: skip
+
+
+def check_frozen_conv(self: Any) -> None:
+    """Raises: CannotSwapError for a convolution that is trained."""
+    check_conv2d(self)
+    if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
+        raise CannotSwapError("its weight is trained")
+
+
+def convolution(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own name
+    """A frozen Conv2d that keeps nothing."""
+    check_frozen_conv(self)
+    check_same_dtype(input, self.weight)
+    if input.dim() != 4:
+        raise CannotSwapError("an input without a batch dimension")
+    skip = recompute.is_unread(self)
+    return lambda: frozen_conv2d(
+        input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups, skip_product=skip
+    )
+
+
+def triples_of(self: Any) -> list[int]:
+    """Where GroupNorm, SiLU and Conv2d follow one another in a Sequential.
+
+    Raises: CannotSwapError where they do not.
+    """
+    found = []
+    for i in range(len(self) - 2):
+        try:
+            check_group_norm(self[i])
+            check_silu(self[i + 1])
+            check_conv2d(self[i + 2])
+        except CannotSwapError:
+            continue
+        found.append(i)
+    if not found:
+        raise CannotSwapError("no GroupNorm, SiLU and Conv2d in a row")
+    return found
+
+
+def sequential(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own name
+    """A Sequential whose GroupNorm, SiLU, Conv2d triples run as one op each."""
+    triples = triples_of(self)
+    for i in triples:
+        check_same_dtype(input, self[i].weight, self[i + 2].weight)
+    choices = choices_of(self)
+
+    def run() -> Tensor:
+        x, i = input, 0
+        while i < len(self):
+            if i in triples:
+                x, i = norm_act_conv(x, self[i], self[i + 2], choices), i + 3
+            else:
+                x, i = self[i](x), i + 1
+        return x
+
+    return run
+
+
+def normalized(x: Tensor, norm: nn.GroupNorm, choices: Choices) -> Tensor:
+    return group_norm_silu(
+        x, norm.weight, norm.bias, norm.num_groups, norm.eps, silu=False, input_grad_density=choices.input_grad_density
+    )
