@@ -159,19 +159,40 @@ def check_devices(host: Host) -> Findings:
 
 
 def check_topology(host: Host) -> Findings:
+    found = _ranktable(host)
     reading = topology.read_topology()
     if reading.topology is None:
-        return [("note", f"unknown: {reading.said}; ranks keep their order")]
+        return [*found, ("note", f"unknown: {reading.said}; ranks keep their order")]
     table = reading.topology
     count = len(table.devices)
     links = sorted({link for row in table.links for link in row} - {"X"}, key=topology.distance)
     order = topology.device_order(table, count)
-    kept = "ranks keep their order" if order == list(range(count)) else f"rank order {' '.join(map(str, order))}"
-    found: Findings = [("ok", f"{reading.said}: {count} cards, links {', '.join(links) or 'none'}; {kept}")]
+    kept = found or order == list(range(count))
+    ranks = "ranks keep their order" if kept else f"rank order {' '.join(map(str, order))}"
+    found.append(("ok", f"{reading.said}: {count} cards, links {', '.join(links) or 'none'}; {ranks}"))
     if all(table.cpus):
         near = "; ".join(f"{name} {_ranges(cores)}" for name, cores in zip(table.devices, table.cpus, strict=True))
         found.append(("note", f"cores near each card: {near}"))
     return found
+
+
+def _ranktable(host: Host) -> Findings:
+    """Whether the ranktable, which HCCL follows, gives each rank the card that its launcher gives it."""
+    path = host.environ.get("RANK_TABLE_FILE")
+    if path is None:
+        return []
+    try:
+        places = topology.read_ranktable(path)
+    except topology.TopologyError as error:
+        return [("problem", str(error))]
+    stray = topology.misplaced(places)
+    if stray is None:
+        return [("ok", f"RANK_TABLE_FILE={path} gives {len(places)} ranks their cards, as a launcher counts them")]
+    said = (
+        f"RANK_TABLE_FILE={path} puts rank {stray.rank} on card {stray.device} of {stray.server}, and launchers count "
+        "servers one after another, their cards ascending; order its rank_ids so, or unset it"
+    )
+    return [("warn", said)]
 
 
 def check_kernels(host: Host) -> Findings:

@@ -128,6 +128,7 @@ def constants(plan: Plan) -> dict[str, float]:
         "overlap_share": plan.job.overlap_share,
         "bucket_bytes": plan.job.bucket_bytes,
         "compression_Bps": cost_model.COMPRESSION_BPS[plan.job.device],
+        "launch_s": cost_model.LAUNCH_S[plan.job.device],
     }
 
 
@@ -169,6 +170,9 @@ def _assumptions(plan: Plan) -> list[str]:
     between = (
         f"{with_scale(8 * links.between_Bps, 'b/s')} a node outside of it, latency {as_time(links.latency_between_s)}"
     )
+    launch_s, launches = cost_model.LAUNCH_S[job.device], ""
+    if launch_s:
+        launches = f"\nand launches a kernel in {as_time(launch_s)}: {cost_model.LAUNCHES['int3']} a bucket in int3"
     protected, small = with_scale(job.protected), with_scale(job.small)
     return [
         f"{shape.nodes} x {shape.devices} = {shape.ranks} ranks: {inside}"
@@ -178,7 +182,7 @@ def _assumptions(plan: Plan) -> list[str]:
         "All of this is modelled, as rings over equal cards with nothing else on the links. It assumes: backward is"
         f" {cost_model.BACKWARD_SHARE:.0%}",
         f"of a step, {job.overlap_share:.0%} of it hides traffic, buckets hold {with_scale(job.bucket_bytes, 'B')},"
-        f" {job.device} compresses {with_scale(cost_model.COMPRESSION_BPS[job.device], 'B/s')}.",
+        f" {job.device} compresses {with_scale(cost_model.COMPRESSION_BPS[job.device], 'B/s')}{launches}.",
     ]
 
 

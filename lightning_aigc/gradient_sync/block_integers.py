@@ -3,9 +3,13 @@
 A block's entry of largest magnitude becomes the lowest integer exactly, so that no level is spared on its side: with
 h = 2^(bits-1), scale = -extreme / h and the integers run from -h to h - 1. A value that is not finite makes its block's
 scale so, and with it every value that is read back.
+
+R rows of N values, each packed into B bytes that say all of it: a row is what goes to one rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,85 +27,117 @@ TINY = 1e-30
 
 
 class BlockIntegers:
-    """Packs float32 vectors, whose length divides by `multiple`, into uint8 vectors of `wire_bytes`."""
+    """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`.
+
+    An accelerator takes all rows in one go: what counts there is how many kernels are launched, not for how many rows.
+    """
 
     multiple = 256
 
     def __init__(self, bits: int) -> None:
         self.bits, self.half = bits, 2 ** (bits - 1)
+        self._shifts: dict[torch.device, list[Tensor]] = {}
 
     def wire_bytes(self, length: int) -> int:
         return length // BLOCK * SCALE_BYTES + length * self.bits // 8
 
-    def encode_(self, values_N: Tensor, wire: Tensor) -> None:
-        """Write values_N into `wire`, and leave in values_N what the wire does not say of them."""
-        scales, codes = self._parts(values_N.numel(), wire)
-        for start, stop in self._chunks(values_N):
-            chunk = values_N[start:stop].view(-1, BLOCK)
+    def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
+        """Write values_RN into wire_RB, and leave in values_RN what the wire does not say of them."""
+        for rows, places in self._chunks(values_RN.shape, values_RN.device):
+            chunk = values_RN[rows, places].view(-1, BLOCK)
             highest, lowest = chunk.amax(1, keepdim=True), chunk.amin(1, keepdim=True)
             extreme = torch.where(highest > -lowest, highest, lowest)
             # A NaN compares as false: amax and amin are both NaN then, and so is the extreme.
-            scale = scales[start // BLOCK : stop // BLOCK].view(-1, 1).copy_(extreme.mul_(-1 / self.half)).float()
-            scale.masked_fill_(scale.abs() < TINY, 0)
-            inverse = scale.reciprocal().masked_fill_(scale == 0, 0)
+            scale = extreme.mul_(-1 / self.half).bfloat16()
+            is_tiny = scale.abs() < TINY
+            scales, codes = self._parts(wire_RB[rows], places)
+            scales.copy_(scale.masked_fill_(is_tiny, 0).view(scales.shape))
+            scale = scale.float()
+            inverse = scale.reciprocal().masked_fill_(is_tiny, 0)
             integers = torch.mul(chunk, inverse).round_().clamp_(-self.half, self.half - 1)
             chunk.addcmul_(integers, scale, value=-1)
-            self._pack(integers.add_(self.half).to(torch.uint8).view(-1), codes[self._code_range(start, stop)])
+            self._pack(integers.add_(self.half).view(len(codes), -1), codes)
 
-    def decode(self, wire: Tensor, out_N: Tensor, *, add: bool = False) -> Tensor:
-        """Write, or add, the values of `wire` to out_N.
+    def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
+        """Write the values of wire_RB to out_RN.
 
         Returns: a number that is finite when every value is.
         """
-        scales, codes = self._parts(out_N.numel(), wire)
-        for start, stop in self._chunks(out_N):
-            scale = scales[start // BLOCK : stop // BLOCK].view(-1, 1).float()
-            scale.masked_fill_(scale.abs() < TINY, 0)
-            integers = self._unpack(codes[self._code_range(start, stop)], stop - start).to(torch.float32)
-            integers = integers.sub_(self.half).view(-1, BLOCK)
-            chunk = out_N[start:stop].view(-1, BLOCK)
-            chunk.addcmul_(integers, scale) if add else torch.mul(integers, scale, out=chunk)
+        for rows, places in self._chunks(out_RN.shape, out_RN.device):
+            integers, scale = self._unpack(wire_RB[rows], places)
+            torch.mul(integers, scale, out=out_RN[rows, places].view(-1, BLOCK))
+        scales, _ = self._parts(wire_RB, slice(0, out_RN.shape[1]))
         return scales.sum(dtype=torch.float32)
 
-    def _parts(self, length: int, wire: Tensor) -> tuple[Tensor, Tensor]:
-        split = length // BLOCK * SCALE_BYTES
-        return wire[:split].view(torch.bfloat16), wire[split:]
+    def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
+        """Add the values of all rows of wire_RB to out_N."""
+        for rows, places in self._chunks((len(wire_RB), len(out_N)), out_N.device):
+            integers, scale = self._unpack(wire_RB[rows], places)
+            out = out_N[places].view(-1, BLOCK)
+            if len(integers) == len(out):
+                out.addcmul_(integers, scale)
+            else:
+                out.add_(integers.mul_(scale).view(-1, *out.shape).sum(0))
 
-    def _chunks(self, values_N: Tensor) -> list[tuple[int, int]]:
-        length = values_N.numel()
-        step = CPU_CHUNK if values_N.device.type == "cpu" else max(length, 1)
-        return [(start, min(start + step, length)) for start in range(0, length, step)]
+    def _chunks(self, shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, slice]]:
+        """What to take at a time: some rows, or a part of one. On an accelerator everything."""
+        rows, length = shape
+        limit = max(1, CPU_CHUNK if device.type == "cpu" else rows * length)
+        together = max(1, limit // max(1, length))
+        for row in range(0, rows, together):
+            for start in range(0, length, limit):
+                yield slice(row, row + together), slice(start, min(start + limit, length))
 
-    def _code_range(self, start: int, stop: int) -> slice:
-        return slice(start * self.bits // 8, stop * self.bits // 8)
+    def _parts(self, wire_RB: Tensor, places: slice) -> tuple[Tensor, Tensor]:
+        """The scales and the packed integers of these places in each row: a row is all its scales, then the others."""
+        split = wire_RB.shape[1] * SCALE_BYTES * 8 // (SCALE_BYTES * 8 + BLOCK * self.bits)
+        scales = wire_RB[:, places.start // BLOCK * SCALE_BYTES : places.stop // BLOCK * SCALE_BYTES]
+        codes = wire_RB[:, split + places.start * self.bits // 8 : split + places.stop * self.bits // 8]
+        return scales.view(torch.bfloat16), codes
 
-    def _pack(self, values_N: Tensor, codes: Tensor) -> None:
+    def _pack(self, values_RN: Tensor, codes: Tensor) -> None:
         """Each plane puts the values of 8 / plane equal stretches side by side into its bytes."""
+        if self.bits == 8:
+            codes.copy_(values_RN)
+            return
+        values_RN = values_RN.to(torch.uint8)
         at, shift = 0, 0
         for plane in PLANES[self.bits]:
             together = 8 // plane
-            size = values_N.numel() // together
-            part = values_N
-            if plane != self.bits:
-                part = torch.bitwise_and(torch.bitwise_right_shift(values_N, shift), 2**plane - 1)
-            stretches = part.view(together, size)
-            out = codes[at : at + size]
-            out.copy_(stretches[0])
-            for i in range(1, together):
-                out.add_(stretches[i], alpha=2 ** (plane * i))
+            size = values_RN.shape[1] // together
+            part = torch.bitwise_right_shift(values_RN, shift) if shift else values_RN
+            if shift + plane < self.bits:
+                part = torch.bitwise_and(part, 2**plane - 1)
+            stretches = part.view(-1, together, size)
+            while together > 2:  # the second half beside the first, and so on: few kernels for many stretches
+                together //= 2
+                stretches = torch.add(stretches[:, :together], stretches[:, together:], alpha=2 ** (plane * together))
+            out = codes[:, at : at + size]
+            torch.add(stretches[:, 0], stretches[:, 1], alpha=2**plane, out=out)
             at, shift = at + size, shift + plane
 
-    def _unpack(self, codes: Tensor, length: int) -> Tensor:
-        if self.bits == 8:
-            return codes
-        values_N: Tensor | None = None
-        at, shift = 0, 0
-        for plane in PLANES[self.bits]:
-            together = 8 // plane
-            size = length // together
-            shifts = torch.arange(0, 8, plane, dtype=torch.uint8, device=codes.device).view(-1, 1)
-            part = torch.bitwise_right_shift(codes[at : at + size], shifts).bitwise_and_(2**plane - 1).view(-1)
-            values_N = part if values_N is None else values_N.add_(part, alpha=2**shift)
-            at, shift = at + size, shift + plane
-        assert values_N is not None
-        return values_N
+    def _unpack(self, wire_RB: Tensor, places: slice) -> tuple[Tensor, Tensor]:
+        """The integers [blocks, BLOCK] of these places in all rows, row after row, and the scales [blocks, 1]."""
+        scales, codes = self._parts(wire_RB, places)
+        values_RN = codes if self.bits == 8 else self._unpack_planes(codes, places.stop - places.start)
+        integers = values_RN.to(torch.float32).sub_(self.half).view(-1, BLOCK)
+        return integers, scales.to(torch.float32).view(-1, 1)
+
+    def _unpack_planes(self, codes: Tensor, length: int) -> Tensor:
+        parts, at = [], 0
+        for plane, shifts in zip(PLANES[self.bits], self._shifts_on(codes.device), strict=True):
+            size = length * plane // 8
+            part = torch.bitwise_right_shift(codes[:, None, at : at + size], shifts).bitwise_and_(2**plane - 1)
+            parts.append(part.view(len(codes), length))
+            at += size
+        if len(parts) == 2:
+            parts[0].add_(parts[1], alpha=2 ** PLANES[self.bits][0])
+        return parts[0]
+
+    def _shifts_on(self, device: torch.device) -> list[Tensor]:
+        """How far each of a byte's values of each plane lies from its lowest bit."""
+        if device not in self._shifts:
+            self._shifts[device] = [
+                torch.arange(0, 8, plane, dtype=torch.uint8, device=device).view(-1, 1) for plane in PLANES[self.bits]
+            ]
+        return self._shifts[device]

@@ -48,7 +48,7 @@ def first_difference(sums_N: Tensor) -> tuple[int, list[int]] | None:
     if int(ends[0]) == PRIME - int(ends[1]):
         return None
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums_N.tolist())
+    dist.all_gather_object(of_ranks, sums_N.cpu().tolist())
     for place, here in enumerate(zip(*of_ranks, strict=True)):
         if len(set(here)) > 1:
             common = max(set(here), key=here.count)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.errors import ConfigError
@@ -17,7 +17,7 @@ from lightning_aigc.gradient_sync.checksum import check_equal
 from lightning_aigc.gradient_sync.factory import AnySync, make_sync
 from lightning_aigc.gradient_sync.groups import DEFAULT_TIMEOUT
 from lightning_aigc.gradient_sync.layout import check_protect
-from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions
+from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions, without_effect
 from lightning_aigc.gradient_sync.plain import LocalSteps
 from lightning_aigc.gradient_sync.sync import GradientSync, StepReport
 
@@ -31,15 +31,25 @@ class GradientCompressor:
     ddp = DistributedDataParallel(model)
     compressor = GradientCompressor(protect_layers=["vae.decoder"])
     compressor.hook_into_model(ddp, optimizer)
+    compressor.enable_gradient_accumulation(steps=4)  # optional
     for batch in loader:
-        loss(ddp(batch)).backward()
-        if compressor.settle():  # every rank's gradients were finite
+        (loss(ddp(batch)) / 4).backward()
+        if compressor.settle():  # the window is complete, and finite on every rank
             optimizer.step()
-        optimizer.zero_grad()
+            optimizer.zero_grad()  # here, and not before: gradients add up until then
     print(compressor.report())
+    compressor.close()
     ```
 
-    Every rank makes the same one. With one rank it does nothing, and says so.
+    With a loss scaler, `hook_into_model(ddp, optimizer, scaler)`, and in place of `optimizer.step()`:
+
+    ```python
+            scaler.unscale_(optimizer)  # if something looks at the gradients before the step, as clipping does
+            scaler.step(optimizer)
+            scaler.update()
+    ```
+
+    Every rank makes the same one. With one rank nothing is sent, a line says so, and the loop is the same.
     """
 
     def __init__(
@@ -79,7 +89,10 @@ class GradientCompressor:
         self._sync: AnySync | None = None
         self._why = "not hooked into a model yet"
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._optimizer_steps = 0
+        self._written = {"sparsity": f"sparsity_target={sparsity_target}", "layer_wise_adaptive": f"{strategy=}"}
+        self._scaler: torch.amp.GradScaler | None = None
+        self._is_synced = False
+        self._finite_steps = 0
         self._removable: list[Any] = []
 
     @property
@@ -88,13 +101,19 @@ class GradientCompressor:
         return None if self._sync is None else self._sync.report
 
     def hook_into_model(
-        self, ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer | None = None
+        self,
+        ddp_model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Replace the gradient sync of this model. Collective.
 
-        Args: optimizer: its steps trigger the parameters' average in mode local, which needs it, and the comparison of
-            the ranks' parameters every `checksum_every_n_steps`.
-        Raises: ConfigError for a model that is not DistributedDataParallel or a pattern that covers nothing.
+        Args:
+            optimizer: its steps trigger the parameters' average in mode local, which needs it.
+            scaler: the loss scaler of the loop, if it has one. What is owed is kept without its scale, which changes
+                from step to step; the scale is read as the step's first gradients arrive.
+        Raises: ConfigError for a model that is not DistributedDataParallel or has sparse gradients, and for a pattern
+            that covers nothing.
         """
         if not isinstance(ddp_model, DistributedDataParallel):
             raise ConfigError(
@@ -108,6 +127,12 @@ class GradientCompressor:
         self._ddp = ddp_model
         self._parameters = trained_parameters(ddp_model)
         check_protect(self.options, [name for name, _ in self._parameters])  # in modes that protect nothing too
+        refuse_sparse_gradients(ddp_model)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._removable.append(ddp_model.register_forward_pre_hook(self._note_whether_synced))
+        if dist.get_rank() == 0:
+            for sentence in without_effect(self.options, self._written):
+                log.warning("GradientCompressor: %s", sentence)
         if dist.get_world_size() == 1:
             self._why = "one rank: nothing to send, gradients are left alone"
             log.info("GradientCompressor: %s", self._why)
@@ -117,19 +142,20 @@ class GradientCompressor:
             self.options,
             timeout=self.timeout,
             find_unused=ddp_model.find_unused_parameters or ddp_model.static_graph,
+            loss_scale=self._loss_scale,
         )
         log.info("GradientCompressor: %s", self._why)
-        if self._sync is not None:
-            self._sync.attach(ddp_model)
-        if optimizer is not None:
-            self._removable.append(optimizer.register_step_post_hook(lambda *_: self._after_step()))
+        self._sync.attach(ddp_model)
+        if isinstance(self._sync, LocalSteps) and optimizer is not None:
+            sync = self._sync
+            self._removable.append(optimizer.register_step_post_hook(lambda *_: sync.after_optimizer_step()))
 
     def enable_gradient_accumulation(self, steps: int = 4, sync_mode: Literal["overlap", "plain"] = "overlap") -> None:
         """Sync once every `steps` forward passes in training; call it after `hook_into_model`.
 
-        Gradients add up locally meanwhile: divide the loss by `steps`, and step the optimizer after the last. In sparse
-        modes `overlap` chooses what to send from the sum so far while the last micro-batch runs, `plain` from the step
-        before.
+        Gradients add up locally meanwhile, and `settle` is False: divide the loss by `steps`, and set gradients to zero
+        after a step alone. In sparse modes `overlap` chooses what to send from the sum so far while the last
+        micro-batch runs, `plain` from the step before.
         """
         if steps < 1 or sync_mode not in ("overlap", "plain"):
             raise ConfigError(
@@ -150,18 +176,50 @@ class GradientCompressor:
             self._sync.choose_early = sync_mode == "overlap"
 
     def settle(self) -> bool:
-        """End the step's sync: whether every rank's gradients were finite, and the optimizer should step."""
-        report = None if self._sync is None else self._sync.settle()
-        return report is None or report.finite
+        """End the sync of the backward pass: whether it is time to step. Collective; call it after each backward.
 
-    def _after_step(self) -> None:
-        if isinstance(self._sync, LocalSteps):
-            self._sync.settle()
-            self._sync.after_optimizer_step()
-        self._optimizer_steps += 1
-        every = self.options.checksum_every_n_steps
-        if every and self._optimizer_steps % every == 0 and not isinstance(self._sync, LocalSteps):
-            check_equal(self._parameters)
+        False while gradients still add up locally: after micro-batches that were not synced, by
+        `enable_gradient_accumulation` or DDP's `no_sync`. False too where a rank's gradients were not finite: then they
+        are dropped on all ranks, and the next backward begins anew. With a loss scaler such a step is the scaler's to
+        skip, since it lowers the scale: True, and every rank's scaler finds NaN in every gradient.
+
+        Raises: RanksDivergedError, every `checksum_every_n_steps`, when the parameters of the step before are not the
+            same on all ranks; SyncError when a rank is gone.
+        """
+        if not self._is_synced:
+            return False
+        finite = self._settle_finite()
+        if not finite and self._scaler is None:
+            for _, parameter in self._parameters:
+                parameter.grad = None
+        elif not finite:  # found in one bucket, and an optimizer may have the parameters of another
+            torch._foreach_mul_(self._gradients(), torch.nan)
+        else:
+            self._finite_steps += 1
+            every = self.options.checksum_every_n_steps
+            if every and self._finite_steps % every == 0 and self.mode != "local":
+                check_equal(self._parameters)
+        return finite or self._scaler is not None
+
+    def _settle_finite(self) -> bool:
+        if self._sync is not None:
+            report = self._sync.settle()
+            return report is None or report.finite
+        gradients = self._gradients()
+        if self._scaler is not None or not gradients:
+            return True
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, torch.inf)])
+        return bool(torch.isfinite(largest).all())
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
+
+    def _note_whether_synced(self, ddp: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():  # DDP decides in its forward, by the same two
+            self._is_synced = bool(ddp.require_backward_grad_sync)
 
     def report(self) -> str:
         """What the last step sent, by kind, and what that cost, in a few lines."""
@@ -186,9 +244,13 @@ class GradientCompressor:
         return self._sync.load_state_dict(states)
 
     def close(self) -> None:
-        """Stop the thread and the hooks on optimizer and model; DDP keeps its communication hook."""
+        """Stop the thread, let go of the process groups and of the hooks on optimizer and model; once.
+
+        DDP keeps its communication hook: train on with a new DistributedDataParallel.
+        """
         for handle in self._removable:
             handle.remove()
+        self._removable.clear()
         if self._sync is not None:
             self._sync.close()
 
@@ -197,6 +259,16 @@ def trained_parameters(ddp: DistributedDataParallel) -> list[tuple[str, nn.Param
     """The parameters that DDP syncs, under their names in the module it wraps."""
     ignored = ddp.parameters_to_ignore
     return [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def refuse_sparse_gradients(ddp: DistributedDataParallel) -> None:
+    """Raises: ConfigError for an embedding whose gradient is a sparse tensor: DDP hands those to no hook."""
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'}, an {type(module).__name__} with sparse=True, has a gradient that cannot be "
+                "synced here; make it with sparse=False, or freeze it"
+            )
 
 
 def describe(report: StepReport | None, steps: int, skipped: int) -> str:

@@ -31,6 +31,8 @@ MODES = (
 EXACT_MODES = ("dense", "local")
 """Modes that lose nothing on the way, and so owe nothing: they keep no residual and compress nothing."""
 INTEGER_MODES = ("int8", "int4", "int3")
+FLAT_MODES = ("low_rank", "local", "dense")
+"""Modes that add up over all ranks at once, also where nodes are many."""
 
 BACKWARD_SHARE = 2 / 3
 """Share of a step's arithmetic that is backward; more with gradient checkpointing."""
@@ -39,6 +41,15 @@ OVERLAP_SHARE = 0.9
 COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
 """Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one measured thread; the
 cards' is derived: ten passes at 1.6 TB/s."""
+
+LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
+"""Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
+LAUNCHES = {
+    "bf16": 15, "int8": 90, "int4": 100, "int3": 125, "sparse": 28, "sparse_int8": 105, "sparse_int4": 115,
+    "two_four": 40, "low_rank": 50,
+}  # fmt: skip
+"""Kernels that a bucket takes on any number of ranks, counted as torch's operators; low_rank's for four matrices, and
+their QR is in truth many more."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +158,10 @@ class Cost:
     local_bytes: float
     """Sent inside the node."""
     between_bytes: float
-    """Sent between nodes, by this rank."""
+    """Sent between nodes, by this rank; in the modes that know no nodes, on average."""
     wire_s: float
     compression_s: float
+    """Packing and unpacking, the launches of their kernels included."""
     exposed_s: float
     """What backward does not hide."""
     step_s: float
@@ -198,11 +210,18 @@ def ring_factor(ranks: int) -> float:
 def sent_bytes(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
     """Bytes that one rank sends a step: inside its node, and between nodes."""
     payload = payload_bytes(mode, job)
-    if not shape.hierarchical:
-        flat = ring_factor(shape.ranks) * payload
-        return (0.0, flat) if shape.nodes > 1 else (flat, 0.0)
-    inside = FP32_BYTES * job.trainable / (job.local_steps if mode == "local" else 1)
-    return ring_factor(shape.devices) * inside, ring_factor(shape.nodes) * payload / shape.devices
+    if nodes_first(mode, shape):
+        return ring_factor(shape.devices) * FP32_BYTES * job.trainable, ring_factor(
+            shape.nodes
+        ) * payload / shape.devices
+    flat = ring_factor(shape.ranks) * payload
+    leaves = 1 / shape.devices if shape.nodes > 1 else 0.0  # of a node's cards one has its neighbour in another node
+    return flat * (1 - leaves), flat * leaves
+
+
+def nodes_first(mode: str, shape: Shape) -> bool:
+    """Whether this mode adds up inside a node first, and sends each card's share of that between nodes."""
+    return shape.hierarchical and mode not in FLAT_MODES
 
 
 def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
@@ -210,6 +229,7 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     local, between = sent_bytes(mode, job, shape)
     buckets = max(1, math.ceil(FP32_BYTES * job.trainable / job.bucket_bytes))
     rounds = buckets / (job.local_steps if mode == "local" else 1)
+    # Backends cut an all_reduce over all ranks into nodes themselves, so it has no more hops than one with nodes first.
     inside_steps = 2 * (shape.devices - 1) if local else 0
     between_steps = 2 * (shape.nodes - 1) if between else 0
     wire = (
@@ -218,7 +238,10 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         + rounds * (inside_steps * links.latency_local_s + between_steps * links.latency_between_s)
     )
     compressed = mode not in EXACT_MODES and shape.ranks > 1
-    compression = FP32_BYTES * compressed_share(job, shape) / COMPRESSION_BPS[job.device] if compressed else 0.0
+    compression = 0.0
+    if compressed:
+        compression = FP32_BYTES * compressed_share(mode, job, shape) / COMPRESSION_BPS[job.device]
+        compression += buckets * LAUNCHES[mode] * LAUNCH_S[job.device]
     busy = wire + compression
     if mode == "local":
         exposed = busy  # parameters travel between steps, when nothing runs that could hide it
@@ -231,7 +254,7 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
     """Bytes on one card by kind; AdamW in float32, activations come on top."""
-    owed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(job, shape)
+    owed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(mode, job, shape)
     return {
         "weights": FP32_BYTES * job.trainable + job.frozen_bytes * job.frozen,
         "gradients": FP32_BYTES * job.trainable,
@@ -240,9 +263,9 @@ def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
     }
 
 
-def compressed_share(job: Job, shape: Shape) -> float:
-    """Gradient entries that one rank compresses: with several nodes, its node's peers have the others."""
-    return job.compressible / (shape.devices if shape.hierarchical else 1)
+def compressed_share(mode: str, job: Job, shape: Shape) -> float:
+    """Gradient entries that one rank compresses: where nodes come first, its node's peers have the others."""
+    return job.compressible / (shape.devices if nodes_first(mode, shape) else 1)
 
 
 def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ class Groups:
     def __init__(self, hierarchical: bool | Literal["auto"], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         """Collective: every rank calls it. Raises: ConfigError for a hierarchy where nodes are uneven or only one."""
         self.traffic = Traffic()
+        self._made: list[Any] = []
         self.world_size, self.rank, self.timeout = dist.get_world_size(), dist.get_rank(), timeout
         keys: list[Any] = [None] * self.world_size
         dist.all_gather_object(keys, node_key())
@@ -49,10 +51,12 @@ class Groups:
         )
 
     def destroy(self) -> None:
-        """Let go of the groups; the default group stays."""
-        for group in {id(g): g for g in (self.inside, self.between, self.everyone) if g is not None}.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group.group)
+        """Let go of the groups; the default group stays. A second call does nothing."""
+        mine, self._made = self._made, []
+        for group in mine:
+            with suppress(ValueError):  # whoever destroyed the default group has destroyed them with it
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
 
     def _new_groups(self, groups: list[list[int]]) -> Any:
         """Every rank takes part in the making of every group; the one it is in."""
@@ -61,4 +65,5 @@ class Groups:
             made = dist.new_group(ranks, timeout=self.timeout)
             if self.rank in ranks:
                 mine = made
+                self._made.append(made)
         return mine

@@ -16,7 +16,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.options import SyncOptions
 
 ALIGNMENT = 256
-"""Every parameter starts at a multiple of this, so that no block has values of two parameters."""
+"""A compressed parameter starts at a multiple of this, so that no block has values of two parameters."""
 SMALL = 1024
 """A parameter with fewer values, or with one dimension, is sent whole: it costs nothing and often matters most."""
 
@@ -48,9 +48,12 @@ class Unit:
     """Length of the flat vector, its padding included."""
 
 
-def make_units(parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, divisor: int = 1) -> list[Unit]:
-    """The units of these parameters; a compressed unit's length divides by ALIGNMENT * `divisor`.
+def make_units(
+    parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, ranks: int = 1, ranks_inside: int = 1
+) -> list[Unit]:
+    """The units of these parameters, for so many ranks, of which `ranks_inside` add up among themselves first.
 
+    A compressed unit's length divides by ALIGNMENT * ranks, a whole one's by `ranks_inside`: padding travels too.
     Raises: ConfigError for a pattern in `protect` that the user gave and that covers none of them.
     """
     named = list(parameters)
@@ -62,12 +65,13 @@ def make_units(parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOpti
 
     def close(kind: tuple[bool, bool, torch.dtype]) -> None:
         members = open_units.pop(kind)
+        whole, protected, _ = kind
+        alignment, divisor = (1, ranks_inside) if whole else (ALIGNMENT, ALIGNMENT * ranks)
         entries, start = [], 0
         for name, parameter in members:
             entries.append(Entry(name, parameter.shape, start))
-            start += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        whole = ALIGNMENT * divisor
-        units.append(Unit(len(units), kind[0], kind[1], tuple(entries), -(-start // whole) * whole))
+            start += _padded(parameter.numel(), alignment)
+        units.append(Unit(len(units), whole, protected, tuple(entries), _padded(max(start, 1), divisor)))
 
     for name, parameter in reversed(named):
         protected = protection.covers(name)
@@ -79,6 +83,12 @@ def make_units(parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOpti
     for kind in list(open_units):
         close(kind)
     return units
+
+
+def entry_of_each_block(unit: Unit) -> torch.Tensor:
+    """The place in `entries` of each block of ALIGNMENT values of a compressed unit; padding joins the last."""
+    starts = torch.tensor([entry.start // ALIGNMENT for entry in unit.entries[1:]], dtype=torch.int64)
+    return torch.bucketize(torch.arange(unit.numel // ALIGNMENT), starts, right=True)
 
 
 def is_small(parameter: torch.Tensor) -> bool:
@@ -93,3 +103,7 @@ def check_protect(options: SyncOptions, names: Sequence[str]) -> None:
         options.protection().check(names)
     except ValueError as error:
         raise ConfigError(f"{error}; leave protect out for the default, or give [] to protect nothing") from None
+
+
+def _padded(length: int, divisor: int) -> int:
+    return -(-length // divisor) * divisor

@@ -37,13 +37,17 @@ class LowRank:
         left = [matrix @ self._columns[entry.name] for entry, matrix in zip(unit.entries, matrices, strict=True)]
         packed = torch.cat([p.reshape(-1) for p in left])
         yield group.all_reduce(packed)
-        bases = [_orthonormal(p) for p in _unpack(packed, left)]
+        # No rank looks at the numbers: that would make the host wait for them. A basis of what is not finite is an
+        # error on some devices, so it is one of zeros, and the sum is NaN in the end.
+        finite = torch.isfinite(packed).all()
+        bases = [torch.linalg.qr(p).Q for p in _unpack(torch.where(finite, packed, 0.0), left)]
 
         right = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         for matrix, basis, columns in zip(matrices, bases, right, strict=True):
             matrix.addmm_(basis, columns.T, alpha=-1)
         packed = torch.cat([q.reshape(-1) for q in right])
         yield group.all_reduce(packed)
+        packed = torch.where(finite, packed, torch.nan)
         total_N = torch.zeros_like(e_N)
         for entry, basis, columns in zip(unit.entries, bases, _unpack(packed, right), strict=True):
             torch.mm(basis, columns.T, out=total_N[entry.start : entry.stop].view(matrix_shape(entry)))
@@ -54,7 +58,8 @@ class LowRank:
         pass
 
     def commit(self) -> None:
-        self._columns |= {name: columns for name, columns in self._next.items() if columns.any()}
+        for name, columns in self._next.items():  # without a gradient they are zeros, and would stay so
+            self._columns[name] = torch.where(columns.any(), columns, self._columns[name])
         self.forget()
 
     def forget(self) -> None:
@@ -73,14 +78,6 @@ class LowRank:
 def matrix_shape(entry: Entry) -> tuple[int, int]:
     """A weight as a matrix: its first dimension by all others."""
     return entry.shape[0], entry.shape[1:].numel()
-
-
-def _orthonormal(p: Tensor) -> Tensor:
-    """An orthonormal basis of p's columns; zeros stay harmless, and what is not finite stays so."""
-    if not bool(torch.isfinite(p).all()):
-        return torch.full_like(p, torch.nan)
-    basis: Tensor = torch.linalg.qr(p.float()).Q
-    return basis
 
 
 def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,7 +14,16 @@ Mode = Literal[
     "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
-SPARSE_MODES = ("sparse", "sparse_int8", "sparse_int4")
+SPARSE_MODES: tuple[Mode, ...] = ("sparse", "sparse_int8", "sparse_int4")
+SERVES: dict[str, tuple[Mode, ...]] = {
+    "sparsity": SPARSE_MODES,
+    "layer_wise_adaptive": SPARSE_MODES,
+    "rank": ("low_rank",),
+    "local_steps": ("local",),
+    "outer_learning_rate": ("local",),
+    "outer_momentum": ("local",),
+}
+"""Options that some modes alone look at."""
 DEFAULT_PROTECT = ("vae.decoder*", "*mid_block.attentions*")
 
 
@@ -86,3 +95,20 @@ class SyncOptions:
             return GradientProtection(DEFAULT_PROTECT if self.protect is None else self.protect)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+
+def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
+    """A sentence for each option that was changed and that its mode does not look at.
+
+    Args: written: how the user wrote a field, where that is not `field=value`.
+    """
+    sentences = []
+    for name, modes in SERVES.items():
+        value = getattr(options, name)
+        if options.mode not in modes and value != SyncOptions.__dataclass_fields__[name].default:
+            given = written.get(name, f"{name}={value!r}")
+            sentences.append(
+                f"{given} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "
+                "have it, or leave it out"
+            )
+    return sentences

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -19,20 +18,53 @@ from lightning_aigc.gradient_sync.sync import StepReport
 from lightning_aigc.gradient_sync.traffic import KINDS, dense_ring_bytes
 
 
-class Dense:
-    """DDP's own all_reduce of each bucket, and a look at whether the sums are finite."""
+class _Plain:
+    """A hook on DDP's buckets, and process groups that go with it."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.step = self.skipped_steps = 0
         self.report: StepReport | None = None
-        self._checks: list[torch.futures.Future[Any]] = []
-        self._failed: SyncError | None = None
-        self._sent = 0.0
-        self._arrived = self._done = 0.0
+        self._is_closed = False
 
     def attach(self, ddp: DistributedDataParallel) -> None:
         attach_hook(ddp, self._on_bucket)
+
+    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the process groups, once; a backward pass that DDP syncs is an error from here on."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.groups.destroy()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SyncError("this gradient sync was closed, and DDP calls it still; make a new DistributedDataParallel")
+
+
+class _Outcome:
+    """How the collectives of a step ended, as Gloo's own threads note it down.
+
+    They get this and never the sync: a thread of Gloo that held the last reference to its process group would have to
+    wait for its own end.
+    """
+
+    def __init__(self) -> None:
+        self.error: RuntimeError | None = None
+        self.done = 0.0
+
+
+class Dense(_Plain):
+    """DDP's own all_reduce of each bucket, and a look at whether the sums are finite."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        self._checks: list[torch.futures.Future[Any]] = []
+        self._outcome = _Outcome()
+        self._sent_before = dict(groups.traffic.sent)
+        self._arrived = 0.0
 
     def settle(self) -> StepReport | None:
         if self._checks:
@@ -40,9 +72,9 @@ class Dense:
             self._checks = []
             self.step += finite
             self.skipped_steps += not finite
-            sent = dict.fromkeys(KINDS, 0.0) | {"values": self._sent}
-            self.report = StepReport(sent, 1.0, 1e3 * max(0.0, self._done - self._arrived), 0.0, finite)
-            self._sent = 0.0
+            now = dict(self.groups.traffic.sent)
+            sent, self._sent_before = {kind: now[kind] - self._sent_before[kind] for kind in KINDS}, now
+            self.report = StepReport(sent, 1.0, 1e3 * max(0.0, self._outcome.done - self._arrived), 0.0, finite)
         return self.report
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,37 +87,40 @@ class Dense:
             ["the checkpoint's run compressed gradients; what it still owed is dropped by mode dense"] if owing else []
         )
 
-    def close(self) -> None:
-        pass
-
     def _on_bucket(self, bucket: GradBucket) -> Any:
+        self._check_open()
         buffer = bucket.buffer().div_(self.groups.world_size)
-        self._sent += dense_ring_bytes(buffer.numel(), self.groups.world_size) * buffer.element_size() / 4
         self._arrived = time.perf_counter()
         check: torch.futures.Future[Any] = torch.futures.Future()
         self._checks.append(check)
-
-        def finished(future: torch.futures.Future[Any]) -> Tensor:
-            try:
-                reduced: Tensor = future.value()[0]
-            except RuntimeError as error:
-                self._failed, reduced = self._failed or explain(error, self.groups, self.step), buffer
-            check.set_result(reduced.sum(dtype=torch.float32))
-            self._done = time.perf_counter()
-            return reduced
-
         if bucket.is_last():
             at_the_end_of_backward(self._raise_failure)
-        return dist.all_reduce(buffer, async_op=True).get_future().then(finished)
+        travelling = self.groups.everyone.all_reduce(buffer).get_future()
+        return travelling.then(_look_at_sum(buffer, check, self._outcome))
 
     def _raise_failure(self) -> None:
         for check in self._checks:
             check.wait()
-        if self._failed is not None:
-            raise self._failed
+        if self._outcome.error is not None:
+            raise explain(self._outcome.error, self.groups, self.step)
 
 
-class LocalSteps:
+def _look_at_sum(
+    buffer: Tensor, check: torch.futures.Future[Any], outcome: _Outcome
+) -> Callable[[torch.futures.Future[Any]], Tensor]:
+    def finished(future: torch.futures.Future[Any]) -> Tensor:
+        try:
+            reduced: Tensor = future.value()[0]
+        except RuntimeError as error:
+            outcome.error, reduced = outcome.error or error, buffer
+        check.set_result(reduced.sum(dtype=torch.float32))
+        outcome.done = time.perf_counter()
+        return reduced
+
+    return finished
+
+
+class LocalSteps(_Plain):
     """Each rank steps alone; every `local_steps` optimizer steps the parameters go to their average.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; with outer learning rate 1 and no momentum it is local SGD. The
@@ -93,22 +128,19 @@ class LocalSteps:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], options: SyncOptions, groups: Groups) -> None:
-        self.options, self.groups = options, groups
+        super().__init__(groups)
+        self.options = options
         self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self._anchor = {name: p.detach().clone().float() for name, p in self.parameters}
         self._momentum = (
             {name: torch.zeros_like(a) for name, a in self._anchor.items()} if options.outer_momentum else {}
         )
-        self.step = self.skipped_steps = 0
-        self.report: StepReport | None = None
         self._checks: list[Tensor] = []
         self._numel = sum(p.numel() for _, p in self.parameters)
         self._since_average = 0
 
-    def attach(self, ddp: DistributedDataParallel) -> None:
-        attach_hook(ddp, self._on_bucket)
-
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        self._check_open()
         self._checks.append(bucket.buffer().sum(dtype=torch.float32))
         if bucket.is_last():
             wrong = (~torch.isfinite(torch.stack(self._checks)).all()).to(torch.float32).view(1)
@@ -191,8 +223,5 @@ class LocalSteps:
                 if name in state["reduction"][kind]:
                     value.copy_(state["reduction"][kind][name])
         return []
-
-    def close(self) -> None:
-        pass
 
     _finite = True

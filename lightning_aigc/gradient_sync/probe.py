@@ -56,7 +56,7 @@ def probe(groups: Groups, device: torch.device) -> Probe:
         seconds[mode] = _best(lambda r=reduction: add_up(r), device)  # type: ignore[misc]
     means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
     group.all_reduce(means).wait()
-    return Probe(values, dict(zip(seconds, (means / group.size).tolist(), strict=True)))
+    return Probe(values, dict(zip(seconds, (means / group.size).cpu().tolist(), strict=True)))
 
 
 def choose_mode(measured: Probe, numel: int, ranks: int) -> tuple[Mode, str]:

@@ -101,26 +101,24 @@ def in_two_hops(e_N: Tensor, code: BlockIntegers, group: CountedGroup) -> Reduci
     A rank's own part is not packed on its way to itself: there e_N takes what the second hop leaves, and so one vector
     holds what either hop still owes. N must divide by the group's size times `code.multiple`.
     """
-    part = e_N.numel() // group.size
-    nbytes = code.wire_bytes(part)
-    out, received = (torch.empty(group.size * nbytes, dtype=torch.uint8, device=e_N.device) for _ in range(2))
-    for rank in range(group.size):
-        if rank != group.rank:
-            code.encode_(group.shard(e_N, rank), group.shard(out, rank))
-    group.shard(out).zero_()
-    yield group.all_to_all(received, out)
+    e_RN = e_N.view(group.size, -1)
+    nbytes = code.wire_bytes(e_RN.shape[1])
+    out_RB, received_RB = (torch.empty(group.size, nbytes, dtype=torch.uint8, device=e_N.device) for _ in range(2))
+    others = [slice(0, group.rank), slice(group.rank + 1, group.size)]
+    for rows in others:
+        code.encode_(e_RN[rows], out_RB[rows])
+    yield group.all_to_all(received_RB.view(-1), out_RB.view(-1))  # what is there for oneself no one reads
 
-    mine = group.shard(e_N)
-    for rank in range(group.size):
-        if rank != group.rank:
-            code.decode(group.shard(received, rank), mine, add=True)
-    code.encode_(mine, group.shard(out))
-    packed_sum = group.shard(out).clone()
-    yield group.all_gather(received, packed_sum)
+    mine_1N = e_RN[group.rank : group.rank + 1]
+    for rows in others:
+        code.add_rows_(received_RB[rows], mine_1N[0])
+    sum_1B = torch.empty(1, nbytes, dtype=torch.uint8, device=e_N.device)
+    code.encode_(mine_1N, sum_1B)
+    yield group.all_gather(received_RB.view(-1), sum_1B.view(-1))
 
-    total = torch.empty_like(e_N)
-    checks = [code.decode(group.shard(received, r), group.shard(total, r)) for r in range(group.size)]
-    return total, torch.stack(checks).sum()
+    total_RN = torch.empty_like(e_RN)
+    check = code.decode(received_RB, total_RN)
+    return total_RN.view(-1), check
 
 
 def _kind(unit: Unit) -> str:

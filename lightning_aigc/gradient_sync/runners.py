@@ -56,18 +56,32 @@ class Inline:
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
         self._explain = explain
-        self.busy_seconds = 0.0
+        self._busy_s = self._busy_before_s = self._wanted_at = self._done_at = 0.0
 
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
         start = time.perf_counter()
         done(_run(work, self._explain))
-        self.busy_seconds += time.perf_counter() - start
+        self._done_at = time.perf_counter()
+        self._busy_s += self._done_at - start
 
     def finish(self) -> None:
         """Wait until everything that was submitted is done."""
 
-    def close(self) -> None:
-        pass
+    def new_step(self) -> None:
+        """Count time from here on."""
+        self._busy_before_s = self._busy_s
+
+    def wanted(self) -> None:
+        """From here on the step waits for its sums."""
+        self._wanted_at = time.perf_counter()
+
+    def times_ms(self) -> tuple[float, float]:
+        """Of a step that is finished: milliseconds that its sums took, and those that the step waited for them."""
+        return 1e3 * (self._busy_s - self._busy_before_s), 1e3 * max(0.0, self._done_at - self._wanted_at)
+
+    def close(self) -> bool:
+        """Take no more; whether everything has ended. A second call does nothing."""
+        return True
 
 
 class Thread(Inline):
@@ -82,17 +96,22 @@ class Thread(Inline):
         super().__init__(explain)
         self._inbox: queue.Queue[tuple[Work, Callable[[SyncError | None], None], bool] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="gradient-sync", daemon=True)
+        self._closed = False
         self._thread.start()
 
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
         self._inbox.put((work, done, last))
 
     def finish(self) -> None:
-        self._inbox.join()
+        if not self._closed:
+            self._inbox.join()
 
-    def close(self) -> None:
-        self._inbox.put(None)
-        self._thread.join(timeout=5)
+    def close(self) -> bool:
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+            self._thread.join(timeout=5)
+        return not self._thread.is_alive()
 
     def _serve(self) -> None:
         running: list[_Running] = []
@@ -117,7 +136,8 @@ class Thread(Inline):
                     unit.done(failed)
                 running.clear()
             if not running:
-                self.busy_seconds += time.perf_counter() - start
+                self._done_at = time.perf_counter()
+                self._busy_s += self._done_at - start
             self._inbox.task_done()
 
 
@@ -143,7 +163,8 @@ class _Running:
 class Stream(Inline):
     """Queues everything on a side stream of an accelerator: there, waiting for a collective blocks no one.
 
-    The stream of the backward pass waits for the side stream after the last unit, or where `late`, in `finish`.
+    The stream of the backward pass waits for the side stream after the last unit, or where `late`, in `finish`. What
+    takes how long is told by events on the two, to be read when the host has waited for both anyway.
     """
 
     def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, late: bool) -> None:
@@ -152,18 +173,37 @@ class Stream(Inline):
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self._stream = self._module.Stream(device=device)
+        self._spans: list[tuple[Any, Any]] = []
+        self._wanted: Any = None
 
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
         current = self._module.current_stream(self._device)
         self._stream.wait_stream(current)
+        start = self._now_on(self._stream)
         with self._module.stream(self._stream):
             error = _run(work, self._explain)
+        self._spans.append((start, self._now_on(self._stream)))
         if last and not self._late:
             current.wait_stream(self._stream)
         done(error)
 
     def finish(self) -> None:
         self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def new_step(self) -> None:
+        self._spans = []
+
+    def wanted(self) -> None:
+        self._wanted = self._now_on(self._module.current_stream(self._device))
+
+    def times_ms(self) -> tuple[float, float]:
+        busy = sum(start.elapsed_time(end) for start, end in self._spans)
+        return busy, max(0.0, self._wanted.elapsed_time(self._spans[-1][1]))
+
+    def _now_on(self, stream: Any) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
 
 def _run(work: Work, explain: Callable[[BaseException], SyncError]) -> SyncError | None:

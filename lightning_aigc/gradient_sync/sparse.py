@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.gradient_sync.block_integers import BlockIntegers
-from lightning_aigc.gradient_sync.layout import ALIGNMENT, Unit
+from lightning_aigc.gradient_sync.layout import ALIGNMENT, Unit, entry_of_each_block
 from lightning_aigc.gradient_sync.reductions import Reducing, in_bfloat16, in_two_hops
 from lightning_aigc.gradient_sync.traffic import CountedGroup
 
@@ -165,10 +165,8 @@ def layer_of_each_block(units: Sequence[Unit], start: dict[int, int], length: di
     """For each unit the layer of each block from its start on, counted through all units; padding joins the last."""
     layers, count = {}, 0
     for unit in units:
-        ends = torch.tensor([entry.start // BLOCK for entry in unit.entries[1:]], dtype=torch.int64)
-        of_all = torch.bucketize(torch.arange(unit.numel // BLOCK), ends, right=True)
         first, stop = start[unit.index] // BLOCK, (start[unit.index] + length[unit.index]) // BLOCK
-        _, within = torch.unique(of_all[first:stop], return_inverse=True)
+        _, within = torch.unique(entry_of_each_block(unit)[first:stop], return_inverse=True)
         layers[unit.index] = within + count
         count += int(within.max()) + 1
     return layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.groups import Groups
-from lightning_aigc.gradient_sync.layout import Entry, Unit, make_units
+from lightning_aigc.gradient_sync.layout import ALIGNMENT, Entry, Unit, entry_of_each_block, make_units
 from lightning_aigc.gradient_sync.modes import make_reduction, own_part
 from lightning_aigc.gradient_sync.options import SPARSE_MODES, SyncOptions
 from lightning_aigc.gradient_sync.owed import owed_by_name, take_up
@@ -44,9 +43,10 @@ class StepReport:
     ratio: float
     """Bytes sent, but for those inside a node, over those of a dense float32 ring on as many ranks or nodes."""
     exposed_ms: float
-    """From the last gradient's arrival until everything had been added up. On accelerators the time to queue it all."""
+    """How long the step waited: from the last gradient's arrival until everything had been added up. With
+    `delay_one_step` from the next step's first gradient."""
     share_hidden: float
-    """Of the time that sync took, the share that ran beside backward."""
+    """Of the time that sync took, the share that nothing waited for."""
     finite: bool
 
     @property
@@ -106,7 +106,8 @@ class GradientSync:
         self.options, self.groups, self.find_unused, self._loss_scale = options, groups, find_unused, loss_scale
         self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self.device = self.parameters[0][1].device
-        self.units = make_units(self.parameters, options, groups.world_size)
+        self._on_cpu = self.device.type == "cpu"
+        self.units = make_units(self.parameters, options, groups.world_size, self.ranks_inside)
         self._whole: Reduction = Whole()
         self.reduction: Reduction = make_reduction(options, self.units, groups, self.device)
         self._compressed = [unit for unit in self.units if not unit.whole]
@@ -115,12 +116,14 @@ class GradientSync:
         self._staged = {index: torch.zeros(length, device=self.device) for index, length in lengths.items()}
         self._late: dict[int, Tensor] = {}
         self._arriving: dict[int, Tensor] = {}
+        self._held: list[Tensor] = []
+        self._entry_of_block = {unit.index: self._own_entries(unit) for unit in self._compressed if find_unused}
         self._unit_of = {entry.name: unit for unit in self.units for entry in unit.entries}
         self._names = {id(p): name for name, p in self.parameters}
         self._numel = sum(p.numel() for _, p in self.parameters)
         if not options.overlap:
             self._runner = Inline(self._explain)
-        elif self.device.type == "cpu":
+        elif self._on_cpu:
             self._runner = Thread(self._explain)
         else:
             self._runner = Stream(self._explain, self.device, late=options.delay_one_step)
@@ -135,6 +138,7 @@ class GradientSync:
         self.choose_early = True
         """Sparse modes, with accumulation: choose by the sum of the micro-batches so far, not by the step before."""
         self._accumulating = False
+        self._closed = False
         self._removable: list[Any] = []
 
     # A step, bucket by bucket
@@ -146,6 +150,17 @@ class GradientSync:
             self._removable.append(ddp.register_forward_pre_hook(lambda model, _: self._before_forward(model)))
 
     def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if self._closed:
+            raise SyncError(
+                f"rank {self.groups.rank}: this gradient sync is closed, and DDP still calls it. To train on, wrap the "
+                "module in a new DistributedDataParallel, and hook that up"
+            )
+        if len(bucket.gradients()) < len(bucket.parameters()):
+            names = ", ".join(self._names[id(parameter)] for parameter in bucket.parameters())
+            raise SyncError(
+                f"the gradient of {names} is sparse; gradient sync takes dense ones: make the module with sparse=False "
+                "(torch.nn.Embedding, EmbeddingBag), or train it under plain ddp"
+            )
         waiting = _BucketFuture(bucket.buffer())
         self._arrived(bucket.parameters(), bucket.gradients(), waiting, last=bucket.is_last())
         waiting.release()
@@ -175,8 +190,8 @@ class GradientSync:
             if len(on_its_way.gradients) == len(on_its_way.unit.entries):
                 complete.append(on_its_way)
         complete.sort(key=lambda one: one.unit.index)
-        if last:
-            self._last_arrival = time.perf_counter()
+        if last and not self.options.delay_one_step:
+            self._runner.wanted()
         for i, one in enumerate(complete):
             del self._open[one.unit.index]
             is_last = last and i == len(complete) - 1  # its own parameters complete a unit, so there is one
@@ -187,7 +202,7 @@ class GradientSync:
 
     def _release(self, one: _OnItsWay) -> Callable[[SyncError | None], None]:
         def done(error: SyncError | None) -> None:
-            self._last_done, self._failed = time.perf_counter(), self._failed or error
+            self._failed = self._failed or error
             for waiting in one.futures:
                 waiting.release()
 
@@ -200,8 +215,7 @@ class GradientSync:
         self._checks = []
         self._concluded = False
         self._scale = None
-        self._last_arrival = self._last_done = 0.0
-        self._busy_before = self._runner.busy_seconds
+        self._runner.new_step()
         self._sent_before = dict(self.groups.traffic.sent)
 
     @property
@@ -217,29 +231,25 @@ class GradientSync:
 
     def _travel(self, one: _OnItsWay, flat: Tensor) -> Generator[Any, None, Tensor]:
         """The sum over the ranks of `flat`, which holds what this rank owes too where nodes do not come first."""
-        unit, groups = one.unit, self.groups
+        unit, inside = one.unit, self.groups.inside
         compresses = not unit.whole and self.compressing
         reduction = self.reduction if compresses else self._whole
-        if unit.whole:
-            total, check = yield from reduction.reduce(unit, flat, groups.everyone)
-            self._checks.append(check)
-            return total
         e_N = flat
-        if groups.inside is not None:
-            e_N = self._staged[unit.index]
-            yield groups.inside.reduce_scatter(e_N, flat)
-            if self.options.error_feedback:
+        if inside is not None:
+            e_N = flat.new_empty(unit.numel // inside.size) if unit.whole else self._staged[unit.index]
+            yield inside.reduce_scatter(e_N, flat)
+            if self.options.error_feedback and not unit.whole:
                 e_N.add_(self._owed[unit.index])
-        unused = yield from self._set_aside_unused(one, e_N)
-        total, check = yield from reduction.reduce(unit, e_N, groups.between)
-        for place, owed in unused:
-            e_N[place].add_(owed)
-        if not compresses:
+        unused_N = yield from self._set_aside_unused(one, e_N)
+        total, check = yield from reduction.reduce(unit, e_N, self.groups.between)
+        if unused_N is not None:
+            e_N.add_(unused_N)
+        if not unit.whole and not compresses:
             self.reduction.observe(unit, total)
         total[0] += 0 * check  # what is not finite may have stayed behind: a loss scaler must find it all the same
-        if groups.inside is not None:
-            yield groups.inside.all_gather(flat, total)
-            total, check = flat, flat.view(groups.inside.size, -1)[:, 0].sum()  # the node's ranks decide as one
+        if inside is not None:
+            yield inside.all_gather(flat, total)
+            total, check = flat, flat.view(inside.size, -1)[:, 0].sum()  # the node's ranks decide as one
         self._checks.append(check)
         return total
 
@@ -254,7 +264,7 @@ class GradientSync:
             torch._foreach_copy_([_view(flat, e) for e in entries], [one.gradients[e.name] for e in entries])
             return flat.mul_(share)
         owed = self._owed[unit.index]
-        if self.device.type == "cpu":  # one pass in place of two
+        if self._on_cpu:  # one pass in place of two
             for entry in entries:
                 torch.add(_view(owed, entry), one.gradients[entry.name], alpha=share, out=_view(flat, entry))
         else:
@@ -278,6 +288,7 @@ class GradientSync:
     def _start_late(self, one: _OnItsWay, *, last: bool) -> None:
         """Hand out what the last step's gradients came to, zeros in the first, and send this step's off."""
         flat = self._flat(one)
+        self._held.append(flat)  # it is made on one stream and read on another that this one does not wait for
         total = self._late.get(one.unit.index)
         self._hand_out(one, torch.zeros(one.unit.numel, device=self.device) if total is None else total)
         for waiting in one.futures:
@@ -287,7 +298,7 @@ class GradientSync:
             self._arriving[one.unit.index] = yield from self._travel(one, flat)
 
         def done(error: SyncError | None) -> None:
-            self._last_done, self._failed = time.perf_counter(), self._failed or error
+            self._failed = self._failed or error
 
         self._runner.submit(work(), done, last=last)
 
@@ -332,21 +343,28 @@ class GradientSync:
 
     # Parameters without a gradient on any rank
 
-    def _set_aside_unused(self, one: _OnItsWay, e_N: Tensor) -> Generator[Any, None, list[tuple[slice, Tensor]]]:
-        """What is owed to parameters that no rank used in this step, taken out of e_N: DDP drops their gradients."""
-        if not self.find_unused:
-            return []
-        entries = one.unit.entries
-        used = torch.stack([one.gradients[entry.name].count_nonzero() for entry in entries]).to(torch.float32)
+    def _set_aside_unused(self, one: _OnItsWay, e_N: Tensor) -> Generator[Any, None, Tensor | None]:
+        """What is owed to parameters that no rank used in this step, taken out of e_N: DDP drops their gradients.
+
+        A vector like e_N, or None where the host knows, without waiting for a device, that there is nothing.
+        """
+        if not self.find_unused or one.unit.whole:
+            return None
+        used = torch.stack([one.gradients[entry.name].count_nonzero() for entry in one.unit.entries]).to(torch.float32)
         yield self.groups.everyone.all_reduce(used, "index")
-        start, length = own_part(one.unit, self.groups)
-        aside = []
-        for entry, count in zip(entries, used.tolist(), strict=True):
-            place = slice(max(entry.start - start, 0), min(entry.stop - start, length))
-            if count == 0 and place.start < place.stop:
-                aside.append((place, e_N[place].clone()))
-                e_N[place].zero_()
-        return aside
+        unused = used == 0
+        if self._on_cpu and not unused.any():
+            return None
+        unused_K1 = unused[self._entry_of_block[one.unit.index]].view(-1, 1)
+        e_KB = e_N.view(-1, ALIGNMENT)
+        aside_KB = torch.where(unused_K1, e_KB, 0.0)
+        e_KB.masked_fill_(unused_K1, 0.0)
+        return aside_KB.view(-1)
+
+    def _own_entries(self, unit: Unit) -> Tensor:
+        """Which of the unit's parameters each block belongs to, of those that this rank compresses."""
+        start, length = own_part(unit, self.groups)
+        return entry_of_each_block(unit)[start // ALIGNMENT : (start + length) // ALIGNMENT].to(self.device)
 
     # The end of a step
 
@@ -364,6 +382,8 @@ class GradientSync:
     def _conclude(self) -> None:
         if self._concluded or self._open:
             return
+        if self.options.delay_one_step:
+            self._runner.wanted()
         self._runner.finish()
         if self._failed is not None:
             raise self._failed
@@ -380,19 +400,18 @@ class GradientSync:
             for staged in self._staged.values():  # NaN came into the padding too, which nothing else overwrites
                 staged.zero_()
         self._late, self._arriving = self._arriving, {}
+        self._held = []
         self.report = self._make_report(finite)
 
     def _make_report(self, finite: bool) -> StepReport:
         sent = {kind: total - self._sent_before[kind] for kind, total in self.groups.traffic.sent.items()}
-        busy = self._runner.busy_seconds - self._busy_before
-        exposed = max(0.0, self._last_done - self._last_arrival)
+        busy_ms, exposed_ms = self._runner.times_ms()
         between = sum(sent.values()) - sent["intra_node"]
         yardstick = dense_ring_bytes(self._numel, self.groups.between.size) / (
             1 if self.groups.inside is None else self.groups.inside.size
         )
-        return StepReport(
-            sent, between / yardstick, 1e3 * exposed, max(0.0, 1 - exposed / busy) if busy else 0.0, finite
-        )
+        hidden = max(0.0, 1 - exposed_ms / busy_ms) if busy_ms else 0.0
+        return StepReport(sent, between / yardstick, exposed_ms, hidden, finite)
 
     # State by name
 
@@ -462,9 +481,15 @@ class GradientSync:
         return 1 if self.groups.inside is None else self.groups.inside.size
 
     def close(self) -> None:
+        """Let go of the thread, the hook on the model's forward, and the process groups; what is owed stays readable.
+
+        DDP keeps its communication hook, so a backward pass after this is a SyncError.
+        """
+        self._closed = True
         for handle in self._removable:
             handle.remove()
-        self._runner.close()
+        if self._runner.close():  # a thread that still waits for a lost rank uses them
+            self.groups.destroy()
 
     def _explain(self, error: BaseException) -> SyncError:
         return explain(error, self.groups, self.step)

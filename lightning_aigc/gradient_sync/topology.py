@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.errors import UserError
 
 TOOLS = {"npu-smi": ("npu-smi", "info", "-t", "topo"), "nvidia-smi": ("nvidia-smi", "topo", "-m")}
 VISIBLE = {"npu-smi": "ASCEND_RT_VISIBLE_DEVICES", "nvidia-smi": "CUDA_VISIBLE_DEVICES"}
@@ -53,6 +53,15 @@ class Topology:
     def link(self, one: str, other: str) -> str:
         """How two cards reach each other. Raises: ValueError for a name that is not in `devices`."""
         return self.links[self.devices.index(one)][self.devices.index(other)]
+
+    def part(self, places: Sequence[int]) -> Topology:
+        """The cards at these places alone, in this order. Raises: IndexError for a place that is not there."""
+        return Topology(
+            tuple(self.devices[i] for i in places),
+            tuple(tuple(self.links[i][j] for j in places) for i in places),
+            tuple(self.cpus[i] for i in places),
+            tuple(self.numa[i] for i in places),
+        )
 
 
 @dataclass(frozen=True)
@@ -135,13 +144,7 @@ def visible_part(topology: Topology, variable: str, environ: Mapping[str, str]) 
         raise TopologyError(
             f"{variable}={given} does not name cards by numbers below {len(topology.devices)}, so theirs are unknown"
         )
-    kept = [int(place) for place in places]
-    return Topology(
-        tuple(topology.devices[i] for i in kept),
-        tuple(tuple(topology.links[i][j] for j in kept) for i in kept),
-        tuple(topology.cpus[i] for i in kept),
-        tuple(topology.numa[i] for i in kept),
-    )
+    return topology.part([int(place) for place in places])
 
 
 def read_ranktable(path: str | Path) -> list[RankPlace]:
@@ -171,6 +174,16 @@ def read_ranktable(path: str | Path) -> list[RankPlace]:
     return places
 
 
+def misplaced(places: Sequence[RankPlace]) -> RankPlace | None:
+    """The first rank of a ranktable that a launcher would put on another card: it counts node by node, cards ascending.
+
+    HCCL gives each rank the card that its ranktable says, so nothing can be reordered where there is one.
+    """
+    servers = {place.server: i for i, place in reversed(list(enumerate(places)))}
+    launched = sorted(places, key=lambda place: (servers[place.server], place.device))
+    return next((place for place, other in zip(places, launched, strict=True) if place != other), None)
+
+
 def node_key() -> str:
     """This process's node: equal for two processes that reach each other without a network.
 
@@ -194,22 +207,11 @@ def nodes_of(keys: Sequence[str]) -> list[list[int]]:
     return list(nodes.values())
 
 
-def rank_order(nodes: Sequence[Sequence[int]], topologies: Sequence[Topology | None]) -> list[int]:
-    """All ranks, so that neighbours in the list are close: by node, NUMA node and link.
-
-    The i-th rank of a node is taken to drive the i-th card of that node's topology. A node without a topology, with
-    more ranks than cards, or with equal links between all its cards keeps its order.
-    Raises: ConfigError when there are not as many topologies as nodes.
-    """
-    if len(nodes) != len(topologies):
-        raise ConfigError(f"got {len(topologies)} topologies for {len(nodes)} nodes; give one a node, None if unknown")
-    return [
-        ranks[i] for ranks, topology in zip(nodes, topologies, strict=True) for i in device_order(topology, len(ranks))
-    ]
-
-
 def device_order(topology: Topology | None, count: int) -> list[int]:
-    """The first `count` cards of a node, each followed by the closest one that is left."""
+    """The first `count` cards of a node, each followed by the closest one that is left.
+
+    Without a topology, with more ranks than cards, or with equal links between all of them they keep their order.
+    """
     if topology is None or not 0 < count <= len(topology.devices):
         return list(range(count))
     links = {topology.links[i][j] for i in range(count) for j in range(count) if i != j}

@@ -10,24 +10,27 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_aigc.gradient_sync import link_settings
 from lightning_aigc.gradient_sync.checksum import check_equal
-from lightning_aigc.gradient_sync.compressor import describe, trained_parameters
+from lightning_aigc.gradient_sync.compressor import describe, refuse_sparse_gradients, trained_parameters
 from lightning_aigc.gradient_sync.factory import AnySync, make_sync
 from lightning_aigc.gradient_sync.layout import check_protect
-from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions
+from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions, without_effect
 from lightning_aigc.gradient_sync.plain import LocalSteps
-from lightning_aigc.gradient_sync.topology import device_order, read_topology
+from lightning_aigc.gradient_sync.runners import explain
+from lightning_aigc.strategies.device_order import agree_on_order, open_store
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 
 NAMES = {
@@ -145,10 +148,11 @@ class NPUSparseStrategy(DDPStrategy):
         self._optimizer_steps = 0
         self._checkpoint = SyncCheckpoint()
         self._is_left_apart = False
+        self._store: Store | None = None
 
     @property
     def sync(self) -> AnySync | None:
-        """What adds up the gradients, with the last step's `report`; None with one rank, or where auto chose dense."""
+        """What adds up the gradients, with the last step's `report`; None with one rank."""
         return self._sync
 
     @classmethod
@@ -167,8 +171,7 @@ class NPUSparseStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         assert self.parallel_devices is not None
-        device = self.root_device.type
-        if device in ("cuda", "npu") and len(self.parallel_devices) > 1:
+        if self.root_device.type in ("cuda", "npu") and len(self.parallel_devices) > 2:  # two have one link
             self._order_devices()
         backend = self._get_process_group_backend()
         if backend in BACKENDS.values():
@@ -180,25 +183,36 @@ class NPUSparseStrategy(DDPStrategy):
     def _order_devices(self) -> None:
         """Neighbouring ranks on devices with the best link between them; as they are where all links are equal."""
         assert self.parallel_devices is not None
-        topology = read_topology().topology
-        order = device_order(topology, len(self.parallel_devices))
-        if order != list(range(len(order))):
-            self.parallel_devices = [self.parallel_devices[i] for i in order]
-            rank_zero_info(f"npu_sparse puts the ranks of a node on its devices in the order {order}, by their links")
+        indices = [device.index for device in self.parallel_devices]
+        order, news = agree_on_order(indices, self._open_store, self.node_rank, decides=self.local_rank == 0)
+        self.parallel_devices = [torch.device(self.root_device.type, index) for index in order]
+        if news:
+            rank_zero_info(f"npu_sparse {news}")
+
+    def _open_store(self) -> Store:
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        # As Lightning does on its way to the process group, which takes this store: two cannot share a port.
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        self._store = open_store(self.global_rank, self.world_size, self._timeout)
+        return PrefixStore("npu_sparse", self._store)
 
     def setup_distributed(self) -> None:
         # Lightning does so for nccl alone. Gloo's threads abort a process that ends before its groups do
         # (pytorch#179291), and a group destroyed sooner, at teardown, lets a second fit hang.
         atexit.register(_destroy_dist_connection)
-        if self.root_device.type != "npu":
-            super().setup_distributed()
-            return
-        # As DDPStrategy does, without device_id: connecting at once is more than every torch_npu can.
+        # As DDPStrategy does, but on NPUs without device_id: connecting at once is more than every torch_npu can.
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=self._timeout)
+        arguments: dict[str, Any] = {"timeout": self._timeout}
+        if self.root_device.type == "cuda":
+            arguments["device_id"] = self.root_device
+        if self._store is not None:
+            arguments["store"], self._store = PrefixStore("default_pg", self._store), None
+        _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
 
     def _get_process_group_backend(self) -> str:
         return (
@@ -231,6 +245,9 @@ class NPUSparseStrategy(DDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         self._parameters = trained_parameters(self.model)
         check_protect(self.options, [name for name, _ in self._parameters])  # with one rank, and in dense modes, too
+        refuse_sparse_gradients(self.model)
+        for sentence in without_effect(self.options):
+            rank_zero_info(f"npu_sparse: {sentence}")
         if self.world_size == 1:
             rank_zero_info("npu_sparse: one rank, nothing to send; gradients are left alone")
             return
@@ -242,14 +259,21 @@ class NPUSparseStrategy(DDPStrategy):
             find_unused=bool(self._ddp_kwargs["find_unused_parameters"] or self._ddp_kwargs["static_graph"]),
             loss_scale=self._loss_scale,
         )
-        if self._sync is not None:
-            self._sync.attach(self.model)
-            groups = self._sync.groups
-            nodes = f"{groups.world_size} ranks on {len(groups.nodes)} node(s)"
-            why += f", {nodes}, {'hierarchical' if groups.inside is not None else 'flat'}"
-        rank_zero_info(f"npu_sparse: {why}")
+        self._sync.attach(self.model)
+        groups = self._sync.groups
+        nodes = f"{groups.world_size} ranks on {len(groups.nodes)} node(s)"
+        rank_zero_info(f"npu_sparse: {why}, {nodes}, {'hierarchical' if groups.inside is not None else 'flat'}")
         for note in self._checkpoint.apply(self._sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in DDP, whose forward broadcasts buffers: a rank that is gone may show there first."""
+        try:
+            return super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if self._sync is None or not is_of_a_collective(error):
+                raise
+            raise explain(error, self._sync.groups, self._sync.step) from error
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -379,3 +403,8 @@ class NPUSparseStrategy(DDPStrategy):
             self._sync.close()
             self._sync = None
         super().teardown()
+
+
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it: Gloo's errors have no type of their own, and name its source files."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from lightning_aigc.gradient_sync.factory import AnySync
@@ -19,7 +19,7 @@ class SyncCheckpoint:
     def __init__(self) -> None:
         self._expected = False
         self._states: list[dict[str, Any]] = []
-        self._read: Callable[[Iterable[int]], list[dict[str, Any]]] = lambda ranks: []
+        self._read: Callable[[Iterable[int]], list[dict[str, Any]]] = _nothing  # no lambda: spawn pickles a strategy
         self._saved_ranks = 0
         self._error = ""
 
@@ -106,10 +106,15 @@ class SyncCheckpoint:
         checkpoint_io.remove_checkpoint(_folder(filepath))
 
 
+def _nothing(ranks: Iterable[int]) -> list[dict[str, Any]]:
+    return []
+
+
 def _folder(filepath: Any) -> str:
-    link = Path(filepath)
-    return f"{link.resolve() if link.is_symlink() else filepath}.sync"  # save_last="link"
+    """Where a checkpoint's sync state lies; `filepath` may be the URL of a remote folder, and no Path."""
+    link = None if "://" in str(filepath) else Path(filepath)
+    return f"{link.resolve() if link is not None and link.is_symlink() else filepath}.sync"  # save_last="link"
 
 
 def _path(filepath: Any, rank: int) -> str:
-    return str(PurePath(_folder(filepath)) / f"rank{rank}.ckpt")
+    return f"{_folder(filepath)}/rank{rank}.ckpt"

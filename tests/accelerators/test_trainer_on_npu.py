@@ -101,6 +101,28 @@ rows["refused"] = {
     "three": refused(devices=3),
     "float64": refused(devices=1, precision="64-true"),
 }
+def operator_refused(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+x = torch.randn(2, 3, 4, 4, device="npu")
+last = torch.channels_last
+rows["operators"] = {
+    "float64": operator_refused(lambda: x.double() + 1),
+    "complex": operator_refused(lambda: torch.complex(x, x)),
+    "fft": operator_refused(lambda: torch.fft.fft(x)),
+    "sparse": operator_refused(lambda: x.to_sparse()),
+    "csr": operator_refused(lambda: x[0, 0].to_sparse_csr()),
+    "to channels_last": operator_refused(lambda: x.to(memory_format=last)),
+    "contiguous channels_last": operator_refused(lambda: x.contiguous(memory_format=last)),
+    "empty channels_last": operator_refused(lambda: torch.empty(2, 3, 4, 4, device="npu", memory_format=last)),
+}
+from_cpu = torch.randn(2, 3, 4, 4).to(memory_format=last)
+conv = nn.Conv2d(3, 8, 3).to(memory_format=last).to("npu")
+moved = from_cpu.to("npu")
+rows["moved"] = [moved.is_contiguous(), torch.equal(moved.cpu(), from_cpu), conv.weight.is_contiguous()]
 report(rows)
 """
 )
@@ -209,6 +231,27 @@ def test_device_stats_monitor_logs_memory_and_utilisation(one_process: Rows) -> 
 )
 def test_what_would_not_train_on_the_npu_is_refused(what: str, words: str, one_process: Rows) -> None:
     assert one_process[0]["refused"][what].startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("float64", "RuntimeError: call aclnn add failed, detail:EZ1001: Tensor not implemented for DT_DOUBLE"),
+        ("complex", "RuntimeError: call aclnn complex failed, detail:EZ1001: Tensor not implemented for DT_COMPLEX"),
+        ("fft", "RuntimeError: call aclnn _fft_r2c failed, detail:EZ1001: Tensor not implemented for DT_COMPLEX"),
+        ("sparse", "NotImplementedError: Could not run 'aten::_to_sparse' with arguments from the 'SparsePrivateUse1'"),
+        ("csr", "NotImplementedError: Could not run 'aten::_to_sparse_csr' with arguments from the 'SparseCsrPrivate"),
+        ("to channels_last", "RuntimeError: _to_copy: NPU contiguous operator only supported contiguous"),
+        ("contiguous channels_last", "RuntimeError: clone: NPU contiguous operator only supported contiguous"),
+        ("empty channels_last", "RuntimeError: empty: NPU contiguous operator only supported contiguous"),
+    ],
+)
+def test_the_fake_refuses_what_an_ascend_lacks(what: str, words: str, one_process: Rows) -> None:
+    assert one_process[0]["operators"][what].startswith(words)
+
+
+def test_channels_last_from_the_cpu_is_contiguous_on_the_npu(one_process: Rows) -> None:
+    assert one_process[0]["moved"] == [True, True, True]
 
 
 def test_two_ranks_train_alike_over_hccl(tmp_path: Path) -> None:

@@ -223,6 +223,26 @@ def test_a_topology_says_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    ("status", "cards", "said"),
+    [
+        ("completed", "01", "ok RANK_TABLE_FILE={} gives 2 ranks their cards, as a launcher counts them"),
+        ("completed", "10", "warn RANK_TABLE_FILE={} puts rank 0 on card 1 of here, and launchers count "),
+        ("initializing", "01", "problem the ranktable {} has status 'initializing', wanted 'completed'"),
+    ],
+)
+def test_a_ranktable_is_followed_and_compared_with_the_launchers_order(
+    status: str, cards: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hccl.json"
+    devices = [{"device_id": card, "rank_id": str(rank)} for rank, card in enumerate(cards)]
+    servers = [{"server_id": "here", "device": devices}]
+    path.write_text(json.dumps({"version": "1.0", "status": status, "server_list": servers}))
+    monkeypatch.setattr(doctor_checks.topology, "read_topology", lambda: Reading(None, "no tool"))
+    lines = texts("topology", Answers({"RANK_TABLE_FILE": str(path)}))
+    assert lines[0].startswith(said.format(path)) and lines[1:] == ["note unknown: no tool; ranks keep their order"]
+
+
 def test_variables_that_are_set_and_that_would_be_set_are_listed() -> None:
     said = texts("environment", Answers({"HCCL_CONNECT_TIMEOUT": "300", "HOME": "/root"}, npu=["Ascend910B3"]))
     assert "note set: HCCL_CONNECT_TIMEOUT=300" in said and not any("HOME" in line for line in said)

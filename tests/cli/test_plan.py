@@ -34,8 +34,9 @@ def test_every_mode_is_a_row_and_all_of_it_is_called_modelled(command: Command) 
 def test_json_holds_the_same_with_its_constants(command: Command) -> None:
     plan = json.loads(command("plan", *FORTY_EIGHT, *GIVEN, "--json", "--efficiency", "0.927").out)
     assert plan["modelled"] is True and plan["constants"]["overlap_share"] == 0.9
+    assert plan["constants"]["launch_s"] == 5e-6
     dense = next(row for row in plan["modes"] if row["mode"] == "dense")
-    assert dense["between_bytes"] == pytest.approx(2 * 47 / 48 / 8 * 4 * 859.5e6)
+    assert dense["between_bytes"] == pytest.approx(2 * 383 / 384 / 8 * 4 * 859.5e6)
     assert dense["link_for_efficiency_Bps"] > 25e9 / 8 > 0  # 25 Gb/s is not enough for 92.7 % here
     assert dense["efficiency"] < 0.927
 

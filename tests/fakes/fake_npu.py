@@ -6,7 +6,11 @@ asks for, never a speed or an Ascend's numerics. `install()` cannot be undone: u
 
 Every tensor says npu:0, whatever index was asked for: torch's autograd engine knows one device of a Python backend, so
 each rank of a training sees its own card under that name. What an Ascend lacks is refused: float64 and complex numbers
-compute nothing, though they may be moved and viewed; no tensor has channels_last or a sparse layout.
+compute nothing, though they may be moved and viewed; no tensor has channels_last or a sparse layout: one that comes
+from the CPU with channels_last is contiguous here.
+
+Torch asks a backend in C++ for pinned memory, and Python has no way to answer: DDP wants some with
+`find_unused_parameters` or `static_graph`. With `pin_everything()` ordinary memory passes for it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +42,8 @@ CARRY_NUMBERS = {
     *("expand", "select", "slice", "squeeze", "unsqueeze"),
 }
 """Operators that take any dtype, because they compute nothing."""
-CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of a tensor's dimensions."""
 
 
 class NpuGradScaler(torch.amp.GradScaler):
@@ -220,9 +226,16 @@ def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [leaf for leaf in leaves if isinstance(leaf, NpuTensor)]
     wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
     result = op(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if (
+        op in (aten.empty_strided.default, aten._to_copy.default)
+        and kwargs.get("memory_format") not in CHANNELS_LAST.values()
+    ):
+        result = _without_channels_last(result)
     if wanted is None or wanted.type == "npu":
         refuse_what_an_ascend_lacks(op, [*given, *tree_leaves(result)], kwargs)
-    if op in (aten._local_scalar_dense.default, aten.is_pinned.default):
+    if op is aten.is_pinned.default:
+        return False
+    if op is aten._local_scalar_dense.default:
         return result
     if wanted is not None and wanted.type != "npu":  # .to("cpu")
         return result
@@ -241,7 +254,7 @@ def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def refuse_what_an_ascend_lacks(op: Any, values: list[Any], kwargs: dict[str, Any]) -> None:
     """Raises: RuntimeError in the words of torch_npu and CANN."""
     name = op.name().removeprefix("aten::").partition(".")[0]
-    if kwargs.get("memory_format") in CHANNELS_LAST:
+    if kwargs.get("memory_format") in CHANNELS_LAST.values():
         raise RuntimeError(f"{name}: NPU contiguous operator only supported contiguous memory format.")
     for tensor in values:
         if not isinstance(tensor, torch.Tensor):
@@ -296,7 +309,28 @@ def install() -> None:
     _register_hccl()
 
 
+def pin_everything() -> None:
+    """Let ordinary CPU memory pass for pinned; for the rest of the process."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("empty.memory_format", "empty_strided"):
+        plain = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def make(keys: Any, *args: Any, _plain: Any = plain, pin_memory: bool | None = None, **kwargs: Any) -> Any:
+            return _plain.call_boxed(keys, *args, pin_memory=False, **kwargs)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it replaces a kernel, which is its purpose
+            library.impl(name, make, "CPU", with_keyset=True)
+    library.impl("is_pinned", lambda tensor, device=None: True, "CPU")
+    _KEEP.append(library)
+
+
 _KEEP: list[Any] = []
+
+
+def _without_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    is_last = any(tensor.dim() == dims and tensor.is_contiguous(memory_format=f) for dims, f in CHANNELS_LAST.items())
+    return tensor.contiguous() if is_last and not tensor.is_contiguous() else tensor
 
 
 def _to_cpu(value: Any) -> Any:

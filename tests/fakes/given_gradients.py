@@ -63,6 +63,7 @@ class Training:
         *,
         module: nn.Module | None = None,
         accumulate: int = 1,
+        scaler: Any = None,
         sync_mode: Any = "overlap",
         **options: Any,
     ) -> None:
@@ -70,7 +71,7 @@ class Training:
         self.ddp = DistributedDataParallel(self.module, **ddp)
         self.optimizer = torch.optim.SGD(self.module.parameters(), 1.0)
         self.compressor = GradientCompressor(**options)
-        self.compressor.hook_into_model(self.ddp, self.optimizer)
+        self.compressor.hook_into_model(self.ddp, self.optimizer, scaler)
         self.accumulate = accumulate
         if accumulate > 1:
             self.compressor.enable_gradient_accumulation(accumulate, sync_mode)

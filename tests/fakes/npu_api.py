@@ -15,6 +15,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "device_count": (),
     "current_device": (),
     "set_device": ("npu:0",),
+    "device": ("npu:0",),
     "get_device_name": ("npu:0",),
     "synchronize": ("npu:0",),
     "empty_cache": (),
@@ -46,5 +47,3 @@ EVENT_CALLS: dict[str, tuple[Any, ...]] = {
     "synchronize": (),
     "elapsed_time": ("an event",),
 }
-HCCL_OPTIONS = ("hccl_config", "op_timeout", "is_high_priority_stream")
-"""Attributes of torch_npu's ProcessGroupHCCL.Options."""

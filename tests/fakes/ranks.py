@@ -44,7 +44,7 @@ def run_ranks(
     context.set_forkserver_preload(IMPORTED_ONCE)
     # A function of a test module has no name that a new process could import.
     place = (str(Path(sys.modules[work.__module__].__file__ or "").resolve()), work.__name__)
-    port = str(_free_port())
+    port = str(free_port())
     given = [(rank, ranks, str(folder), port, gloo, environment or {}, place, arguments) for rank in range(ranks)]
     processes = [context.Process(target=_rank, args=one, daemon=True) for one in given]
     for process in processes:
@@ -101,7 +101,7 @@ def _rank(
         raise
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]

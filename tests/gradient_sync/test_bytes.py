@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-from fakes.given_gradients import MODES, SHAPES, Training
+from fakes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
 from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync import cost_model, groups
 from lightning_aigc.gradient_sync.block_integers import BlockIntegers
@@ -19,20 +21,34 @@ from lightning_aigc.gradient_sync.options import SyncOptions
 COMPRESSED = tuple(mode for mode in MODES if mode not in ("dense", "local"))
 RANK = 5
 DENSITY = 0.25
-ORDER = ("third", "second", "first")
 SETTINGS = {"two": (1, 2), "four": (1, 4), "two nodes of two": (2, 2)}
 """Nodes, and ranks of each."""
+EVEN = {"wide": (512, 320), "bias": (301,), "deep": (256, 64, 3, 3), "scale": (50,)}
+"""Shapes whose compressed part needs no padding on up to four ranks: 640 and 576 blocks of 256. `bias` is protected."""
+N = 512 * 320 + 256 * 64 * 9
+PER_VALUE = {
+    **{"bf16": 2, "int8": 1 + 2 / 32, "int4": 1 / 2 + 2 / 32, "int3": 3 / 8 + 2 / 32, "two_four": 1},
+    **{"sparse_int8": DENSITY * (1 + 2 / 32), "sparse_int4": DENSITY * (1 / 2 + 2 / 32)},
+    "sparse": DENSITY * 2 + 2 / 256,
+    "low_rank": 4 * RANK * (512 + 320 + 256 + 64 * 9) / N,
+}  # fmt: skip
+"""Bytes; a scale of two bytes for 32 values, and for 256 an energy of two, which `sparse` sends with its values."""
 
 
 def work(rank: int, nodes: int, inside: int) -> dict[str, Any]:
     groups.node_key = lambda: f"node {rank // inside}"
-    sent = {}
-    for mode in (*COMPRESSED, "dense"):
-        run = Training(mode=mode, strategy="uniform", sparsity_target=1 - DENSITY, rank=RANK, protect_layers=["bias"])
-        run.steps(rank, range(2))  # the first of a sparse mode is dense
-        assert run.compressor.last_step is not None
-        sent[mode] = (run.compressor.last_step.sent_bytes, run.compressor.last_step.ratio)
+
+    def last_step(shapes: Mapping[str, tuple[int, ...]], **options: Any) -> tuple[dict[str, float], float]:
+        run = Training(module=Given(shapes), strategy="uniform", sparsity_target=1 - DENSITY, rank=RANK, **options)
+        run.steps(rank, range(2), partial(make_gradients, shapes=shapes))  # the first of a sparse mode is dense
         run.compressor.close()
+        report = run.compressor.last_step
+        assert report is not None
+        return report.sent_bytes, report.ratio
+
+    sent: dict[str, Any] = {mode: last_step(EVEN, mode=mode, protect_layers=["bias"]) for mode in COMPRESSED}
+    sent["dense"] = last_step(SHAPES, mode="dense")
+    sent["all protected"] = last_step(SHAPES, protect_layers=list(SHAPES))
     return sent
 
 
@@ -44,65 +60,49 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     }
 
 
-def integer_bytes(length: int, bits: int) -> float:
-    """A block of 32 values has a scale of two bytes."""
-    return length * bits / 8 + length / 32 * 2
-
-
-def layer_blocks(first: int, stop: int, length: int) -> list[int]:
-    """Blocks of 256 that each parameter has between two places of the vector; padding joins the last."""
-    ends, at = [], 0
-    for name in ORDER:
-        at += -(-math.prod(SHAPES[name]) // 256)
-        ends.append(at)
-    ends[-1] = length // 256
-    starts = [0, *ends[:-1]]
-    counts = [min(e, stop // 256) - max(s, first // 256) for s, e in zip(starts, ends, strict=True)]
-    return [count for count in counts if count > 0]
-
-
-def payload(mode: str, first: int, stop: int, length: int, ranks: int) -> dict[str, float]:
-    """Bytes of values and of what chooses them, for the part of the vector that is added up among `ranks`."""
-    n = stop - first
-    blocks = layer_blocks(first, stop, length)
-    sent = sum(math.ceil(DENSITY * count) for count in blocks) * 256
-    if mode.startswith("int"):
-        return {"values": integer_bytes(n, int(mode[3:]))}
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("mode", COMPRESSED)
+def test_counted_bytes_are_those_of_the_parameters(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
+    nodes, inside = SETTINGS[setting]
+    if nodes > 1 and mode != "low_rank":
+        # One of the two cards of each node sends half: 2 (M-1) / M is 1. Of 301 values a half is 151 with its padding.
+        wanted = {"values": PER_VALUE[mode] * N / 2, "protected": 4 * 151, "small": 4 * 25}
+        wanted["intra_node"] = 4 * (N + 302 + 50)
+        yardstick = 4 * (N + 301 + 50) / 2
+    else:
+        ring = {2: 1.0, 4: 1.5}[nodes * inside]
+        wanted = {"values": ring * PER_VALUE[mode] * N, "protected": ring * 4 * 301, "small": ring * 4 * 50}
+        yardstick = ring * 4 * (N + 301 + 50)
     if mode in ("sparse_int8", "sparse_int4"):
-        whole = -(-sent // (256 * ranks)) * 256 * ranks
-        return {"values": integer_bytes(whole, int(mode[-1])), "index": 2 * sum(blocks)}
-    low_rank = sum(RANK * (SHAPES[name][0] + math.prod(SHAPES[name][1:])) for name in ORDER)
-    return {
-        "values": {
-            "bf16": 2 * n,
-            "sparse": 2 * (sent + sum(blocks)),
-            "two_four": n,
-            "low_rank": 4 * low_rank,  # one factor after the other
-        }[mode]
-    }
+        wanted["index"] = wanted["values"] / PER_VALUE[mode] * 2 / 256
+    for sent, ratio in (row[mode] for row in counted[setting]):
+        assert {kind: size for kind, size in sent.items() if size} == pytest.approx(wanted)
+        assert ratio == pytest.approx((sum(sent.values()) - sent["intra_node"]) / yardstick)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("mode", COMPRESSED)
-def test_counted_bytes_are_the_formula(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
+def test_plan_says_the_bytes_that_are_counted(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
     nodes, inside = SETTINGS[setting]
-    ranks, layered = nodes * inside, nodes > 1 and mode != "low_rank"
-    length = -(-(1280 + 2560 + 1792) // (256 * ranks)) * 256 * ranks
-    protected, small = (-(-256 // (256 * ranks)) * 256 * ranks for _ in range(2))
-    for rank, (sent, ratio) in enumerate(row[mode] for row in counted[setting]):
-        part = length // inside if layered else length
-        first = rank % inside * part if layered else 0
-        among = nodes if layered else ranks
-        wanted = {
-            kind: 2 * (among - 1) / among * size
-            for kind, size in payload(mode, first, first + part, length, among).items()
-        }
-        wanted |= {"protected": 2 * (ranks - 1) / ranks * 4 * protected, "small": 2 * (ranks - 1) / ranks * 4 * small}
-        wanted["intra_node"] = 2 * (inside - 1) / inside * 4 * length if layered else 0.0
-        assert {kind: size for kind, size in sent.items() if size} == {k: v for k, v in wanted.items() if v}
-        numel = sum(math.prod(shape) for shape in SHAPES.values())
-        yardstick = 2 * (among - 1) / among * 4 * numel / (inside if layered else 1)
-        assert ratio == pytest.approx((sum(sent.values()) - sent["intra_node"]) / yardstick)
+    factors = RANK * (512 + 320 + 256 + 64 * 9)
+    job = cost_model.Job(N + 351, 1.0, 2.0, protected=301, small=50, sparsity=1 - DENSITY, low_rank_elements=factors)
+    in_node, between = cost_model.sent_bytes(mode, job, cost_model.Shape(nodes, inside))
+    for sent, _ in (row[mode] for row in counted[setting]):
+        if nodes > 1 and mode != "low_rank":
+            assert sent["intra_node"] == pytest.approx(in_node, rel=1e-4)
+            assert sum(sent.values()) - sent["intra_node"] == pytest.approx(between, rel=1e-4)
+        else:
+            assert sum(sent.values()) == pytest.approx(in_node + between)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_with_everything_protected_it_sends_what_dense_does(setting: str, counted: dict[str, list[Any]]) -> None:
+    nodes, inside = SETTINGS[setting]
+    numel = 33 * 47 + 47 + 64 * 40 + 16 * 8 * 9 + 40
+    for sent, ratio in (row["all protected"] for row in counted[setting]):
+        assert ratio == 1.0
+        assert sent["protected"] == (4 * numel / 2 if nodes > 1 else {2: 1.0, 4: 1.5}[inside] * 4 * numel)
+        assert sent["intra_node"] == (4 * numel if nodes > 1 else 0)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -138,7 +138,7 @@ def test_the_default_sends_less_than_0_15_of_stable_diffusions_gradient(
     options = SyncOptions()
     numel = sum(p.numel() for _, p in unet)
     assert numel == 859_520_964
-    units = make_units(unet, options, ranks)
+    units = make_units(unet, options, ranks, min(ranks, 8))
     assert any(unit.protected for unit in units)
     code = BlockIntegers(int(options.mode[3:]))
     ratio = ratio_of(units, numel, lambda unit: code.wire_bytes(unit.numel))

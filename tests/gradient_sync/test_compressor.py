@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients
+from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients, owed_of, poisoned
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncError, SyncOptions, factory
 from lightning_aigc.gradient_sync.checksum import bits_of, check_equal
 from lightning_aigc.gradient_sync.probe import Probe, choose_mode
 
+ROOT = Path(__file__).parents[2]
+SCALED = ("dense", "int3", "sparse", "low_rank", "local")
 SHORT = timedelta(seconds=3)
 ENDS = ("int3", "dense", "sparse", "local", "inline", "late")
 FAST = Probe(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
@@ -81,12 +87,27 @@ def two_ranks(rank: int) -> dict[str, Any]:
 
     for name, measured in (("fast", FAST), ("slow", SLOW)):
         factory.probe = lambda *_, m=measured: m
-        # Seen through DDP alone where auto answers dense: then it has no hook.
         run = Training(mode="auto", module=Given({"weight": (1024, 1024)}))
         run.step({"weight": torch.full((1024, 1024), float(rank))})
-        results[name] = [run.compressor.mode, run.compressor.report(), run.module.weight[0, 0].item()]
+        stepped = [run.step({"weight": torch.full((1024, 1024), torch.nan if rank == 1 else 0.0)})]
+        stepped.append(run.step({"weight": torch.zeros(1024, 1024)}))
+        results[name] = [run.compressor.mode, run.compressor.report(), run.module.weight[0, 0].item(), stepped]
     results["drift"] = drift(rank)
+    results["closed"] = {mode: closed(mode) for mode in ("dense", "local")}
     return results
+
+
+def closed(mode: str) -> Any:
+    """Process groups before, with and after a sync, and what is said by a backward pass that comes later."""
+    groups = dist.distributed_c10d._world.pg_map
+    counts = [len(groups)]
+    run = Training(mode=mode)
+    run.step(make_gradients(0, 0))
+    counts.append(len(groups))
+    run.compressor.close()
+    run.compressor.close()
+    counts.append(len(groups))
+    return counts, refusal(lambda: run.ddp(make_gradients(1, 0)).backward())
 
 
 def drift(rank: int) -> dict[str, str]:
@@ -106,12 +127,185 @@ def drift(rank: int) -> dict[str, str]:
             run.module.tail[1] += 1
     run.steps(rank, [1])
     said["in training"] = refusal(lambda: run.steps(rank, [2]))
+
+    module = Given()
+    ddp = nn.parallel.DistributedDataParallel(module)
+    compressor = GradientCompressor(checksum_every_n_steps=3)
+    compressor.hook_into_model(ddp)  # its optimizer is nobody's business
+    for step in range(3):
+        module.zero_grad()
+        ddp(poisoned(make_gradients(step, rank), "tail", 0) if step == 1 else make_gradients(step, rank)).backward()
+        assert compressor.settle() == (step != 1)
+    if rank == 0:
+        with torch.no_grad():
+            module.bias[3] += 1
+    ddp(make_gradients(3, rank)).backward()
+    said["without an optimizer"] = refusal(compressor.settle)  # the third that counts
     return said
+
+
+def scaled_loop(rank: int) -> dict[str, Any]:
+    """A loop under torch's loss scaler, whose scale grows and whose fourth step overflows on rank 1; and none of it."""
+    results = {}
+    for mode in SCALED:
+        options: dict[str, Any] = {"mode": mode, "local_steps": 2, "sparsity_target": 0.6}
+        without = Training(**options)
+        without.steps(rank, [0, 1, 2, 4, 5])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+        run = Training(**options, scaler=scaler)
+        told, scales, moved = [], [], []
+        for step in range(6):
+            gradients = make_gradients(step, rank)
+            if (step, rank) == (3, 1):
+                gradients = poisoned(gradients, "second", 7, 3e38)
+            before = run.flat()
+            run.optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            scaler.scale(run.ddp(gradients)).backward()
+            told.append(run.compressor.settle())
+            scaler.unscale_(run.optimizer)
+            scaler.step(run.optimizer)
+            scaler.update()
+            moved.append(not torch.equal(before, run.flat()))
+        owed = [owed_of(r.compressor.state_dict()) for r in (without, run)] if mode != "local" else [{}, {}]
+        results[mode] = [without.flat(), run.flat(), owed, told, scales, moved]
+    return results
+
+
+def after_a_bad_window(rank: int) -> list[Any]:
+    """What `settle` says of a window with NaN on rank 1 and of the next, with nobody setting gradients to zero."""
+    run = Training(accumulate=2)
+    told = []
+    for step in range(4):
+        gradients = make_gradients(step, rank)
+        run.ddp(poisoned(gradients, "tail", 0) if (step, rank) == (1, 1) else gradients).backward()
+        told.append(run.compressor.settle())
+    return told
+
+
+def part_of_an_overflow(rank: int) -> list[Any]:
+    """Whether the optimizers of two parameters stepped, where one of the two overflowed on rank 1."""
+    run = Training(mode="dense", scaler=(scaler := torch.amp.GradScaler("cpu")))
+    parts = [torch.optim.SGD([parameter], 1.0) for parameter in (run.module.first, run.module.second)]
+    gradients = make_gradients(0, rank)
+    scaler.scale(run.ddp(poisoned(gradients, "second", 7, 3e38) if rank == 1 else gradients)).backward()
+    run.compressor.settle()
+    for optimizer in parts:
+        scaler.step(optimizer)
+    scaler.update()
+    return [bool(run.module.first.any()), bool(run.module.second.any())]
+
+
+def documented_loops(rank: int) -> dict[str, Any]:
+    """The loops of our documents, as printed, on batches of each rank's own: parameters before and after."""
+    text = Path(ROOT, "docs", "gradient_sync.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    plain, scaled = (block for block in blocks if "compressor.settle()" in block)
+    in_docstring = re.findall(r"```python\n(.*?)```", inspect.getdoc(GradientCompressor) or "", re.DOTALL)[0]
+    hooked = "compressor.hook_into_model(ddp, optimizer"
+    with_scaler = plain[: plain.index("for batch")].replace(hooked, f"{hooked}, scaler") + scaled
+    ends = {}
+    for name, code in {"plain": plain, "with a scaler": with_scaler, "in the docstring": in_docstring}.items():
+        torch.manual_seed(0)
+        model = Decoder()
+        before = torch.cat([p.detach().clone().view(-1) for p in model.parameters()])
+        torch.manual_seed(1 + rank)
+        names: dict[str, Any] = {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters(), 1e-3),
+            "loader": [torch.randn(8, 64) for _ in range(10)],  # two whole windows, and a half
+            "scaler": torch.amp.GradScaler("cpu"),
+            "loss": lambda value: value,
+            "torch": torch,
+            "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+            "GradientCompressor": GradientCompressor,
+        }
+        exec(code, names)
+        after = torch.cat([p.detach().view(-1) for p in model.parameters()])
+        ends[name] = [before, after, names["optimizer"].state[next(model.parameters())]["step"].item()]
+    return ends
+
+
+class Decoder(nn.Module):
+    """Has the layers that the documents protect, and returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae = nn.ModuleDict({"decoder": nn.Linear(64, 64)})
+        self.net = nn.Linear(64, 64)
+
+    def forward(self, batch_NC: torch.Tensor) -> torch.Tensor:
+        return (self.net(self.vae["decoder"](batch_NC)) - batch_NC.roll(1, 1)).square().mean()
+
+
+def loops(rank: int) -> dict[str, Any]:
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_aigc").addHandler(handler)
+    Training(sparsity_target=0.95, strategy="uniform", rank=4)
+    Training(mode="sparse", sparsity_target=0.95, strategy="uniform")
+    logging.getLogger("lightning_aigc").removeHandler(handler)
+    embedding = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    return {
+        "scaled": scaled_loop(rank),
+        "documented": documented_loops(rank),
+        "heard": heard,
+        "after a bad window": after_a_bad_window(rank),
+        "part of an overflow": part_of_an_overflow(rank),
+        "sparse gradients": refusal(lambda: Training(module=embedding)),
+    }
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(two_ranks, 2, tmp_path_factory.mktemp("compressor"))
+
+
+@pytest.fixture(scope="module")
+def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(loops, 2, tmp_path_factory.mktemp("loops"))
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_under_a_loss_scaler_a_step_that_overflowed_leaves_no_trace_on_any_rank(mode: str, of_loops: list[Any]) -> None:
+    for row in of_loops:
+        without, with_it, (owed, owed_with_it), told, scales, moved = row["scaled"][mode]
+        assert scales == [2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**8, 2.0**8]
+        assert told == [True] * 6 and moved == [step != 3 for step in range(6)]
+        assert torch.equal(without, with_it)
+        assert all(torch.equal(owed[name], owed_with_it[name]) for name in owed)
+    assert mode == "local" or torch.equal(of_loops[0]["scaled"][mode][1], of_loops[1]["scaled"][mode][1])
+
+
+def test_a_window_that_is_not_finite_is_dropped_and_the_next_begins_anew(of_loops: list[Any]) -> None:
+    assert [row["after a bad window"] for row in of_loops] == [[False, False, False, True]] * 2
+
+
+def test_an_overflow_in_one_optimizers_part_skips_the_steps_of_all(of_loops: list[Any]) -> None:
+    assert [row["part of an overflow"] for row in of_loops] == [[False, False]] * 2
+
+
+@pytest.mark.parametrize("loop", ["plain", "with a scaler", "in the docstring"])
+def test_the_documented_loop_trains_all_ranks_alike(loop: str, of_loops: list[Any]) -> None:
+    (before, after, steps), (_, other, _) = (row["documented"][loop] for row in of_loops)
+    assert torch.equal(after, other) and not torch.equal(before, after)
+    assert steps == 2
+
+
+def test_an_argument_that_the_mode_does_not_look_at_is_said_once_and_by_its_name(of_loops: list[Any]) -> None:
+    assert of_loops[1]["heard"] == []
+    sparse = "mode='sparse' or mode='sparse_int8' or mode='sparse_int4' to have it, or leave it out"
+    assert of_loops[0]["heard"] == [
+        f"GradientCompressor: sparsity_target=0.95 changes nothing in mode int3: write {sparse}",
+        f"GradientCompressor: strategy='uniform' changes nothing in mode int3: write {sparse}",
+        "GradientCompressor: rank=4 changes nothing in mode int3: write mode='low_rank' to have it, or leave it out",
+    ]
+
+
+def test_sparse_gradients_are_refused_before_training(of_loops: list[Any]) -> None:
+    for row in of_loops:
+        assert row["sparse gradients"].startswith("ConfigError: 0, an Embedding with sparse=True, has a gradient")
 
 
 @pytest.mark.parametrize(("mode", "sync_mode"), [("dense", "overlap"), ("sparse", "overlap"), ("sparse", "plain")])
@@ -158,13 +352,27 @@ def test_the_report_says_what_was_sent_and_what_that_cost(both: list[Any]) -> No
     assert line.startswith("step 2: sent values 0.00 MB, small 0.00 MB; 0.") and " ms exposed, " in line
 
 
-def test_auto_leaves_ddp_alone_on_a_fast_link_and_compresses_on_a_slow_one(both: list[Any]) -> None:
+def test_auto_sends_all_on_a_fast_link_and_compresses_on_a_slow_one(both: list[Any]) -> None:
     for rank in both:
-        mode, report, weight = rank["fast"]
-        assert mode == "dense" and "link carries 41943 MB/s" in report
+        mode, report, weight, _ = rank["fast"]
+        assert mode == "dense" and "link carries 41943 MB/s" in report and "1.000 of a dense float32 ring" in report
         assert weight == -0.5
-        mode, report, weight = rank["slow"]
-        assert mode == "int4" and "step 1:" in report and weight == -0.5
+        mode, report, weight, _ = rank["slow"]
+        assert mode == "int4" and "step 2:" in report and weight == -0.5
+
+
+@pytest.mark.parametrize("link", ["fast", "slow"])
+def test_nan_on_one_rank_skips_the_step_on_all_whatever_auto_chose(link: str, both: list[Any]) -> None:
+    for rank in both:
+        assert rank[link][3] == [False, True] and "1 steps skipped" in rank[link][1]
+
+
+@pytest.mark.parametrize("mode", ["dense", "local"])
+def test_a_closed_sync_has_no_groups_left_and_says_so_in_a_later_backward(mode: str, both: list[Any]) -> None:
+    for rank in both:
+        (before, within, after), said = rank["closed"][mode]
+        assert before == after < within
+        assert "this gradient sync was closed, and DDP calls it still" in said
 
 
 @pytest.mark.parametrize(
@@ -187,6 +395,9 @@ def test_training_stops_where_ranks_have_drifted_apart(both: list[Any]) -> None:
     for rank in both:
         assert rank["drift"]["in training"].startswith("RanksDivergedError: the ranks' parameters differ: tail")
         assert "start again from the last checkpoint" in rank["drift"]["in training"]
+        assert rank["drift"]["without an optimizer"].startswith(
+            "RanksDivergedError: the ranks' parameters differ: bias is the first"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -202,7 +413,7 @@ def test_any_changed_bit_changes_the_number_of_a_tensor(dtype: torch.dtype) -> N
 
 
 def test_one_rank_has_nothing_to_send_and_says_so(tmp_path: Path) -> None:
-    ((report, state, left, notes),) = run_ranks(alone, 1, tmp_path)
+    ((report, state, left, notes, _, _),) = run_ranks(alone, 1, tmp_path)
     assert report == "gradient sync: one rank: nothing to send, gradients are left alone"
     assert state == {} and notes == []
     assert torch.equal(left, -make_gradients(0, 0)["second"])
@@ -212,7 +423,23 @@ def alone(rank: int) -> Any:
     run = Training(mode="int3", accumulate=1)
     run.steps(rank, [0])
     state = run.compressor.state_dict()
-    return run.compressor.report(), state, run.module.second.detach(), run.compressor.load_state_dict(state)
+    notes, after = run.compressor.load_state_dict(state), run.module.second.detach().clone()
+    stepped = [run.step(poisoned(make_gradients(1, 0), "second", 7, value)) for value in (torch.nan, -torch.inf)]
+    unchanged = torch.equal(run.module.second, after)
+    stepped.append(run.step(make_gradients(1, 0)))
+
+    window = Training(accumulate=2)
+    told = []
+    for _ in range(4):
+        window.ddp(make_gradients(0, 0)).backward()
+        told.append(window.compressor.settle())
+    return run.compressor.report(), state, after, notes, [unchanged, *stepped], told
+
+
+def test_one_rank_skips_nan_and_waits_for_a_whole_window_as_many_do(tmp_path: Path) -> None:
+    ((*_, skipped, told),) = run_ranks(alone, 1, tmp_path)
+    assert skipped == [True, False, False, True]
+    assert told == [False, True, False, True]
 
 
 def test_a_model_that_is_not_ddp_is_refused() -> None:
@@ -274,8 +501,8 @@ def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(how: str, t
         assert afterwards.startswith("SyncError: rank 0 of 2 could not")  # a state of half a step would be none
 
 
-def stuck(rank: int) -> Any:
-    run = Training(mode="int3", timeout=SHORT)
+def stuck(rank: int, mode: Any) -> Any:
+    run = Training(mode=mode, timeout=SHORT)
     run.steps(rank, [0, 1])  # DDP rebuilds its buckets before the second, in its own group and time
     if rank == 1:
         time.sleep(SHORT.total_seconds() + 2)
@@ -284,7 +511,8 @@ def stuck(rank: int) -> Any:
     return refusal(lambda: run.steps(rank, [2])), time.monotonic() - start
 
 
-def test_a_rank_that_hangs_is_an_error_after_the_timeout(tmp_path: Path) -> None:
-    (said, seconds), _ = run_ranks(stuck, 2, tmp_path)
+@pytest.mark.parametrize("mode", ["int3", "dense"])
+def test_a_rank_that_hangs_is_an_error_after_the_timeout(mode: str, tmp_path: Path) -> None:
+    (said, seconds), _ = run_ranks(stuck, 2, tmp_path, mode)
     assert said.startswith("SyncError: rank 0 of 2 could not") and "a longer timeout than 0:00:03" in said
     assert 2 < seconds < SHORT.total_seconds() + 2

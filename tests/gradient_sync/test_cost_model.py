@@ -52,6 +52,16 @@ def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
     assert between == pytest.approx(2 * 47 / 48 / 8 * (4 * 34.9e6 + 8.5 / 8 * (859.5e6 - 34.9e6)))
 
 
+@pytest.mark.parametrize("mode", cost_model.FLAT_MODES)
+def test_modes_that_know_no_nodes_send_one_ring_over_all_ranks(mode: str) -> None:
+    some = job(low_rank_elements=N / 10)
+    alike, _ = sent_bytes(mode, some, Shape(1, 16))
+    inside, between = sent_bytes(mode, some, Shape(4, 4))
+    assert inside + between == pytest.approx(alike)
+    assert between == pytest.approx(alike / 4)  # one card of four has its neighbour in another node
+    assert memory_bytes(mode, some, Shape(4, 4)) == memory_bytes(mode, some, Shape(1, 16))
+
+
 def test_one_card_a_node_sends_only_between_nodes() -> None:
     assert sent_bytes("dense", job(), Shape(2, 1)) == (0, pytest.approx(4 * N))
 
@@ -63,12 +73,45 @@ def test_a_single_rank_sends_nothing_and_is_linear() -> None:
 
 
 def test_constants_are_the_compressors_own() -> None:
-    from lightning_aigc.gradient_sync import block_integers, modes, sparse
+    from lightning_aigc.gradient_sync import block_integers, factory, modes, sparse
 
     assert {mode: modes.BITS[mode] for mode in cost_model.INTEGER_MODES} == cost_model.VALUE_BITS
     assert block_integers.BLOCK == cost_model.INTEGER_BLOCK
     assert 8 * block_integers.SCALE_BYTES == cost_model.SCALE_BITS
     assert sparse.BLOCK == cost_model.ENERGY_BLOCK
+    assert set(factory.FLAT_MODES) == set(cost_model.FLAT_MODES)
+
+
+@pytest.mark.parametrize("mode", cost_model.LAUNCHES)
+def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes are too few: the first rank of a group packs nothing for ranks before it."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fakes.echoing_groups import EchoingGroups
+    from lightning_aigc.gradient_sync import block_integers
+    from lightning_aigc.gradient_sync.options import SyncOptions
+    from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
+
+    class Counted(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.launches += not op.is_view and "empty" not in op.name()
+            return op(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(block_integers, "CPU_CHUNK", 2**40)
+    parameters = [(f"layer{i}", torch.nn.Parameter(torch.zeros(256, 256))) for i in range(4)]
+    groups = EchoingGroups(8, 1 if mode == "low_rank" else 2, rank=3)
+    sync = GradientSync(parameters, SyncOptions(mode=mode, overlap=False), groups)
+    sync._on_cpu = False
+    for _ in range(2):  # the first of a sparse mode is dense
+        gradients = [torch.randn(256, 256) for _ in parameters]
+        waiting = _BucketFuture(gradients[0])
+        with Counted() as counted:
+            sync._arrived([p for _, p in parameters], gradients, waiting, last=True)
+        sync.settle()
+    assert counted.launches == pytest.approx(cost_model.LAUNCHES[mode], rel=0.15)
 
 
 def test_modes_are_those_that_can_be_chosen() -> None:
@@ -135,6 +178,14 @@ def test_averaging_every_few_steps_divides_its_traffic_and_hides_none() -> None:
 def test_compressing_on_a_cpu_can_cost_more_than_it_saves() -> None:
     dense, int8 = (predict(mode, job(trainable=50e6, device="cpu"), Shape(1, 2), LINKS) for mode in ("dense", "int8"))
     assert int8.step_s > dense.step_s
+
+
+def test_a_card_launches_its_kernels_for_every_bucket_and_a_cpu_does_not() -> None:
+    some, buckets = job(trainable=100e6), 16  # 400 MB in buckets of 25 MiB
+    card, cpu = (predict("int3", replace(some, device=device), Shape(1, 8), LINKS) for device in ("npu", "cpu"))
+    assert card.compression_s == pytest.approx(400e6 / 160e9 + buckets * cost_model.LAUNCHES["int3"] * 5e-6)
+    assert cpu.compression_s == pytest.approx(400e6 / 1.6e9)
+    assert predict("dense", some, Shape(1, 8), LINKS).compression_s == 0
 
 
 def test_what_is_owed_is_shared_inside_a_node() -> None:

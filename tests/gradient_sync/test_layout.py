@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.layout import ALIGNMENT, make_units
+from lightning_aigc.gradient_sync.layout import ALIGNMENT, entry_of_each_block, make_units
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sparse import LEAST_SHARE, layer_of_each_block, quotas, rank_within
 
@@ -39,15 +39,24 @@ def test_small_protected_and_compressed_parameters_travel_apart_in_reversed_orde
     assert [unit.index for unit in units] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("divisor", [1, 3, 8])
-def test_parameters_are_aligned_and_units_divide_among_ranks(divisor: int) -> None:
-    for unit in make_units(NET, SyncOptions(bucket_mb=0.004), divisor):
-        assert unit.numel % (ALIGNMENT * divisor) == 0
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_compressed_parameters_are_aligned_and_their_units_divide_among_ranks(ranks: int) -> None:
+    for unit in make_units(NET, SyncOptions(bucket_mb=0.004), ranks):
+        if unit.whole:
+            continue
+        assert unit.numel % (ALIGNMENT * ranks) == 0
         ends = [0]
         for entry in unit.entries:
             assert entry.start % ALIGNMENT == 0 and 0 <= entry.start - ends[-1] < ALIGNMENT
             ends.append(entry.stop)
-        assert ends[-1] <= unit.numel < ends[-1] + ALIGNMENT * (divisor + 1)
+        assert ends[-1] <= unit.numel < ends[-1] + ALIGNMENT * (ranks + 1)
+
+
+@pytest.mark.parametrize(("ranks_inside", "lengths"), [(1, [1055, 1640]), (2, [1056, 1640]), (3, [1056, 1641])])
+def test_what_is_sent_whole_is_padded_to_divide_inside_a_node_alone(ranks_inside: int, lengths: list[int]) -> None:
+    units = [unit for unit in make_units(NET, SyncOptions(), 4 * ranks_inside, ranks_inside) if unit.whole]
+    assert [unit.numel for unit in units] == lengths  # 31 * 33 + 32, and 40 * 40 + 40
+    assert [entry.start for unit in units for entry in unit.entries] == [0, 1023, 0, 40]
 
 
 def test_a_unit_closes_when_its_megabytes_are_reached() -> None:
@@ -84,6 +93,11 @@ def test_blocks_know_their_layer_and_padding_joins_the_last() -> None:
     second_half = {unit.index: unit.numel // 2 for unit in units}
     layers = layer_of_each_block(units, second_half, second_half)
     assert [layers[unit.index].tolist() for unit in units] == [[0] * 6, [1] * 4]
+
+
+def test_blocks_know_their_parameter() -> None:
+    (unit,) = make_units(named(a=(40, 40), b=(33, 47)), SyncOptions(), 3)
+    assert entry_of_each_block(unit).tolist() == [0] * 7 + [1] * 8  # b first; padding belongs to a
 
 
 def test_places_within_a_layer_are_those_of_a_plain_sort_with_ties_by_position() -> None:

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fakes.echoing_groups import EchoingGroups
 from fakes.given_gradients import SHAPES, Training, make_gradients, make_round_gradients, owed_of
 from fakes.ranks import run_ranks
+from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
 
 STEPS = 5
 ORDER = ("third", "second", "first")
@@ -61,11 +64,11 @@ def two_hops(e: Ranks, bits: int) -> tuple[Tensor, Ranks]:
     total = []
     for k in range(ranks):
         mine = parts[k][k].clone()
-        for r in range(ranks):
-            if r != k:
-                sent = rounded(parts[r][k], bits)
-                mine += sent
-                left[r][k] = parts[r][k] - sent
+        for others in (range(k), range(k + 1, ranks)):
+            if others:
+                mine += sum(rounded(parts[r][k], bits) for r in others)
+            for r in others:
+                left[r][k] = parts[r][k] - rounded(parts[r][k], bits)
         total.append(rounded(mine, bits))
         left[k][k] = mine - total[k]
     return torch.cat(total), [torch.cat(x) for x in left]
@@ -246,3 +249,34 @@ def test_what_the_ranks_owe_and_what_they_sent_add_up_to_their_gradients(
             owed = sum(rank[mode, "make_round_gradients"][1][step][name] for rank in done[ranks])
             torch.testing.assert_close(sent[name] + owed, came[name], rtol=0, atol=2e-6)
     assert any(owed.abs().max() > 1e-3 for owed in done[ranks][0][mode, "make_round_gradients"][1][-1].values())
+
+
+def alone(gradients: list[Tensor]) -> list[tuple[bool, Tensor]]:
+    """Steps of a matrix in mode low_rank beside a rank that has the same gradients: finite or not, and the mean."""
+    parameter = torch.nn.Parameter(torch.zeros_like(gradients[0]))
+    sync = GradientSync([("matrix", parameter)], SyncOptions(mode="low_rank", rank=4, overlap=False), EchoingGroups())
+    steps = []
+    with torch.no_grad():
+        for gradient in gradients:
+            mean = gradient.clone()
+            sync._arrived([parameter], [mean], _BucketFuture(mean), last=True)
+            report = sync.settle()
+            assert report is not None
+            steps.append((report.finite, mean))
+    return steps
+
+
+def test_factors_that_overflow_skip_the_step_though_every_gradient_is_finite() -> None:
+    ones, huge = torch.ones(32, 40), torch.zeros(32, 40)
+    huge[10] = 3e38  # summed up along the row; a basis of what came of that would show none of it
+    skipped, after = alone([huge, ones])
+    assert not skipped[0] and not skipped[1].isfinite().all()
+    torch.testing.assert_close(after[1], ones)  # of rank one, so nothing is left out
+    assert after[0]
+
+
+def test_a_step_without_any_gradient_leaves_the_factors_a_place_to_start_from() -> None:
+    ones = torch.ones(32, 40)
+    nothing, after = alone([torch.zeros(32, 40), ones])
+    assert nothing[0] and not nothing[1].any()
+    torch.testing.assert_close(after[1], ones)

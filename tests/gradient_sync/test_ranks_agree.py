@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fakes.given_gradients import (
@@ -22,6 +24,9 @@ from fakes.given_gradients import (
     poisoned,
 )
 from fakes.ranks import run_ranks
+from lightning_aigc.gradient_sync.groups import Groups
+from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.sync import GradientSync
 
 STEPS = range(6)
 TINY = {"bucket_mb": 0.002, "sparsity_target": 0.6}
@@ -79,11 +84,9 @@ def steps_that_did_not_count(rank: int) -> dict[str, Any]:
                 gradients = make_gradients(step, rank)
                 return poisoned(gradients, p, i, v) if (step, rank) == (3, 1) else gradients
 
-            bad_gradients = []
-            for step in STEPS:
-                if not run.step(make(step, rank)):
-                    gradients = [p.grad for p in run.module.parameters() if p.grad is not None]
-                    bad_gradients.append(not all(gradient.isfinite().all() for gradient in gradients))
+            bad_gradients: list[bool] = []
+            look_and_settle(run, bad_gradients)
+            run.steps(rank, STEPS, make)
             ends[name][what] = [run.flat(), run.compressor.state_dict(), run.compressor.report(), bad_gradients]
     early = {"mode": "sparse", "accumulate": 2, "sparsity_target": 0.6}
     without, run = training(early), training(early)
@@ -94,6 +97,20 @@ def steps_that_did_not_count(rank: int) -> dict[str, Any]:
         run.step(*batches)
     ends["early choice"] = [[r.flat(), r.compressor.state_dict()] for r in (without, run)]
     return ends
+
+
+def look_and_settle(run: Training, bad_gradients: list[bool]) -> None:
+    """Note for each step that does not count whether the gradients showed it."""
+    settle = run.compressor.settle
+
+    def settle_after_a_look() -> bool:
+        finite = all(bool(p.grad.isfinite().all()) for p in run.module.parameters() if p.grad is not None)
+        counts = settle()
+        if not counts:
+            bad_gradients.append(not finite)
+        return counts
+
+    run.compressor.settle = settle_after_a_look  # type: ignore[method-assign]
 
 
 def resumed_runs(rank: int, folder: str) -> dict[str, Any]:
@@ -136,10 +153,11 @@ def scaled_runs(rank: int) -> dict[str, Any]:
     """What is owed under a loss scale that changes from step to step, and what without one."""
     ends = {}
     for mode in MODES[1:-1]:
-        plain, scaled = training({"mode": mode}), training({"mode": mode})
+        scaler = SimpleNamespace(is_enabled=lambda: True)
+        plain, scaled = training({"mode": mode}), training({"mode": mode, "scaler": scaler})
         for step in STEPS:
             scale = 2.0 ** (4 * step % 7)
-            scaled.compressor._sync._loss_scale = lambda s=scale: s  # type: ignore[union-attr]
+            scaler.get_scale = lambda s=scale: s
             gradients = make_gradients(step, rank)
             plain.step(gradients)
             scaled.step({name: gradient * scale for name, gradient in gradients.items()})
@@ -251,6 +269,82 @@ def assert_same(one: Any, other: Any) -> None:
         assert torch.equal(one, other)
     else:
         assert one == other
+
+
+def closed(rank: int, overlap: bool) -> dict[str, Any]:
+    """A sync that is closed in the middle of a run, and many that are made and closed."""
+    groups = dist.distributed_c10d._world.pg_map
+    run = training({"mode": "sparse", "overlap": overlap, "ddp": {"bucket_cap_mb": 0.001}})
+    run.steps(rank, [0, 1, 2])
+    before = run.compressor.state_dict()
+    run.ddp(make_gradients(3, rank)).backward()  # and never settled
+    run.compressor.close()
+    run.compressor.close()
+    found: dict[str, Any] = {"states": [before, run.compressor.state_dict()], "report": run.compressor.report()}
+    try:
+        run.ddp(make_gradients(4, rank)).backward()
+    except RuntimeError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+
+    counts = []
+    for _ in range(5):
+        again = training({"mode": "int3"})
+        again.steps(rank, [0])
+        again.compressor.close()
+        counts.append(len(groups))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    last = training({"mode": "int3"})
+    last.steps(rank, [0])
+    found["groups"] = [counts, len(groups), total.item()]
+    dist.destroy_process_group()
+    last.compressor.close()
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_closed_sync_lets_go_of_its_groups_and_a_backward_pass_after_it_says_so(
+    overlap: bool, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(run_ranks(closed, 2, tmp_path, overlap, timeout_s=60)):
+        assert f"SyncError: rank {rank}: this gradient sync is closed" in found["error"]
+        assert "wrap the module in a new DistributedDataParallel" in found["error"]
+        before, after = found["states"]
+        assert after["step"] == before["step"] + 1
+        assert before["owed"].keys() == after["owed"].keys()
+        counts, with_one_open, total = found["groups"]
+        assert counts == [1] * 5 and with_one_open == 2  # the default group, and one
+        assert total == 2
+        assert "sent values" in found["report"]
+
+
+class Words(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 32, sparse=True)
+        self.head = torch.nn.Linear(32, 64)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.table(words)).sum()
+
+
+def sparse_gradients(rank: int) -> str:
+    """Under the sync alone: GradientCompressor refuses such a module before."""
+    ddp = torch.nn.parallel.DistributedDataParallel(Words())
+    sync = GradientSync(list(ddp.module.named_parameters()), SyncOptions(), Groups(False))
+    sync.attach(ddp)
+    try:
+        ddp(torch.arange(4)).backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sync.close()
+    return "nothing was said"
+
+
+def test_a_sparse_gradient_is_refused_with_what_is_accepted(tmp_path: Path) -> None:
+    for said in run_ranks(sparse_gradients, 2, tmp_path, timeout_s=60):
+        assert said.startswith("SyncError: the gradient of table.weight is sparse") and "sparse=False" in said
 
 
 def sleepy(rank: int) -> dict[str, Any]:

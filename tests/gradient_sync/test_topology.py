@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.topology import (
+    RankPlace,
     Topology,
     TopologyError,
     device_order,
+    misplaced,
     node_key,
     nodes_of,
     parse_topology,
-    rank_order,
     read_ranktable,
     read_topology,
     visible_part,
@@ -169,18 +169,14 @@ def test_paired_dies_stay_together() -> None:
     assert device_order(Topology(table.devices, links, table.cpus, table.numa), 4) == [0, 2, 1, 3]
 
 
-def test_ranks_are_ordered_node_by_node() -> None:
-    pcie = parse_topology(PCIE_INTERLEAVED)
-    assert rank_order([[0, 2, 4, 6], [1, 3, 5, 7]], [pcie, None]) == [0, 4, 2, 6, 1, 3, 5, 7]
-
-
 def test_more_ranks_than_cards_keep_their_order() -> None:
-    assert rank_order([[0, 1, 2, 3, 4]], [parse_topology(PCIE_INTERLEAVED)]) == [0, 1, 2, 3, 4]
+    assert device_order(parse_topology(PCIE_INTERLEAVED), 5) == [0, 1, 2, 3, 4]
 
 
-def test_a_topology_is_wanted_for_each_node() -> None:
-    with pytest.raises(ConfigError, match="got 1 topologies for 2 nodes"):
-        rank_order([[0], [1]], [None])
+def test_a_part_has_the_links_of_its_own_cards() -> None:
+    part = parse_topology(PCIE_INTERLEAVED).part([3, 0, 1])
+    assert part.devices == ("GPU3", "GPU0", "GPU1") and part.numa == (1, 0, 1)
+    assert device_order(part, 3) == [0, 2, 1]
 
 
 def test_nodes_come_in_the_order_of_their_first_rank() -> None:
@@ -312,3 +308,20 @@ def test_a_ranktable_that_is_not_whole_is_refused(tmp_path: Path, change: dict[s
 def test_a_missing_ranktable_is_named(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match=r"gone\.json cannot be read"):
         read_ranktable(tmp_path / "gone.json")
+
+
+@pytest.mark.parametrize(
+    ("cards", "rank"),
+    [
+        ([("a", 0), ("a", 1), ("b", 0), ("b", 1)], None),
+        ([("b", 4), ("b", 6), ("a", 0), ("a", 1)], None),
+        ([("a", 1), ("a", 0), ("b", 0), ("b", 1)], 0),
+        ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], 1),
+    ],
+)
+def test_a_ranktable_that_a_launcher_does_not_follow_is_known_by_its_first_rank(
+    cards: list[tuple[str, int]], rank: int | None
+) -> None:
+    places = [RankPlace(number, server, card, None, None) for number, (server, card) in enumerate(cards)]
+    found = misplaced(places)
+    assert (found.rank if found else None) == rank

@@ -6,18 +6,22 @@ import logging
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fakes.given_gradients import MODES
 from fakes.ranks import run_ranks
 from fakes.small_lightning import Small, fit
 from lightning_aigc.strategies import NPUSparseStrategy
+from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 
 SHAPES = {"net.0.weight": (64, 40), "net.2.weight": (40, 64), "head.weight": (40, 40)}
 RUNS: dict[str, dict[str, Any]] = {mode: {"mode": mode, "local_steps": 3} for mode in MODES}
@@ -209,3 +213,24 @@ def test_other_numbers_of_ranks_take_up_the_sum_of_what_was_owed(before: int, no
             assert owed.any()
         for row in rows[1:]:
             assert all(torch.equal(a, b) for a, b in zip(row[mode][1], rows[0][mode][1], strict=True))
+
+
+def test_a_remote_folder_holds_the_sync_state_beside_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    groups = SimpleNamespace(world_size=2, rank=1)
+    sync: Any = SimpleNamespace(groups=groups, state_dict=lambda: {"owed": {"w": torch.ones(3)}})
+    io, where = TorchCheckpointIO(), "memory://run/last.ckpt"
+    written = SyncCheckpoint().save(io, sync, {"global_step": 4}, where)
+    files = fsspec.filesystem("memory")
+    assert files.exists("/run/last.ckpt.sync/rank1.ckpt") and list(tmp_path.iterdir()) == []
+
+    read = SyncCheckpoint()
+    read.load(io, written, where, 1, 2, own_optimizers=False)
+    loaded: list[Any] = []
+    sync.load_state_dict = lambda states: loaded.extend(states) or []
+    assert read.apply(sync, lambda yes: yes) == []
+    assert torch.equal(loaded[0]["owed"]["w"], torch.ones(3))
+    read.remove(io, where)
+    assert not files.exists("/run/last.ckpt.sync")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import logging
 import os
 import time
 import warnings
@@ -83,9 +84,33 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     results["protect"] = refusal(lambda: fit(rank, strategy=strategy(protect=["hed"]), devices=2))
     dense = {"mode": "dense", "protect": ["hed"]}
     results["protect in mode dense"] = refusal(lambda: fit(rank, strategy=strategy(**dense), devices=2))
+    embedding = Small()
+    embedding.table = torch.nn.Embedding(8, 8, sparse=True)
+    results["sparse gradients"] = refusal(lambda: fit(rank, embedding, strategy=strategy(), devices=2))
+    results["own error"] = refusal(lambda: fit(rank, Fails(), strategy=strategy(), devices=2))
+    results["said"] = what_lightning_says(lambda: fit(rank, strategy=strategy(sparsity=0.95), devices=2, batches=1))
+    results["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
     drifting = strategy(checksum_every_n_steps=3)
     results["drift"] = refusal(lambda: fit(rank, strategy=drifting, devices=2, callbacks=[Meddle()]))
     return results
+
+
+class Fails(Small):
+    """Has an error of its own."""
+
+    def training_step(self, batch_NC: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        raise RuntimeError("shapes do not fit")
+
+
+def what_lightning_says(call: Any) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning.pytorch")
+    log.addHandler(handler)
+    call()
+    log.removeHandler(handler)
+    return said
 
 
 def refusal(call: Any) -> str:
@@ -218,6 +243,23 @@ def test_a_pattern_that_covers_nothing_stops_before_training(both: list[Any]) ->
         assert row["protect in mode dense"] == row["protect"]
 
 
+def test_sparse_gradients_are_refused_and_an_error_of_the_users_stays_his(both: list[Any]) -> None:
+    for row in both:
+        assert row["sparse gradients"].startswith("ConfigError: table, an Embedding with sparse=True, has a gradient")
+        assert row["own error"] == "RuntimeError: shapes do not fit"
+
+
+def test_an_argument_that_the_mode_does_not_look_at_is_said_once(both: list[Any]) -> None:
+    lines = [[line for line in row["said"] if "changes nothing" in line] for row in both]
+    assert lines[1] == []
+    assert len(lines[0]) == 1
+    assert lines[0][0].startswith("npu_sparse: sparsity=0.95 changes nothing in mode int3: write mode='sparse'")
+
+
+def test_every_fit_lets_go_of_its_process_groups(both: list[Any]) -> None:
+    assert [row["groups"] for row in both] == [1, 1]
+
+
 def test_ranks_that_drifted_apart_stop_together(both: list[Any]) -> None:
     for row in both:
         assert row["drift"].startswith("RanksDivergedError: the ranks' parameters differ: ")
@@ -230,6 +272,25 @@ def dies(rank: int) -> Any:
         lambda: fit(rank, strategy=NPUSparseStrategy(timeout=timedelta(seconds=5)), devices=2, callbacks=[Die()])
     )
     return said, time.monotonic() - start
+
+
+class Normed(Small):
+    """Has buffers, which DDP broadcasts in its forward, before any gradient travels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, torch.nn.BatchNorm1d(64))
+
+
+def dies_before_buffers(rank: int) -> Any:
+    warnings.simplefilter("ignore")
+    short = NPUSparseStrategy(timeout=timedelta(seconds=5))
+    return refusal(lambda: fit(rank, Normed(), strategy=short, devices=2, callbacks=[Die()]))
+
+
+def test_a_dead_rank_that_shows_in_a_broadcast_of_buffers_is_the_same_error(tmp_path: Path) -> None:
+    said, _ = run_ranks(dies_before_buffers, 2, tmp_path, gloo=False, may_die=[1])
+    assert said.startswith("SyncError: rank 0 of 2 could not add up gradients in step 3")
 
 
 class Die(Callback):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fakes import fake_npu
@@ -19,10 +21,22 @@ PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float
 RESUMED = ("int3", "sparse_int8", "local")
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "late": {"delay_one_step": True},
+    "late sparse": {"mode": "sparse", "delay_one_step": True},
+    "without overlap": {"overlap": False},
+    "unused": {"find_unused_parameters": True},
+    "unused sparse": {"mode": "sparse", "find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+}
+
+
 def run(rank: int, ranks: int, mode: str, precision: str = "32-true", **arguments: Any) -> Any:
     from lightning_aigc.strategies import NPUSparseStrategy
 
-    strategy = NPUSparseStrategy(mode=mode, local_steps=1)  # type: ignore[arg-type]
+    strategy = NPUSparseStrategy(
+        **({"mode": mode, "local_steps": 1 if mode == "local" else 8} | arguments.pop("options", {}))
+    )
     arguments = {"batches": 4, "accelerator": "npu", "devices": ranks, "precision": precision} | arguments
     return fit(rank, arguments.pop("module", None), strategy=strategy, **arguments)
 
@@ -30,10 +44,17 @@ def run(rank: int, ranks: int, mode: str, precision: str = "32-true", **argument
 def work(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     fake_npu.install()
+    fake_npu.pin_everything()
     results: dict[str, Any] = {}
-    for mode in MODES:
-        module, trainer = run(rank, ranks, mode)
-        results[mode] = [module.after, str(trainer.strategy.root_device.type), trainer.strategy._process_group_backend]
+    for mode, precision in itertools.product((*MODES, "auto"), PRECISIONS):
+        module, trainer = run(rank, ranks, mode, precision, batches=3)
+        where = [str(trainer.strategy.root_device.type), trainer.strategy._process_group_backend]
+        results[mode, precision] = [module.after, *where]
+    for name, options in OPTIONS.items():
+        module = Small(unused=name.startswith("unused"))
+        results[name] = [run(rank, ranks, "int3", module=module, options=options)[0].after]  # the first may be zero
+    results["accumulation"] = [run(rank, ranks, "sparse", batches=8, accumulate_grad_batches=2)[0].after]
+    results["drift"] = drift(rank, ranks)
     for precision in PRECISIONS:
         dtypes: list[str] = []
         seen = Small()
@@ -58,6 +79,23 @@ def work(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     return results
 
 
+class Meddle(Callback):
+    """Changes one parameter on the last rank."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, batch_idx) == (trainer.world_size - 1, 1):
+            with torch.no_grad():
+                module.head.bias[0] += 1
+
+
+def drift(rank: int, ranks: int) -> str:
+    try:
+        run(rank, ranks, "int3", callbacks=[Meddle()], options={"checksum_every_n_steps": 2})
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 @pytest.fixture(scope="module", params=[1, 2])
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     folder = tmp_path_factory.mktemp("on_npu")
@@ -75,10 +113,24 @@ def assert_alike_and_moving(rows: Rows, key: Any) -> list[torch.Tensor]:
     return after
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_trains_on_the_npu_over_hccl(mode: str, rows: Rows) -> None:
-    assert_alike_and_moving(rows, mode)
-    assert rows[0][0][mode][1:] == ["npu", "hccl"]
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+def test_every_mode_trains_on_the_npu_over_hccl(mode: str, precision: str, rows: Rows) -> None:
+    assert_alike_and_moving(rows, (mode, precision))
+    assert rows[0][0][mode, precision][1:] == ["npu", "hccl"]
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "accumulation"])
+def test_every_way_to_sync_trains_on_the_npu(name: str, rows: Rows) -> None:
+    after = assert_alike_and_moving(rows, name)
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(after)]
+    assert moved[1:] == ([False, True] * 3 if name == "accumulation" else [True] * 2)
+
+
+def test_ranks_that_drifted_apart_on_the_npu_are_named(rows: Rows) -> None:
+    for row in rows[0]:
+        said = "RanksDivergedError: the ranks' parameters differ: " if len(rows[0]) > 1 else "nothing"
+        assert row["drift"].startswith(said)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,0 +1,60 @@
+"""The order of a node's devices under its ranks: one rank a node asks the tool for the links, and the others follow.
+
+Were each rank to ask for itself, one whose tool does not answer would keep the old order, and share another's card.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_aigc.gradient_sync.topology import Topology, device_order, read_topology
+
+_agreed: dict[tuple[int, ...], list[int]] = {}
+"""What was agreed on in this process, by the devices' indices: a later fit finds the process group made."""
+
+
+def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
+    """What all ranks share before there is a process group; MASTER_ADDR and MASTER_PORT say where."""
+    timeout = timeout or default_pg_timeout
+    store: Store = next(rendezvous("env://", rank, ranks, timeout=timeout))[0]
+    store.set_timeout(timeout)
+    return store
+
+
+def agree_on_order(
+    indices: Sequence[int], open_store: Callable[[], Store], node: int, *, decides: bool
+) -> tuple[list[int], str]:
+    """These indices of devices in the order of a node's ranks, and a line to print where that is news.
+
+    Args: decides: whether this is the rank of its node that asks; the others of that `node` wait for what it says.
+    """
+    if "RANK_TABLE_FILE" in os.environ:
+        return list(indices), "keeps the devices in their order: RANK_TABLE_FILE gives each rank its own"
+    key = tuple(indices)
+    if key not in _agreed:
+        if dist.is_initialized():
+            return list(indices), ""
+        store = open_store()
+        name = f"devices of node {node}"
+        if decides:
+            store.set(name, json.dumps(ordered(indices, read_topology().topology)))
+        _agreed[key] = json.loads(store.get(name))
+    order = _agreed[key]
+    return order, f"puts the ranks of a node on its devices in the order {order}, by their links" * (
+        order != [*indices]
+    )
+
+
+def ordered(indices: Sequence[int], topology: Topology | None) -> list[int]:
+    """These indices, each followed by the closest one that is left; as they are where the topology lacks one."""
+    if topology is None or not all(index < len(topology.devices) for index in indices):
+        return list(indices)
+    return [indices[place] for place in device_order(topology.part(indices), len(indices))]
