@@ -145,7 +145,8 @@ class GradientCompressor:
             loss_scale=self._loss_scale,
         )
         log.info("GradientCompressor: %s", self._why)
-        self._sync.attach(ddp_model)
+        if self._sync is not None:
+            self._sync.attach(ddp_model)
         if isinstance(self._sync, LocalSteps) and optimizer is not None:
             sync = self._sync
             self._removable.append(optimizer.register_step_post_hook(lambda *_: sync.after_optimizer_step()))
@@ -181,7 +182,8 @@ class GradientCompressor:
         False while gradients still add up locally: after micro-batches that were not synced, by
         `enable_gradient_accumulation` or DDP's `no_sync`. False too where a rank's gradients were not finite: then they
         are dropped on all ranks, and the next backward begins anew. With a loss scaler such a step is the scaler's to
-        skip, since it lowers the scale: True, and every rank's scaler finds NaN in every gradient.
+        skip, since it lowers the scale: True, and every rank's scaler finds NaN in every gradient. With one rank, and
+        where `auto` chose dense, gradients are plain DDP's: nobody looks whether they are finite.
 
         Raises: RanksDivergedError, every `checksum_every_n_steps`, when the parameters of the step before are not the
             same on all ranks; SyncError when a rank is gone.
@@ -202,14 +204,8 @@ class GradientCompressor:
         return finite or self._scaler is not None
 
     def _settle_finite(self) -> bool:
-        if self._sync is not None:
-            report = self._sync.settle()
-            return report is None or report.finite
-        gradients = self._gradients()
-        if self._scaler is not None or not gradients:
-            return True
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, torch.inf)])
-        return bool(torch.isfinite(largest).all())
+        report = None if self._sync is None else self._sync.settle()
+        return report is None or report.finite
 
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())

@@ -27,9 +27,11 @@ def make_sync(
     timeout: timedelta = DEFAULT_TIMEOUT,
     find_unused: bool = False,
     loss_scale: Callable[[], float] = lambda: 1.0,
-) -> tuple[AnySync, Mode, str]:
+) -> tuple[AnySync | None, Mode, str]:
     """The sync, the mode it is in, and a sentence on how that came about. Collective: every rank calls it.
 
+    None where `auto` chose dense: then DDP is left as it is. A hook that looks whether all is finite costs 7 % of a
+    step on a CPU.
     Raises: ConfigError for options that do not fit the parameters or the ranks.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
@@ -41,6 +43,9 @@ def make_sync(
     if mode == "auto":
         numel = sum(p.numel() for _, p in trained)
         mode, why = choose_mode(probe(groups, trained[0][1].device), numel, groups.world_size)
+        if mode == "dense":
+            groups.destroy()
+            return None, mode, why
         options = replace(options, mode=mode)
     if mode == "dense":
         return Dense(groups), mode, why

@@ -152,7 +152,7 @@ class NPUSparseStrategy(DDPStrategy):
 
     @property
     def sync(self) -> AnySync | None:
-        """What adds up the gradients, with the last step's `report`; None with one rank."""
+        """What adds up the gradients, with the last step's `report`; None with one rank, or where auto chose dense."""
         return self._sync
 
     @classmethod
@@ -259,10 +259,12 @@ class NPUSparseStrategy(DDPStrategy):
             find_unused=bool(self._ddp_kwargs["find_unused_parameters"] or self._ddp_kwargs["static_graph"]),
             loss_scale=self._loss_scale,
         )
-        self._sync.attach(self.model)
-        groups = self._sync.groups
-        nodes = f"{groups.world_size} ranks on {len(groups.nodes)} node(s)"
-        rank_zero_info(f"npu_sparse: {why}, {nodes}, {'hierarchical' if groups.inside is not None else 'flat'}")
+        if self._sync is not None:
+            self._sync.attach(self.model)
+            groups = self._sync.groups
+            nodes = f"{groups.world_size} ranks on {len(groups.nodes)} node(s)"
+            why += f", {nodes}, {'hierarchical' if groups.inside is not None else 'flat'}"
+        rank_zero_info(f"npu_sparse: {why}")
         for note in self._checkpoint.apply(self._sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
 

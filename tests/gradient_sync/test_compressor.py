@@ -89,8 +89,10 @@ def two_ranks(rank: int) -> dict[str, Any]:
         factory.probe = lambda *_, m=measured: m
         run = Training(mode="auto", module=Given({"weight": (1024, 1024)}))
         run.step({"weight": torch.full((1024, 1024), float(rank))})
-        stepped = [run.step({"weight": torch.full((1024, 1024), torch.nan if rank == 1 else 0.0)})]
-        stepped.append(run.step({"weight": torch.zeros(1024, 1024)}))
+        stepped = []
+        if name == "slow":
+            stepped.append(run.step({"weight": torch.full((1024, 1024), torch.nan if rank == 1 else 0.0)}))
+            stepped.append(run.step({"weight": torch.zeros(1024, 1024)}))
         results[name] = [run.compressor.mode, run.compressor.report(), run.module.weight[0, 0].item(), stepped]
     results["drift"] = drift(rank)
     results["closed"] = {mode: closed(mode) for mode in ("dense", "local")}
@@ -352,19 +354,18 @@ def test_the_report_says_what_was_sent_and_what_that_cost(both: list[Any]) -> No
     assert line.startswith("step 2: sent values 0.00 MB, small 0.00 MB; 0.") and " ms exposed, " in line
 
 
-def test_auto_sends_all_on_a_fast_link_and_compresses_on_a_slow_one(both: list[Any]) -> None:
+def test_auto_leaves_ddp_alone_on_a_fast_link_and_compresses_on_a_slow_one(both: list[Any]) -> None:
     for rank in both:
         mode, report, weight, _ = rank["fast"]
-        assert mode == "dense" and "link carries 41943 MB/s" in report and "1.000 of a dense float32 ring" in report
+        assert mode == "dense" and "link carries 41943 MB/s" in report and "step" not in report.splitlines()[1:]
         assert weight == -0.5
         mode, report, weight, _ = rank["slow"]
         assert mode == "int4" and "step 2:" in report and weight == -0.5
 
 
-@pytest.mark.parametrize("link", ["fast", "slow"])
-def test_nan_on_one_rank_skips_the_step_on_all_whatever_auto_chose(link: str, both: list[Any]) -> None:
+def test_nan_on_one_rank_skips_the_step_on_all_in_a_mode_that_auto_chose(both: list[Any]) -> None:
     for rank in both:
-        assert rank[link][3] == [False, True] and "1 steps skipped" in rank[link][1]
+        assert rank["slow"][3] == [False, True] and "1 steps skipped" in rank["slow"][1]
 
 
 @pytest.mark.parametrize("mode", ["dense", "local"])
@@ -413,7 +414,7 @@ def test_any_changed_bit_changes_the_number_of_a_tensor(dtype: torch.dtype) -> N
 
 
 def test_one_rank_has_nothing_to_send_and_says_so(tmp_path: Path) -> None:
-    ((report, state, left, notes, _, _),) = run_ranks(alone, 1, tmp_path)
+    ((report, state, left, notes, _),) = run_ranks(alone, 1, tmp_path)
     assert report == "gradient sync: one rank: nothing to send, gradients are left alone"
     assert state == {} and notes == []
     assert torch.equal(left, -make_gradients(0, 0)["second"])
@@ -424,21 +425,17 @@ def alone(rank: int) -> Any:
     run.steps(rank, [0])
     state = run.compressor.state_dict()
     notes, after = run.compressor.load_state_dict(state), run.module.second.detach().clone()
-    stepped = [run.step(poisoned(make_gradients(1, 0), "second", 7, value)) for value in (torch.nan, -torch.inf)]
-    unchanged = torch.equal(run.module.second, after)
-    stepped.append(run.step(make_gradients(1, 0)))
 
     window = Training(accumulate=2)
     told = []
     for _ in range(4):
         window.ddp(make_gradients(0, 0)).backward()
         told.append(window.compressor.settle())
-    return run.compressor.report(), state, after, notes, [unchanged, *stepped], told
+    return run.compressor.report(), state, after, notes, told
 
 
-def test_one_rank_skips_nan_and_waits_for_a_whole_window_as_many_do(tmp_path: Path) -> None:
-    ((*_, skipped, told),) = run_ranks(alone, 1, tmp_path)
-    assert skipped == [True, False, False, True]
+def test_one_rank_waits_for_a_whole_window_as_many_do(tmp_path: Path) -> None:
+    ((*_, told),) = run_ranks(alone, 1, tmp_path)
     assert told == [False, True, False, True]
 
 
