@@ -190,7 +190,8 @@ class GradientCompressor:
         """
         if not self._is_synced:
             return False
-        finite = self._settle_finite()
+        report = None if self._sync is None else self._sync.settle()
+        finite = report is None or report.finite
         if not finite and self._scaler is None:
             for _, parameter in self._parameters:
                 parameter.grad = None
@@ -202,10 +203,6 @@ class GradientCompressor:
             if every and self._finite_steps % every == 0 and self.mode != "local":
                 check_equal(self._parameters)
         return finite or self._scaler is not None
-
-    def _settle_finite(self) -> bool:
-        report = None if self._sync is None else self._sync.settle()
-        return report is None or report.finite
 
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())

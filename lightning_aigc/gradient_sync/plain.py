@@ -35,9 +35,8 @@ class _Plain:
 
     def close(self) -> None:
         """Let go of the process groups, once; a backward pass that DDP syncs is an error from here on."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.groups.destroy()
+        self._is_closed = True
+        self.groups.destroy()
 
     def _check_open(self) -> None:
         if self._is_closed:
