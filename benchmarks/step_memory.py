@@ -1,14 +1,16 @@
 """The most memory that one Stable Diffusion 1.5 LoRA step holds, ours beside diffusers' text-to-image LoRA script.
 
     python benchmarks/step_memory.py WORKDIR [--batch 4] [--rank 64] [--device cpu|cuda] [--variants diffusers lean max]
+        [--timed_steps 20] [--pixels 512]
 
 A pipeline of SD 1.5's shapes with random weights (made in WORKDIR, 2.1 GB) takes two steps in each variant, every one
 in a process of its own; the second is watched: forward, backward, clipping and AdamW, with all that is resident. Ours
 is `Trainer.fit` with what configs/sd_lora.yaml says, and `NAME-uncached` without its caches; theirs is bf16, and
 `diffusers-float32` what their script does when nobody names a precision. On CUDA the figure is the
 allocator's. On a CPU every storage is counted that is alive when an operator returns. That leaves out what an operator
-allocates and frees inside itself; encoders that are parked in host memory are not counted either. One JSON object a
-line.
+allocates and frees inside itself; encoders that are parked in host memory are not counted either. With
+`--timed_steps` as many further steps follow, each from one batch's end to the next one's, the median in the row. One
+JSON object a line.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 import argparse
 import gc
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -86,14 +90,15 @@ class PeakOfStorages(TorchDispatchMode):
 
 
 class SecondStep(Callback):
-    """Watches our second step."""
+    """Watches our second step, and times those after it."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.row: dict[str, float] = {}
+        self.ends_s: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if trainer.fit_loop.total_batch_idx == 1:
             parts = pl_module._loaded()
             parked = [*parts.text_encoders] if "prompt_embeds" in batch else []
             parked += [parts.vae] if "latent_moments" in batch else []
@@ -102,8 +107,23 @@ class SecondStep(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == 1:
+        if trainer.fit_loop.total_batch_idx == 1:
             self.row = end(self.device, self.watch)
+        elif trainer.fit_loop.total_batch_idx > 1:
+            self.ends_s.append(now(self.device))
+
+
+def now(device: str) -> float:
+    """The clock once the device has done all that it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(row: dict[str, float], ends_s: list[float]) -> dict[str, float]:
+    """The row with the median time from one step's end to the next one's, ms; the first two are warm-up."""
+    steps_ms = [1000 * (after - before) for before, after in itertools.pairwise(ends_s[2:])]
+    return row if not steps_ms else row | {"step_ms": round(statistics.median(steps_ms), 2)}
 
 
 def begin(device: str, parked: list[torch.nn.Module]) -> PeakOfStorages:
@@ -124,26 +144,27 @@ def end(device: str, watch: PeakOfStorages) -> dict[str, float]:
     return {"resident_mib": round(watch.resident_bytes / MIB, 1), "peak_mib": round(watch.peak_bytes / MIB, 1)}
 
 
-def photos(folder: Path, count: int) -> Path:
-    """As many square pictures as the two steps take."""
+def photos(folder: Path, count: int, pixels: int) -> Path:
+    """As many square pictures as all steps take."""
     import random
 
     from lightning_aigc.tiny.drawing import draw_brand
 
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
-        draw_brand("mug", random.Random(i), 512).save(folder / f"mug {i}.png")
+        draw_brand("mug", random.Random(i), pixels).save(folder / f"mug {i}.png")
         (folder / f"mug {i}.txt").write_text("a photo of a zorp mug", encoding="utf-8")
     return folder
 
 
 def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
-    pictures = photos(given.workdir / f"photos-{2 * given.batch}", 2 * given.batch)
+    count = (2 + given.timed_steps) * given.batch
+    pictures = photos(given.workdir / f"photos-{given.pixels}-{count}", count, given.pixels)
     theirs = variant.startswith("diffusers")
     cached = not theirs and not variant.endswith("-uncached")
     data = ImageCaptionData(
         str(pictures),
-        resolution=512,
+        resolution=given.pixels,
         train_batch_size=given.batch,
         cache_latents=cached,
         cache_text_embeddings=cached,
@@ -157,8 +178,15 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
         next(steps)
         watch = begin(given.device, [])
         next(steps)
-        return end(given.device, watch)
-    module = StableDiffusionLoRA(str(pipeline), rank=given.rank, max_train_steps=2, checkpointing_steps=10**9)
+        row, ends_s = end(given.device, watch), []
+        for _ in range(given.timed_steps):
+            next(steps)
+            ends_s.append(now(given.device))
+        return timed(row, ends_s)
+    steps_in_all = 2 + given.timed_steps
+    module = StableDiffusionLoRA(
+        str(pipeline), rank=given.rank, max_train_steps=steps_in_all, checkpointing_steps=10**9
+    )
     callback = SecondStep(given.device)
     trainer = Trainer(
         accelerator=given.device,
@@ -170,7 +198,7 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
         logger=False,
     )
     trainer.fit(module, data)
-    return callback.row
+    return timed(callback.row, callback.ends_s)
 
 
 def main() -> None:
@@ -178,6 +206,8 @@ def main() -> None:
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument("--timed_steps", type=int, default=0, help="further steps to time; 5 at least, or none")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=["diffusers", "off", "balanced", "lean", "max"]
@@ -191,30 +221,24 @@ def main() -> None:
         return
     if not (given.workdir / "sd15_random" / "model_index.json").is_file():
         build_pipeline(given.workdir / "sd15_random", torch.bfloat16)
-    rows: dict[str, dict[str, Any]] = {}
+    baseline: dict[str, Any] = {}
     for variant in given.variants:
-        command = [
-            sys.executable,
-            __file__,
-            str(given.workdir),
-            "--variants",
-            variant,
-            "--alone",
-            "--device",
-            given.device,
-        ]
-        command += ["--batch", str(given.batch), "--rank", str(given.rank)]
+        command = [sys.executable, __file__, str(given.workdir), "--variants", variant, "--alone"]
+        for name in ("device", "batch", "rank", "pixels", "timed_steps"):
+            command += [f"--{name}", str(getattr(given, name))]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows[variant] = json.loads(printed.strip().splitlines()[-1])
-    for variant, row in rows.items():
-        if "diffusers" in rows:
-            row["ratio"] = round(row["peak_mib"] / rows["diffusers"]["peak_mib"], 3)
+        row = json.loads(printed.strip().splitlines()[-1])
+        baseline = row if variant == "diffusers" else baseline
+        for ratio, figure in (("ratio", "peak_mib"), ("step_ratio", "step_ms")):
+            if figure in row and figure in baseline:
+                row[ratio] = round(row[figure] / baseline[figure], 3)
         header = {
             "benchmark": "step_memory",
             "date": time.strftime("%Y-%m-%d"),
             "variant": variant,
             "batch": given.batch,
             "rank": given.rank,
+            "pixels": given.pixels,
             "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu, storages counted",
             "torch": torch.__version__,
         }

@@ -1,12 +1,15 @@
 """What one training step of a diffusion U-Net keeps and takes at each memory level, beside native and checkpointing.
 
     python kernels/benchmarks/unet_step.py [--model sd15|sdxl] [--batch 1] [--lora 64|0] [--pixels 512] [--rounds 7]
+        [--width 0.5] [--device cuda]
 
 One U-Net with random weights from its config, in bf16 (`--dtype`), takes every variant in turn within each round, so
 that a change of the machine's pace meets all of them; the figures are medians of the rounds after one warm-up round.
 `kept` counts every storage that the forward pass leaves alive for backward, exactly; for `compile` (torch.compile, by
-name only: it compiles for minutes) what the compiled code saves. Before anything is reported, the loss of each variant
-must equal the native one within bf16's rounding. One JSON object a line goes to `--output`.
+name only: it compiles for minutes) what the compiled code saves. `--width` scales every channel count. On a card a step
+is `--steps` of them in a row with one wait at the end, and the allocator's peak stands beside. Before anything is
+reported, the loss of each variant must equal the native one within bf16's rounding. One JSON object a line goes to
+`--output`.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_aigc.precision.swaps import swap_forwards
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-SD15 = {"sample_size": 64, "cross_attention_dim": 768}
+SD15 = {"sample_size": 64, "cross_attention_dim": 768, "block_out_channels": (320, 640, 1280, 1280)}
 SDXL = {
     "sample_size": 128,
     "cross_attention_dim": 2048,
@@ -54,16 +57,21 @@ SDXL = {
 VARIANTS = ("native", "balanced", "lean", "max", "checkpointing", "compile")
 
 
-def build(model: str, lora_rank: int, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def build(
+    model: str, lora_rank: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu", width: float = 1.0
+) -> nn.Module:
     """The U-Net with random weights, LoRA on its attention or everything trainable."""
+    config = dict(SDXL if model == "sdxl" else SD15)
+    config["block_out_channels"] = tuple(round(width * channels) for channels in config["block_out_channels"])
     torch.manual_seed(seed)
     torch.set_default_dtype(dtype)
-    unet = UNet2DConditionModel(**(SDXL if model == "sdxl" else SD15))
+    with torch.device(device):
+        unet = UNet2DConditionModel(**config)
     torch.set_default_dtype(torch.float32)
     if lora_rank:
         unet.requires_grad_(False)
-        config = LoraConfig(r=lora_rank, target_modules=LORA_TARGETS, init_lora_weights=False)
-        unet = inject_adapter_in_model(config, unet)
+        lora = LoraConfig(r=lora_rank, target_modules=LORA_TARGETS, init_lora_weights=False)
+        unet = inject_adapter_in_model(lora, unet)
     return unet.train()
 
 
@@ -108,12 +116,16 @@ class Variant:
 
     def __init__(self, unet: nn.Module, name: str) -> None:
         self.unet, self.name = unet, name
+        self.compiled: Callable[..., object] | None = None
 
     def __enter__(self) -> None:
         if self.name == "checkpointing":
             self.unet.enable_gradient_checkpointing()
         elif self.name == "compile":
-            self.unet.compile()
+            if self.compiled is None:
+                self.unet.compile()
+                self.compiled = self.unet._compiled_call_impl
+            self.unet._compiled_call_impl = self.compiled
         elif self.name != "native":
             self.swapped = swap_forwards(self.unet, memory=self.name)
 
@@ -131,16 +143,17 @@ def synchronize(device: str) -> None:
         getattr(torch, device).synchronize()
 
 
-def one_step(unet: nn.Module, given: dict[str, object], device: str) -> tuple[float, float, float]:
-    """Loss, seconds of wall clock and of this process's CPU for a forward and a backward pass."""
+def one_step(unet: nn.Module, given: dict[str, object], device: str, steps: int = 1) -> tuple[float, float, float]:
+    """Loss, seconds of wall clock and of this process's CPU for a forward and a backward pass, the mean of `steps`."""
     synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
-    loss = unet(**given).sample.float().square().mean()
-    loss.backward()
+    for _ in range(steps):
+        loss = unet(**given).sample.float().square().mean()
+        loss.backward()
+        unet.zero_grad(set_to_none=True)
     synchronize(device)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    unet.zero_grad(set_to_none=True)
-    return loss.item(), wall, cpu
+    return loss.item(), wall / steps, cpu / steps
 
 
 def kept_mib(unet: nn.Module, given: dict[str, object]) -> float:
@@ -186,24 +199,28 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=64, help="LoRA rank; 0 trains every weight")
     parser.add_argument("--pixels", type=int, default=512)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--width", type=float, default=1.0, help="scales every channel count")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, help="steps a round of one variant; unset: 1 on a CPU, 5 on a card")
     parser.add_argument("--rounds", type=int, default=7, help="0 counts what is kept and times nothing")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS[:-1]))
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     options = parser.parse_args()
 
     dtype = getattr(torch, options.dtype)
-    unet = build(options.model, options.lora, dtype).to(options.device)
+    steps = options.steps or (1 if options.device == "cpu" else 5)
+    unet = build(options.model, options.lora, dtype, device=options.device, width=options.width).to(options.device)
     given = inputs_of(options.model, options.batch, options.pixels, dtype, options.device)
     kept, losses, walls, cpus, peaks = {}, {}, {}, {}, {}
+    variants = {name: Variant(unet, name) for name in options.variants}
     for name in options.variants:
-        with Variant(unet, name):
+        with variants[name]:
             kept[name] = (kept_by_compiled_mib if name == "compile" else kept_mib)(unet, given)
         walls[name], cpus[name] = [], []
     for round_ in range(options.rounds + 1 if options.rounds else 0):
         for name in options.variants:
-            with Variant(unet, name):
-                losses[name], wall, cpu = one_step(unet, given, options.device)
+            with variants[name]:
+                losses[name], wall, cpu = one_step(unet, given, options.device, steps)
                 if round_ == 0:
                     peaks[name] = peak_mib(options.device, lambda: one_step(unet, given, options.device))
                 else:
@@ -217,23 +234,26 @@ def main() -> None:
         "model": options.model,
         "batch": options.batch,
         "lora_rank": options.lora,
+        "width": options.width,
         "pixels": options.pixels,
         "dtype": options.dtype,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else f"cpu ({platform.machine()})",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "rounds": options.rounds,
+        "steps_a_round": steps,
     }
     for name in options.variants:
         row = header | {"variant": name, "kept_mib": round(kept[name], 1)}
         row["kept_ratio"] = round(kept[name] / kept["native"], 3)
         if options.rounds:
-            row["step_time_s"] = round(statistics.median(walls[name]), 3)
+            row["step_time_s"] = round(statistics.median(walls[name]), 5)
             row["step_time_ratio"] = median_ratio(walls, name)
             row["cpu_time_ratio"] = median_ratio(cpus, name)
-            row["step_time_spread_s"] = [round(min(walls[name]), 3), round(max(walls[name]), 3)]
+            row["step_time_spread_s"] = [round(min(walls[name]), 5), round(max(walls[name]), 5)]
         if peaks.get(name):
             row["peak_mib"] = round(peaks[name] or 0, 1)
+            row["peak_ratio"] = round((peaks[name] or 0) / (peaks["native"] or 1), 3)
         print(json.dumps(row))
         if options.output:
             with options.output.open("a") as file:

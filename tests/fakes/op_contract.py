@@ -50,9 +50,9 @@ def outcome_of(
     for tensor in wanted.values():
         assert tensor is not None
         tensor.requires_grad_()
-    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+    with torch.autocast(torch.get_default_device().type, autocast) if autocast else contextlib.nullcontext():
         y = forward(**leaves)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(y.dtype)
     gradients = torch.autograd.grad(y, list(wanted.values()), dy)
     for tensor in wanted.values():
@@ -137,7 +137,7 @@ def kept_numbers(case: Case, forward: Forward, dtype: torch.dtype, autocast: tor
         assert tensor is not None
         tensor.requires_grad_()
     with _Storages({t.untyped_storage()._cdata for t in leaves.values() if t is not None}) as storages:
-        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        with torch.autocast(torch.get_default_device().type, autocast) if autocast else contextlib.nullcontext():
             y = forward(**leaves)
         gc.collect()
         alive = {cdata: nbytes for cdata, (reference, nbytes) in storages.made.items() if not reference.expired()}

@@ -11,7 +11,17 @@ A skip would hide a broken toolchain: a folder that is named on the command line
 import os
 from importlib.metadata import PackageNotFoundError, version
 
+import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where tests/kernels/ops run: cpu or cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") != "cpu":  # float64 is the reference's on every device, which warns once
+        config.addinivalue_line("filterwarnings", "ignore::lightning_aigc_kernels.calling.FallbackWarning")
 
 
 def installed(distribution: str) -> bool:

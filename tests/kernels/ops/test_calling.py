@@ -110,7 +110,7 @@ def test_a_second_derivative_is_refused_with_the_way_out() -> None:
 def test_products_run_in_autocasts_dtype_but_for_float64() -> None:
     single, double = torch.randn(2), torch.randn(2, dtype=torch.float64)
     assert compute_dtype(single) == torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert compute_dtype(single) == torch.bfloat16
         assert compute_dtype(double) == torch.float64
         with without_autocast(single):

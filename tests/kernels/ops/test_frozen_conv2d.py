@@ -122,7 +122,7 @@ def test_under_autocast_a_half_precision_input_beside_a_float32_weight_is_served
     x, weight = given.tensors["x"], given.tensors["weight"]
     assert x is not None and weight is not None
     leaf = x.bfloat16().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         y = given.fused(leaf, weight.float())
     assert y.dtype == torch.bfloat16
     (dx,) = torch.autograd.grad(y.sum(), leaf)
