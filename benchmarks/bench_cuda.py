@@ -72,7 +72,7 @@ def script(path: str, *arguments: str) -> list[str]:
 
 def tests(*arguments: str) -> list[str]:
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    options = ["-q", "-p", "no:cacheprovider", "--junit-xml={work}/tests-{n}.xml", *parallel]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--junit-xml={work}/tests-{n}.xml", *parallel]
     return [sys.executable, "-m", "pytest", *options, *arguments]
 
 
@@ -84,7 +84,9 @@ def level_bars(rows: list[Row]) -> list[Bar]:
             name = f"{row['model']} batch {row['batch']} {row['variant']}"
             kept, step_time = LEVELS[row["variant"]]
             found.append(Bar(f"{name}, kept / native", row["kept_ratio"], round(kept + more, 3)))
-            found.append(Bar(f"{name}, step time / native", row["step_time_ratio"], round(step_time + more, 3)))
+            for key in ("step_time_ratio", "device_time_ratio"):
+                if key in row:
+                    found.append(Bar(f"{name}, {key}", row[key], round(step_time + more, 3)))
     return found
 
 

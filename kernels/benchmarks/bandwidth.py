@@ -3,22 +3,24 @@
     python kernels/benchmarks/bandwidth.py [--device cuda] [--dtype bfloat16] [--trained] [--output FILE.jsonl]
 
 Bytes are the fewest that any implementation moves: forward reads x and writes y, backward reads x and dy and writes
-dx. Their rate is set beside a copy's in the same run, a tensor of 512 MiB read and written. Every call takes the next
-of several input sets, together larger than any cache. Before a shape is timed, its gradient must agree with float64 as
-well as native's does. Medians after warm-up; one JSON object a line.
+dx. Their rate is set beside a copy's in the same run, of a tensor as large as x: a small one moves fewer bytes a
+second than the memory could. Every call takes the next of several input sets, together larger than any cache. On a card
+one call of each set is captured in a CUDA graph and the replay is timed, so `_us` is the card's own time; `_host_us` is
+what one call takes the host. Before a shape is timed, its gradient must agree with float64 as well as native's does.
+Medians after warm-up; one JSON object a line.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
+import functools
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -36,32 +38,46 @@ SHAPES = {  # [N, C, H, W] of the norms that hold the most pixels
     "sdxl 1024 px, batch 4": (4, 320, 128, 128),
     "vae 512 px, batch 1": (1, 128, 512, 512),
 }
-GROUPS, COPY_MIB, CACHE_MIB, AS_GOOD = 32, 512, 256, 1.1
+GROUPS, CACHE_MIB, AS_GOOD = 32, 256, 1.1
 
 
-def seconds_of(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Median of `repeats` calls after a tenth as many."""
-    times = []
-    for _ in range(repeats + max(repeats // 10, 2)):
-        if device == "cpu":
+def seconds_of(calls: Sequence[Callable[[], object]], device: str, repeats: int) -> tuple[float, float]:
+    """Median seconds of one of the calls, on the device and on the host, after warm-up."""
+    for call in calls[:3]:
+        call()
+    if device == "cpu":
+        times = []
+        for i in range(repeats + 1):
             started = time.perf_counter()
-            call()
+            calls[i % len(calls)]()
             times.append(time.perf_counter() - started)
-        else:
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            call()
-            last.record()
-            torch.cuda.synchronize()
-            times.append(first.elapsed_time(last) / 1000)
-    return statistics.median(times[-repeats:])
+        return (statistics.median(times[1:]),) * 2
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for call in calls:
+        call()
+    host = (time.perf_counter() - started) / len(calls)
+    torch.cuda.synchronize()
+    graph, times = torch.cuda.CUDAGraph(), []
+    kept = []
+    with torch.cuda.graph(graph):
+        for call in calls:
+            kept.append(call())  # results that were freed would share one place, and stay in the cache
+    for _ in range(repeats + 3):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(first.elapsed_time(last) / 1000 / len(calls))
+    return statistics.median(times[3:]), host
 
 
-def copy_rate(device: str) -> float:
-    """GB that a copy reads and writes in a second."""
-    source = torch.randn(COPY_MIB * 2**18, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPY_MIB * 2**20 / seconds_of(lambda: target.copy_(source), device, 20) / 1e9
+def copy_rate(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str, repeats: int) -> float:
+    """GB a second that copies of such a tensor read and write."""
+    sources = [torch.randn(shape, device=device).to(dtype) for _ in range(count)]
+    copies = [source.clone for source in sources]
+    return 2 * sources[0].nbytes / seconds_of(copies, device, repeats)[0] / 1e9
 
 
 def native(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -80,7 +96,7 @@ def error(of: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, dy: Tensor,
     return float((got.double() - true).norm() / true.norm())
 
 
-def measure(name: str, shape: tuple[int, ...], given: argparse.Namespace, copy_gb_s: float) -> dict[str, object]:
+def measure(name: str, shape: tuple[int, ...], given: argparse.Namespace) -> dict[str, object]:
     dtype = getattr(torch, given.dtype)
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     sets = []
@@ -92,27 +108,27 @@ def measure(name: str, shape: tuple[int, ...], given: argparse.Namespace, copy_g
     errors = [error(of, *sets[0], weight.detach(), bias.detach()) for of in (ours, native)]
     if errors[0] > AS_GOOD * errors[1]:
         sys.exit(f"{name}: the gradient's error is {errors[0]:.2e}, native's {errors[1]:.2e}; nothing is reported")
+    copy_gb_s = copy_rate(shape, len(sets), dtype, given.device, given.repeats)
     row: dict[str, object] = {"shape": name, "N_C_H_W": shape, "copy_gb_s": round(copy_gb_s, 1)}
     for label, of in (("native", native), ("ours", ours)):
-        graphs = []
+        forwards, backwards = [], []
         for x, dy in sets:
-            x = x.detach().requires_grad_()
-            graphs.append((of(x, weight, bias), (x, weight, bias) if given.trained else (x,), dy))
-        turns, inputs = itertools.cycle(graphs), itertools.cycle(sets)
-
-        def forward(of: Callable[..., Tensor] = of, inputs: itertools.cycle = inputs) -> None:  # type: ignore[type-arg]
-            with torch.no_grad():
-                of(next(inputs)[0], weight, bias)
-
-        def backward(turns: itertools.cycle = turns) -> None:  # type: ignore[type-arg]
-            y, wanted, dy = next(turns)
-            torch.autograd.grad(y, wanted, dy, retain_graph=True)
-
-        for direction, call, passes in (("forward", forward, 2), ("backward", backward, 3)):
-            seconds = seconds_of(call, given.device, given.repeats)
+            leaf = x.detach().requires_grad_()
+            wanted = (leaf, weight, bias) if given.trained else (leaf,)
+            y = of(leaf, weight, bias)
+            forwards.append(functools.partial(without_gradients, of, x, weight, bias))
+            backwards.append(functools.partial(torch.autograd.grad, y, wanted, dy, retain_graph=True))
+        for direction, calls, passes in (("forward", forwards, 2), ("backward", backwards, 3)):
+            seconds, host = seconds_of(calls, given.device, given.repeats)
             row[f"{label}_{direction}_us"] = round(1e6 * seconds, 1)
+            row[f"{label}_{direction}_host_us"] = round(1e6 * host, 1)
             row[f"{label}_{direction}_of_copy"] = round(passes * nbytes / seconds / 1e9 / copy_gb_s, 3)
     return row
+
+
+def without_gradients(of: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    with torch.no_grad():
+        return of(*given)
 
 
 def main() -> None:
@@ -124,7 +140,6 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     given = parser.parse_args()
-    copy_gb_s = copy_rate(given.device)
     header = {
         "benchmark": "bandwidth",
         "op": "group_norm_silu",
@@ -139,7 +154,7 @@ def main() -> None:
         else "triton",
     }
     for name, shape in list(SHAPES.items())[: given.shapes]:
-        row = json.dumps(header | measure(name, shape, given, copy_gb_s))
+        row = json.dumps(header | measure(name, shape, given))
         print(row, flush=True)
         if given.output:
             with given.output.open("a") as file:

@@ -78,19 +78,17 @@ def direct(op: Any, setup_context: Callable[..., None], autograd: Callable[..., 
     """A custom op's implementation under an autograd.Function of its own, and the op itself wherever something traces.
 
     torch.library's way to the same autograd formula fills in defaults and walks the arguments in Python: 0.25 of the
-    0.38 milliseconds that an op of 31 arguments took (torch 2.13), which a GPU would wait for.
+    0.38 milliseconds that an op of 31 arguments took (torch 2.13), which a GPU would wait for. An autograd.Function
+    with a `setup_context` does so too (inspect.signature at every call), so forward calls it itself.
     """
     implementation = op._init_fn
 
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(*args: Any) -> Any:
+        def forward(ctx: Any, *args: Any) -> Any:
             result = implementation(*args)
+            setup_context(ctx, args, result)
             return tuple(result) if isinstance(result, list) else result
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            setup_context(ctx, inputs, output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -100,11 +98,24 @@ def direct(op: Any, setup_context: Callable[..., None], autograd: Callable[..., 
     gives_list = str(op._opoverload._schema.returns[0].type) == "List[Tensor]"
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            return op(*args)
-        return named.apply(*args)
+        return op(*args) if is_traced() else named.apply(*args)
 
     return call
+
+
+def direct_backward(op: Any) -> Callable[..., Any]:
+    """The op of a backward pass: its implementation, or the op itself where something traces or derives it again."""
+    implementation = op._init_fn
+
+    def call(*args: Any) -> Any:
+        return op(*args) if torch.is_grad_enabled() or is_traced() else implementation(*args)
+
+    return call
+
+
+def is_traced() -> bool:
+    """Whether torch.compile or a dispatch mode looks at every operator, and so wants ops whole."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
 
 
 def without_values(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -57,7 +57,7 @@ def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: A
         return (x + hidden) / self.output_scale_factor if self.output_scale_factor != 1 else x + hidden
 
     if choices.repeats:
-        return lambda: recompute.run_again_in_backward(run, input_tensor, temb)
+        return lambda: recompute.run_again_in_backward(self, run, input_tensor, temb)
     return lambda: run(input_tensor, temb)
 
 

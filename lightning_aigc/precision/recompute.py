@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from lightning_aigc_kernels.lora_attention import KnownAttention
@@ -45,8 +46,12 @@ class _Current(threading.local):
 _current = _Current()  # backward of a CUDA device runs in a thread of its own
 
 
-def run_again_in_backward(block: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """block(*inputs), of which backward keeps the inputs and what `remember` was given."""
+def run_again_in_backward(module: nn.Module, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """block(*inputs), of which backward keeps the inputs and what `remember` was given.
+
+    Random states are kept for the repetition only where an active dropout in `module`, whose block it is, draws from
+    them: taking and restoring them costs the host more than many blocks' kernels.
+    """
     if torch.compiler.is_compiling():  # whose partitioner decides itself what a repeated run needs
         compiled: Tensor = checkpoint(block, *inputs, use_reentrant=False)
         return compiled
@@ -55,8 +60,20 @@ def run_again_in_backward(block: Callable[..., Tensor], *inputs: Any) -> Tensor:
     def contexts() -> tuple[_Run, _Run]:
         return _Run(kept, repeating=False), _Run(kept, repeating=True)
 
-    result: Tensor = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none")
+    result: Tensor = checkpoint(
+        block,
+        *inputs,
+        use_reentrant=False,
+        context_fn=contexts,
+        determinism_check="none",
+        preserve_rng_state=_draws(module),
+    )
     return result
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a dropout of this block, one of a LoRA on a convolution say, is active now."""
+    return any(isinstance(layer, _DropoutNd) and layer.training and layer.p > 0 for layer in module.modules())
 
 
 def repeating() -> bool:

@@ -226,7 +226,7 @@ def transformer_block(
         return x + _feed_forward_part(self.ff, self.norm3, x, choices.of("ff"), skip_product=skip)
 
     if choices.repeats:
-        return lambda: recompute.run_again_in_backward(run, hidden_states, encoder_hidden_states)
+        return lambda: recompute.run_again_in_backward(self, run, hidden_states, encoder_hidden_states)
     return lambda: run(hidden_states, encoder_hidden_states)
 
 
@@ -306,7 +306,7 @@ def transformer(
         return x + (pixels if self.use_linear_projection else self.proj_out(pixels))
 
     if choices.repeats:
-        return lambda: (recompute.run_again_in_backward(run, hidden_states, encoder_hidden_states),)
+        return lambda: (recompute.run_again_in_backward(self, run, hidden_states, encoder_hidden_states),)
     return lambda: (run(hidden_states, encoder_hidden_states),)
 
 

@@ -19,6 +19,7 @@ from lightning_aigc_kernels.calling import (
     backward_dtype,
     compute_dtype,
     direct,
+    direct_backward,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -188,7 +189,7 @@ def _autograd(ctx: Any, dy: Tensor | None, _: object) -> tuple[Tensor | None, ..
         return (None,) * 19
     projected, x, *parameters = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[1:11])
-    dx, *grads = _backward_op(dy, x, projected, *parameters, needs, *ctx.options)
+    dx, *grads = _call_backward(dy, x, projected, *parameters, needs, *ctx.options)
     given = iter(grads)
     return dx, *(next(given) if need else None for need in needs), *(None,) * 8
 
@@ -196,3 +197,4 @@ def _autograd(ctx: Any, dy: Tensor | None, _: object) -> tuple[Tensor | None, ..
 _backward_op.register_autograd(no_second_derivative("feed_forward"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)
+_call_backward = direct_backward(_backward_op)

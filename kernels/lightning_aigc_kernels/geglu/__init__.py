@@ -12,7 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import direct, kernel_for, no_second_derivative, refuse_functorch, without_autocast
+from lightning_aigc_kernels.calling import (
+    direct,
+    direct_backward,
+    kernel_for,
+    no_second_derivative,
+    refuse_functorch,
+    without_autocast,
+)
 from lightning_aigc_kernels.geglu import reference
 
 __all__ = ["Activation", "geglu", "swiglu"]
@@ -101,7 +108,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _autograd(ctx: Any, dproduct: Tensor) -> tuple[Tensor, None]:
     (projected,) = ctx.saved_tensors
-    return _backward_op(dproduct, projected, ctx.activation), None
+    return _call_backward(dproduct, projected, ctx.activation), None
 
 
 def _keep_name(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -115,3 +122,4 @@ def _refuse_second_derivative(ctx: Any, *grads: object) -> None:
 _backward_op.register_autograd(_refuse_second_derivative, setup_context=_keep_name)
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)
+_call_backward = direct_backward(_backward_op)

@@ -17,6 +17,7 @@ from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
     direct,
+    direct_backward,
     kernel_for,
     no_second_derivative,
     refuse_functorch,
@@ -211,7 +212,7 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
     x, mean, rstd, *parameters = ctx.saved_tensors
     groups, eps, silu, density = ctx.options
     need_affine = any(ctx.needs_input_grad[1:5])
-    grads = iter(_backward_op(dy, x, mean, rstd, *parameters, groups, eps, silu, need_affine, density))
+    grads = iter(_call_backward(dy, x, mean, rstd, *parameters, groups, eps, silu, need_affine, density))
     dx = next(grads)
     dparameters = (None if p is None or not need_affine else next(grads) for p in parameters)
     return dx, *dparameters, None, None, None, None
@@ -220,3 +221,4 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
 _backward_op.register_autograd(no_second_derivative("group_norm_silu"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)
+_call_backward = direct_backward(_backward_op)

@@ -17,6 +17,7 @@ from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
     direct,
+    direct_backward,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -179,7 +180,7 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
     if dy is None:
         return (None,) * 18
     needs = list(ctx.needs_input_grad[1:7])
-    dx, *grads = _backward_op(dy, *ctx.saved_tensors, needs, *ctx.options)
+    dx, *grads = _call_backward(dy, *ctx.saved_tensors, needs, *ctx.options)
     given = iter(grads)
     return dx, *(next(given) if need else None for need in needs), *(None,) * 11
 
@@ -187,3 +188,4 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
 _backward_op.register_autograd(no_second_derivative("group_norm_silu_conv2d"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)
+_call_backward = direct_backward(_backward_op)

@@ -21,6 +21,7 @@ from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
     direct,
+    direct_backward,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -254,13 +255,14 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
     saved = ctx.saved_tensors  # read once: under checkpointing a second reading is an error
     tensors, kept = saved[:20], saved[20:]
     needs = list(ctx.needs_input_grad[:20])
-    given = iter(_backward_op(grads[0], *tensors, list(kept), needs, *ctx.options))
+    given = iter(_call_backward(grads[0], *tensors, list(kept), needs, *ctx.options))
     return *(next(given) if need else None for need in needs), *(None,) * 11
 
 
 _backward_op.register_autograd(no_second_derivative("lora_attention"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)
+_call_backward = direct_backward(_backward_op)
 
 
 def _layers(tensors: Sequence[Any], scales: Sequence[float], dtype: torch.dtype) -> list[Projection]:

@@ -16,6 +16,7 @@ from lightning_aigc_kernels.calling import (
     check_density,
     compute_dtype,
     direct,
+    direct_backward,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -79,9 +80,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd(ctx: Any, do: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if do is None:
         return None, None, None, None
-    return *_backward_op(do, *ctx.saved_tensors, ctx.density), None
+    return *_call_backward(do, *ctx.saved_tensors, ctx.density), None
 
 
 _backward_op.register_autograd(no_second_derivative("sparse_attention_backward"))
 _op.register_autograd(_autograd, setup_context=_setup_context)
 _call = direct(_op, _setup_context, _autograd)
+_call_backward = direct_backward(_backward_op)
