@@ -172,6 +172,7 @@ def sections() -> list[Section]:
     unet, bandwidth = "kernels/benchmarks/unet_step.py", "kernels/benchmarks/bandwidth.py"
     memory, health = "benchmarks/step_memory.py", "benchmarks/health_cost.py"
     levels = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
+    few = ["--rounds", "5", "--steps", "3"]
     compiled = ["--variants", "native", "compile"]
     tiny = ["--width", "0.1", "--pixels", "64", "--rounds", "1"]
     cost = ["--size", "512", "--steps", "41", "--results", "{work}/rows"]
@@ -200,7 +201,7 @@ def sections() -> list[Section]:
         ),
         Section(
             "unet_step sd15", 1, 150,
-            [script(unet, *to, *levels, "--rounds", "7"), script(unet, *to, *levels, "--batch", "4", "--rounds", "7")],
+            [script(unet, *to, *levels, *few), script(unet, *to, *levels, *few, "--batch", "4")],
             [script(unet, *to, *levels, *tiny)],
             level_bars,
         ),
@@ -218,8 +219,8 @@ def sections() -> list[Section]:
         Section(
             "unet_step sdxl", 2, 150,
             [
-                script(unet, *to, *levels, "--model", "sdxl", "--pixels", "1024", "--rounds", "5"),
-                script(unet, *to, *levels, "--model", "sdxl", "--pixels", "1024", "--batch", "4", "--rounds", "3"),
+                script(unet, *to, *levels, *few, "--model", "sdxl", "--pixels", "1024"),
+                script(unet, *to, *levels, *few, "--model", "sdxl", "--pixels", "1024", "--batch", "4"),
             ],
             [script(unet, *to, *levels, *tiny, "--model", "sdxl")],
             level_bars,
@@ -227,8 +228,8 @@ def sections() -> list[Section]:
         Section(
             "compile sd15", 2, 200,
             [
-                script(unet, *to, *compiled, "--rounds", "7"),
-                script(unet, *to, *compiled, "--batch", "4", "--rounds", "7"),
+                script(unet, *to, *compiled, *few),
+                script(unet, *to, *compiled, *few, "--batch", "4"),
             ],
             [],  # minutes of a C++ compiler on a CPU
         ),
@@ -257,7 +258,7 @@ def sections() -> list[Section]:
         ),
         Section(
             "compile sdxl", 2, 240,
-            [script(unet, *to, *compiled, "--model", "sdxl", "--pixels", "1024", "--rounds", "5")],
+            [script(unet, *to, *compiled, *few, "--model", "sdxl", "--pixels", "1024")],
             [],
         ),
     ]  # fmt: skip

@@ -184,6 +184,7 @@ def test_shared_storages_are_copied_once_and_stay_shared(io: SnapshotCheckpointI
     assert loaded["c"]["tied"] is loaded["c"]["again"] and type(loaded["c"]["tied"]) is nn.Parameter
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, once a process
 def test_all_that_torch_can_save_comes_back(io: SnapshotCheckpointIO, tmp_path: Path) -> None:
     state = OrderedDict(
         sparse=torch.eye(3).to_sparse(),

@@ -133,6 +133,7 @@ class WriteSeen(Callback):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its ranks by fork, to save the imports")
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="forks after a backward pass, which a CUDA build refuses")
 def test_two_ddp_processes_split_the_pictures_and_the_encoding(tools, make, folder, tmp_path):
     fill(tools, folder, 8)
     arguments = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 1, "callbacks": [WriteSeen(tmp_path)]}

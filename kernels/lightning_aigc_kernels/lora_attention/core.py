@@ -22,7 +22,8 @@ def attend(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> tuple[Tensor, Tens
     q_NHTD, k_NHSD, v_NHSD = _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
     if which == "cpu_flash":
         o_NHTD, lse_NHT = aten._scaled_dot_product_flash_attention_for_cpu(q_NHTD, k_NHSD, v_NHSD)
-        return o_NHTD, lse_NHT.contiguous(), nothing
+        # torch 2.11's fake kernel says float32 of what is float64.
+        return o_NHTD, lse_NHT.to(torch.promote_types(q_NHTD.dtype, torch.float32)).contiguous(), nothing
     if which == "cuda_flash":
         o_NHTD, lse_NHT, *_, random_state, _, _ = aten._scaled_dot_product_flash_attention(q_NHTD, k_NHSD, v_NHSD)
         return o_NHTD, lse_NHT, random_state
