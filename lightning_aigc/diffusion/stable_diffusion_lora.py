@@ -42,6 +42,7 @@ from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+PIXELS_ENCODED_AT_ONCE = 512 * 512
 
 
 class StableDiffusionLoRA(LightningModule):
@@ -256,11 +257,17 @@ class StableDiffusionLoRA(LightningModule):
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
-        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1."""
+        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1.
+
+        As many pictures at once as hold PIXELS_ENCODED_AT_ONCE: a float32 autoencoder's activations of four pictures of
+        512 pixels would be the most memory that the whole step takes.
+        """
         vae = self._loaded().vae.to(self.device)
+        pixels = pixels_B3HW.to(self.device, vae.dtype)
+        at_once = max(1, PIXELS_ENCODED_AT_ONCE // (pixels.shape[-2] * pixels.shape[-1]))
         with float32_region(self.device):
-            moments: Tensor = vae.encode(pixels_B3HW.to(self.device, vae.dtype)).latent_dist.parameters.float()
-        return moments
+            encoded = [vae.encode(some).latent_dist.parameters.float() for some in pixels.split(at_once)]
+        return torch.cat(encoded)
 
     @torch.no_grad()
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:

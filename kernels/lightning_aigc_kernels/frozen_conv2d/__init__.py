@@ -18,6 +18,7 @@ from lightning_aigc_kernels.calling import (
     HALF_DTYPES,
     compute_dtype,
     direct,
+    direct_backward,
     no_second_derivative,
     refuse_functorch,
     without_autocast,
@@ -213,12 +214,13 @@ def _setup_conv2d(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (weight,) = ctx.saved_tensors
-    return _conv2d_backward(dy, weight, list(ctx.input_shape), *ctx.geometry, ctx.input_dtype), *(None,) * 8
+    return _call_conv2d_backward(dy, weight, list(ctx.input_shape), *ctx.geometry, ctx.input_dtype), *(None,) * 8
 
 
 _conv2d_backward.register_autograd(no_second_derivative("frozen_conv2d"))
 _conv2d.register_autograd(_conv2d_autograd, setup_context=_setup_conv2d)
 _call_conv2d = direct(_conv2d, _setup_conv2d, _conv2d_autograd)
+_call_conv2d_backward = direct_backward(_conv2d_backward)
 
 
 @torch.library.custom_op("lightning_aigc::frozen_linear", mutates_args=())
@@ -253,9 +255,10 @@ def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _linear_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (weight,) = ctx.saved_tensors
-    return _linear_backward(dy, weight, ctx.input_dtype), None, None, None
+    return _call_linear_backward(dy, weight, ctx.input_dtype), None, None, None
 
 
 _linear_backward.register_autograd(no_second_derivative("frozen_linear"))
 _linear.register_autograd(_linear_autograd, setup_context=_setup_linear)
 _call_linear = direct(_linear, _setup_linear, _linear_autograd)
+_call_linear_backward = direct_backward(_linear_backward)

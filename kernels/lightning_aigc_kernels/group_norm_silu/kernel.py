@@ -5,8 +5,7 @@ Forward is one launch, and so is backward; a trained weight and bias take a seco
 Dimensions: N samples, C channels, G groups, K = C / G channels of a group, P pixels of a channel.
 A slab is one group of one sample: K * P numbers that lie together. One program takes one slab at a time, so backward
 needs no second launch and no atomics: the per-channel sums of a slab are complete in the program that needs them for
-dx. A batch of few slabs leaves a big GPU idle (SDXL at batch 1: 32 slabs on 132 multiprocessors); splitting a slab
-would cost a second launch and a pass over partial sums, and is left out until a measurement asks for it.
+dx. Few slabs would leave a big GPU idle (batch 1: 32 of them on 132 multiprocessors); there `split.py` takes over.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.bit_bisection import copy_at_least, kth_largest_magnitude
+from lightning_aigc_kernels.group_norm_silu import split
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
@@ -268,6 +268,8 @@ def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> t
     Raises: ValueError for a strided x, or channels that do not divide into the groups.
     """
     samples, channels, pixels, length = _sizes(x, groups)
+    if length and samples and split.is_worth_it(x, groups, channels, pixels):
+        return split.forward(x, affine, groups, channels, pixels, eps, silu)
     y = torch.empty_like(x)
     mean_NG = torch.empty(samples, groups, dtype=torch.float32, device=x.device)
     rstd_NG = torch.empty_like(mean_NG)
@@ -330,6 +332,8 @@ def backward(
             for of in given
         )
         return dx, dweight, dbias, dscale, dshift
+    if not need_affine and density == 1 and split.is_worth_it(x, groups, channels, pixels):
+        return split.backward(dy, x, mean_NG, rstd_NG, affine, groups, channels, pixels, silu), None, None, None, None
     of_samples, modulation = [], []
     if need_affine:
         of_samples = [torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for _ in range(2)]
@@ -434,6 +438,12 @@ def cases(chip: str) -> list[KernelCase]:
         _case(chip, "backward", "fp16", 4096, modulated=True, NEED_AFFINE=False, SPARSE=False),
         _case(chip, "backward", "fp16", 4096, SILU=False, NEED_AFFINE=True, SPARSE=False),
         *(_sums_case(chip, dtype) for dtype in dtypes),
+        *(
+            case
+            for dtype in dtypes
+            for modulated in (False, True)
+            for case in (split.cases(dtype, 4096, modulated) if chip == "cuda" else ())
+        ),
     ]
 
 

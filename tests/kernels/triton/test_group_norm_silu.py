@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fakes.accuracy import assert_as_exact_as_eager, group_norm_silu_and_gradients
-from lightning_aigc_kernels.group_norm_silu import kernel
+from lightning_aigc_kernels.group_norm_silu import kernel, split
 from lightning_aigc_kernels.group_norm_silu.affine import affine_of
+from lightning_aigc_kernels.launch import LaunchConfig
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -87,6 +88,40 @@ def test_the_tiles_of_real_chips_give_the_same(
     for configs in (kernel.FORWARD, kernel.BACKWARD, kernel.BACKWARD_SPARSE, kernel.SUMS):
         monkeypatch.setitem(configs, device.type, configs[table])
     assert_all_exact(*inputs((2, 20, 23, 29), torch.float16, device, modulated), 2)
+
+
+@pytest.mark.parametrize(("silu", "modulated"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("programs", [3, 24])
+@pytest.mark.parametrize(("shape", "groups"), [((1, 6, 19, 17), 3), ((2, 40, 3, 3), 2), ((3, 2, 130, 8), 1)], ids=str)
+def test_programs_that_share_a_slab_give_what_one_gives(
+    shape: tuple[int, ...],
+    groups: int,
+    programs: int,
+    dtype: torch.dtype,
+    silu: bool,
+    modulated: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """y, both statistics and dx against float64; the last splits of a slab have fewer tiles, or none."""
+    x, weight, bias, modulation, dy = inputs(shape, dtype, device, modulated)
+    affine = affine_of(x, weight, bias, *(modulation or (None, None)))
+    statistics = kernel.forward(x, affine, groups, EPS, silu)[1:]
+    monkeypatch.setattr(split, "wanted_programs", lambda *_: programs)
+    channels, pixels = shape[1] // groups, math.prod(shape[2:])
+    small = {device.type: LaunchConfig(64, 65_535)}
+    monkeypatch.setattr(split, "FORWARD", small), monkeypatch.setattr(split, "BACKWARD", small)
+    assert split.is_worth_it(x, groups, channels, pixels) == (programs > shape[0] * groups)
+    y, mean, rstd = kernel.forward(x, affine, groups, EPS, silu)
+    torch.testing.assert_close((mean, rstd), statistics, rtol=1e-5, atol=1e-6)
+    dx, *nothing = kernel.backward(dy, x, mean, rstd, affine, groups, silu, False, 1.0)
+    assert nothing == [None] * 4
+    given = (x, weight, bias, modulation, dy, groups, silu)
+    truth = group_norm_silu_and_gradients(torch.float64, EPS, *given)
+    eager = group_norm_silu_and_gradients(torch.float32, EPS, *given)
+    for got, theirs, exact in zip((y, dx), eager[:2], truth[:2], strict=True):
+        assert_as_exact_as_eager(got, theirs.to(got.dtype), exact, RATIO)
 
 
 @pytest.mark.parametrize("missing", ["scale", "shift"])

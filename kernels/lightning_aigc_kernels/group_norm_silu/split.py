@@ -1,0 +1,389 @@
+"""The same kernels where slabs are few and long: several programs share a slab, so that a big GPU is not left idle.
+
+A batch of one has 32 slabs, an H100 132 multiprocessors: with a program a slab most of the card waits. Here a first
+launch leaves each program's share of the sums, and a second one adds up its slab's shares and writes the result. The
+price is a launch and a second reading of x, which is in the cache by then. Ascend's programs are few and take whole
+slabs; a trained affine and sparse gradients stay with `kernel.py` as well.
+
+Dimensions: as `kernel.py`. A slab is cut into tiles of BLOCK_K channels by BLOCK_P pixels, and each of SPLITS programs
+takes `tiles_a_split` tiles in a row.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_aigc_kernels.group_norm_silu.affine import Affine
+from lightning_aigc_kernels.launch import (
+    KernelCase,
+    LaunchConfig,
+    config_for,
+    next_power_of_two,
+    on_device_of,
+    tile_shape,
+)
+
+FORWARD = {"cuda": LaunchConfig(4096, 65_535, 8), "cpu": LaunchConfig(64, 65_535)}
+BACKWARD = {"cuda": LaunchConfig(2048, 65_535, 8), "cpu": LaunchConfig(64, 65_535)}
+PROGRAMS_A_MULTIPROCESSOR = 4
+MOST_SPLITS = 64
+
+
+@functools.cache
+def wanted_programs(device_type: str, index: int | None) -> int:
+    """How many programs fill the device; 0 where slabs are never split."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return PROGRAMS_A_MULTIPROCESSOR * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@triton.jit
+def tile_of(tile, across, channels, pixels, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Of a slab's tile: its channels, the offsets of its numbers, which of them exist, and how many do."""
+    channel = (tile // across) * BLOCK_K + tl.arange(0, BLOCK_K)
+    pixel = (tile % across) * BLOCK_P + tl.arange(0, BLOCK_P)
+    offsets = channel[:, None] * pixels + pixel[None, :]
+    inside = (channel < channels)[:, None] & (pixel < pixels)[None, :]
+    rows = tl.minimum(channels - (tile // across) * BLOCK_K, BLOCK_K)
+    columns = tl.minimum(pixels - (tile % across) * BLOCK_P, BLOCK_P)
+    return channel, offsets, inside, (rows * columns).to(tl.float32)
+
+
+@triton.jit
+def affine_of_tile(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside, MODULATED: tl.constexpr):
+    """weight * (1 + scale) and bias * (1 + scale) + shift of a tile's channels."""
+    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    if MODULATED:
+        amplify = 1.0 + tl.load(scale_row + channel, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(shift_row + channel, mask=inside, other=0.0).to(tl.float32)
+        weight = weight * amplify
+        bias = bias * amplify + shift
+    return weight, bias
+
+
+@triton.jit
+def forward_shares(
+    x_ptr,
+    shares_ptr,
+    channels,
+    pixels,
+    tiles,
+    across,
+    tiles_a_split,
+    SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Count, mean and sum of squared deviations of each split, [slabs, 3, SPLITS].
+
+    Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+    """
+    slab = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    x_ptr += tl.cast(slab, tl.int64) * channels * pixels
+    count = 0.0
+    mean = 0.0
+    m2 = 0.0
+    first = split * tiles_a_split
+    for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
+        _, offsets, inside, numbers = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        values = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        tile_mean = tl.sum(tl.sum(values, 1), 0) / numbers
+        centred = tl.where(inside, values - tile_mean, 0.0)
+        delta = tile_mean - mean
+        share = numbers / (count + numbers)
+        mean += delta * share
+        m2 += tl.sum(tl.sum(centred * centred, 1), 0) + delta * delta * share * count
+        count += numbers
+    shares_ptr += slab * 3 * SPLITS + split
+    tl.store(shares_ptr, count)
+    tl.store(shares_ptr + SPLITS, mean)
+    tl.store(shares_ptr + 2 * SPLITS, m2)
+
+
+@triton.jit
+def forward_result(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    shares_ptr,
+    groups,
+    channels,
+    pixels,
+    tiles,
+    across,
+    tiles_a_split,
+    scale_stride,
+    shift_stride,
+    eps,
+    MODULATED: tl.constexpr,
+    SILU: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """y of each split's tiles, and mean and rstd of every slab, from the shares of all of its splits."""
+    slab = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    of_splits = shares_ptr + slab * 3 * SPLITS + tl.arange(0, SPLITS)
+    counts = tl.load(of_splits)
+    means = tl.load(of_splits + SPLITS)
+    length = channels * pixels
+    mean = tl.sum(counts * means, 0) / length
+    m2 = tl.sum(tl.load(of_splits + 2 * SPLITS) + counts * (means - mean) * (means - mean), 0)
+    rstd = 1.0 / tl.sqrt(m2 / length + eps)
+    if split == 0:
+        tl.store(mean_ptr + slab, mean)
+        tl.store(rstd_ptr + slab, rstd)
+    start = tl.cast(slab, tl.int64) * length
+    first_channel = (slab % groups) * channels
+    scale_row = scale_ptr + (slab // groups) * scale_stride + first_channel
+    shift_row = shift_ptr + (slab // groups) * shift_stride + first_channel
+    first = split * tiles_a_split
+    for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
+        channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        slope, offset = affine_of_tile(
+            weight_ptr + first_channel,
+            bias_ptr + first_channel,
+            scale_row,
+            shift_row,
+            channel,
+            channel < channels,
+            MODULATED,
+        )
+        x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        z = (x - mean) * (slope * rstd)[:, None] + offset[:, None]
+        if SILU:
+            z = z * tl.sigmoid(z)
+        tl.store(y_ptr + start + offsets, z.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_gradient(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset, SILU: tl.constexpr):
+    """Of one tile: the normalised x, and the gradient of the number that enters the activation times the slope."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dz = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    xhat = (x - mean) * rstd
+    if SILU:
+        z = xhat * slope[:, None] + offset[:, None]
+        gate = tl.sigmoid(z)
+        dz = dz * gate * (1.0 + z * (1.0 - gate))
+    return xhat, dz * slope[:, None]
+
+
+@triton.jit
+def backward_shares(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    shares_ptr,
+    groups,
+    channels,
+    pixels,
+    tiles,
+    across,
+    tiles_a_split,
+    scale_stride,
+    shift_stride,
+    MODULATED: tl.constexpr,
+    SILU: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The sums over each split of the normalised x's gradient, and of it times the normalised x: [slabs, 2, SPLITS]."""
+    slab = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    mean = tl.load(mean_ptr + slab)
+    rstd = tl.load(rstd_ptr + slab)
+    start = tl.cast(slab, tl.int64) * channels * pixels
+    first_channel = (slab % groups) * channels
+    scale_row = scale_ptr + (slab // groups) * scale_stride + first_channel
+    shift_row = shift_ptr + (slab // groups) * shift_stride + first_channel
+    total = 0.0
+    total_xhat = 0.0
+    first = split * tiles_a_split
+    for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
+        channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        slope, offset = affine_of_tile(
+            weight_ptr + first_channel,
+            bias_ptr + first_channel,
+            scale_row,
+            shift_row,
+            channel,
+            channel < channels,
+            MODULATED,
+        )
+        xhat, dxhat = tile_gradient(x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU)
+        total += tl.sum(tl.sum(dxhat, 1), 0)
+        total_xhat += tl.sum(tl.sum(dxhat * xhat, 1), 0)
+    shares_ptr += slab * 2 * SPLITS + split
+    tl.store(shares_ptr, total)
+    tl.store(shares_ptr + SPLITS, total_xhat)
+
+
+@triton.jit
+def backward_result(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    dx_ptr,
+    shares_ptr,
+    groups,
+    channels,
+    pixels,
+    tiles,
+    across,
+    tiles_a_split,
+    scale_stride,
+    shift_stride,
+    MODULATED: tl.constexpr,
+    SILU: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """dx of each split's tiles, from the sums of all splits of its slab."""
+    slab = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    mean = tl.load(mean_ptr + slab)
+    rstd = tl.load(rstd_ptr + slab)
+    length = channels * pixels
+    of_splits = shares_ptr + slab * 2 * SPLITS + tl.arange(0, SPLITS)
+    mean_dxhat = tl.sum(tl.load(of_splits), 0) / length
+    mean_dxhat_xhat = tl.sum(tl.load(of_splits + SPLITS), 0) / length
+    start = tl.cast(slab, tl.int64) * length
+    first_channel = (slab % groups) * channels
+    scale_row = scale_ptr + (slab // groups) * scale_stride + first_channel
+    shift_row = shift_ptr + (slab // groups) * shift_stride + first_channel
+    first = split * tiles_a_split
+    for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
+        channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
+        slope, offset = affine_of_tile(
+            weight_ptr + first_channel,
+            bias_ptr + first_channel,
+            scale_row,
+            shift_row,
+            channel,
+            channel < channels,
+            MODULATED,
+        )
+        xhat, dxhat = tile_gradient(x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU)
+        dx = rstd * (dxhat - mean_dxhat - xhat * mean_dxhat_xhat)
+        tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+class Cut:
+    """How the slabs of x [N, groups * channels, pixels] are cut among programs."""
+
+    def __init__(self, x: Tensor, groups: int, channels: int, pixels: int, table: dict[str, LaunchConfig]) -> None:
+        self.config = config_for(x.device.type, table)
+        self.block_k, self.block_p = tile_shape(pixels, self.config.tile)
+        self.across = triton.cdiv(pixels, self.block_p)
+        self.tiles = triton.cdiv(channels, self.block_k) * self.across
+        self.slabs = x.shape[0] * groups
+        programs = wanted_programs(x.device.type, x.device.index)
+        wanted = min(triton.cdiv(programs, max(self.slabs, 1)), self.tiles, MOST_SPLITS)
+        self.splits = next_power_of_two(wanted) if wanted > 1 else 1
+        self.tiles_a_split = triton.cdiv(self.tiles, self.splits)
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (self.slabs * self.splits,)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.tiles, self.across, self.tiles_a_split
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        return {"SPLITS": self.splits, "BLOCK_K": self.block_k, "BLOCK_P": self.block_p, **self.config.options}
+
+
+def is_worth_it(x: Tensor, groups: int, channels: int, pixels: int) -> bool:
+    """Whether several programs should share a slab of x; `forward` and `backward` want it true."""
+    return x.device.type in FORWARD and Cut(x, groups, channels, pixels, FORWARD).splits > 1
+
+
+def forward(
+    x: Tensor, affine: Affine, groups: int, channels: int, pixels: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kernel.forward`, for x that it has checked."""
+    cut = Cut(x, groups, channels, pixels, FORWARD)
+    y = torch.empty_like(x)
+    mean_NG = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
+    rstd_NG = torch.empty_like(mean_NG)
+    shares = torch.empty(cut.slabs, 3, cut.splits, dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        forward_shares[cut.grid](x, shares, channels, pixels, *cut.sizes, **cut.constants)
+        forward_result[cut.grid](
+            x, *affine.pointers, y, mean_NG, rstd_NG, shares, groups, channels, pixels, *cut.sizes, *affine.strides,
+            eps, MODULATED=bool(affine.modulation), SILU=silu, **cut.constants,
+        )  # fmt: skip
+    return y, mean_NG, rstd_NG
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    mean_NG: Tensor,
+    rstd_NG: Tensor,
+    affine: Affine,
+    groups: int,
+    channels: int,
+    pixels: int,
+    silu: bool,
+) -> Tensor:
+    """dx as `kernel.backward` gives it, for tensors that it has checked."""
+    cut = Cut(x, groups, channels, pixels, BACKWARD)
+    dx = torch.empty_like(x)
+    shares = torch.empty(cut.slabs, 2, cut.splits, dtype=torch.float32, device=x.device)
+    sizes = groups, channels, pixels, *cut.sizes, *affine.strides
+    switches = {"MODULATED": bool(affine.modulation), "SILU": silu, **cut.constants}
+    with on_device_of(x):
+        backward_shares[cut.grid](dy, x, mean_NG, rstd_NG, *affine.pointers, shares, *sizes, **switches)
+        backward_result[cut.grid](dy, x, mean_NG, rstd_NG, *affine.pointers, dx, shares, *sizes, **switches)
+    return dx
+
+
+def cases(dtype: str, pixels: int, modulated: bool) -> list[KernelCase]:
+    """Every kernel here as a CUDA card compiles it."""
+    found = []
+    for function in (forward_shares, forward_result, backward_shares, backward_result):
+        table = FORWARD if function in (forward_shares, forward_result) else BACKWARD
+        block_k, block_p = tile_shape(pixels, table["cuda"].tile)
+        constants = {"MODULATED": modulated, "SILU": True, "SPLITS": 8, "BLOCK_K": block_k, "BLOCK_P": block_p}
+        pointers = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "scale_ptr", "shift_ptr"), f"*{dtype}")
+        pointers |= dict.fromkeys(("weight_ptr", "bias_ptr", "mean_ptr", "rstd_ptr", "shares_ptr"), "*fp32")
+        signature = {
+            name: pointers.get(name) or ("fp32" if name == "eps" else "i32")
+            for name in function.arg_names
+            if name not in constants
+        }
+        own = {name: value for name, value in constants.items() if name in function.arg_names}
+        found.append(
+            KernelCase(f"{function.__name__} {dtype} {pixels}{' modulated' * modulated}", function, signature, own)
+        )
+    return found
