@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,29 @@ def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
         )
 
 
+@dataclass(frozen=True)
+class HeldRate:
+    """What the groups' rates are multiplied by, and by whom."""
+
+    owner: str
+    factor: float
+    top: float
+    """Where the factor comes back to after a cut."""
+    is_searched: bool
+    configured: float
+    """The highest rate that the schedule began with."""
+    scheduled: float
+    """The highest rate that the schedule gives now."""
+
+    @classmethod
+    def by(cls, owner: str, rate: AdaptiveRate) -> HeldRate:
+        control = rate.control
+        scheduled = rate.scheduled_rates()
+        groups = zip(rate.optimizer.param_groups, scheduled, strict=True)
+        configured = max(float(group.get("initial_lr", now)) for group, now in groups)
+        return cls(owner, control.factor, control.top, control.settings.search, configured, max(scheduled))
+
+
 class AdaptiveRate:
     """Multiplies the rates of an optimizer's groups for the length of a step.
 
@@ -48,12 +72,14 @@ class AdaptiveRate:
         self._scheduled: list[float] | None = None
         self._hook = optimizer.register_step_post_hook(lambda *_: self.restore())
 
-    def apply(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Change | None:
+    def apply(
+        self, reduce: Callable[[Tensor], Tensor] | None = None, loss: Tensor | float | None = None
+    ) -> Change | None:
         """Look at the gradients and set the rates of the coming step. Returns: the change to tell, if any."""
         self.restore()
         self.steps += 1
-        norm, last_step = self.measure(self.optimizer, self.control.is_searching, reduce)
-        reason = self.control.look(norm, last_step)
+        norm, last_step, loss_now = self.measure(self.optimizer, self.control.is_searching, reduce, loss)
+        reason = self.control.look(norm, last_step, loss_now)
         if not self.control.is_searching:
             self.measure.weights = []
         if math.isfinite(norm):  # else who skips the step would not let the optimizer put the rates back
@@ -66,6 +92,10 @@ class AdaptiveRate:
         """The group's rate: while searching a multiple of the configured one, for the search is the warm-up."""
         configured = float(group.get("initial_lr", scheduled)) if self.control.is_searching else scheduled
         return configured * self.control.factor
+
+    def scheduled_rates(self) -> list[float]:
+        """The groups' rates without the factor."""
+        return self._scheduled or [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def restore(self) -> None:
         """Give the groups the schedule's rates back; nothing where they have them."""

@@ -9,6 +9,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
+from lightning_aigc.schedulers import AIGCLRScheduler
+from lightning_aigc.schedulers.adaptive_rate import HeldRate
+
+LOW_SHARE = 0.01
+"""Of the configured rate: what a schedule holds it at where the schedule is what to change."""
+
 
 @dataclass(frozen=True)
 class Remedies:
@@ -20,7 +27,11 @@ class Remedies:
     """Where the Trainer's config holds the precision."""
     precision: str = ""
     rate: float | None = None
-    """The highest learning rate now."""
+    """The highest learning rate that is configured: the config's line, whatever a schedule makes of it now."""
+    scheduled_rate: float | None = None
+    """The highest learning rate that the schedule gives now."""
+    held: HeldRate | None = None
+    """Who else multiplies the rate."""
     clip: float | None = None
     """The Trainer's gradient_clip_val."""
 
@@ -29,20 +40,43 @@ class Remedies:
         """The remedies of a run."""
         own = bool(getattr(trainer.precision_plugin, "protect", None) is not None)  # FusedBackwardPrecision
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        held = _held(trainer)
+        scheduled = max((float(group.get("lr", 0)) for group in groups), default=None)
+        configured = max((float(group.get("initial_lr", group.get("lr", 0))) for group in groups), default=None)
         return cls(
             model_keys=frozenset(inspect.signature(type(model).__init__).parameters),
             precision_key="trainer.plugins.init_args.precision" if own else "trainer.precision",
             precision=str(trainer.precision),
-            rate=max((float(group.get("lr", 0)) for group in groups), default=None),
+            rate=held.configured if held is not None else configured,
+            scheduled_rate=held.scheduled if held is not None else scheduled,
+            held=held,
             clip=trainer.gradient_clip_val,
         )
 
     def learning_rate(self, factor: float) -> str:
-        """Change the learning rate by a factor."""
+        """Change the learning rate by a factor, at the place that holds it: the config, the schedule, or who adapts it."""
+        if (elsewhere := self._held_elsewhere(factor)) is not None:
+            return elsewhere
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
         if self.rate:
             return f"{key}: {self.rate * factor:.3g}"
         return f"{key}: {factor:g} times what it is"
+
+    def _held_elsewhere(self, factor: float) -> str | None:
+        """What to change where another rate in the config would change nothing."""
+        held, wants_more = self.held, factor > 1
+        if held is not None:
+            where = f"it holds the rate at {held.factor:.3g} times the configured one"
+            if wants_more and held.factor < 0.9 * held.top:
+                return f"{held.owner}.init_args.grad_norm_threshold: null ({where}, for a peak of the gradient norm)"
+            if wants_more and held.is_searched and held.factor < 1:
+                return f"{held.owner}.init_args.search: false ({where}, which its search found)"
+            if not wants_more and held.is_searched:  # another rate in the config ends in the same one
+                return f"{held.owner}.init_args.max_raise: {held.factor * factor:.3g} ({where})"
+        if wants_more and self.rate and self.scheduled_rate is not None and self.scheduled_rate < LOW_SHARE * self.rate:
+            more = "model.init_args.max_train_steps" if "max_train_steps" in self.model_keys else "its steps"
+            return f"the schedule holds the rate at {self.scheduled_rate:.3g} of {self.rate:.3g}: raise {more}"
+        return None
 
     def safe_precision(self) -> str:
         """bfloat16, or float32 where it is bfloat16 already."""
@@ -66,6 +100,15 @@ class Remedies:
         if phase == "input":
             return self.model("vae_dtype", "float32", "look at this batch's data for values that are not finite")
         return self.learning_rate(0.1) if phase != "code" else "look at the hooks and callbacks that change gradients"
+
+
+def _held(trainer: Trainer) -> HeldRate | None:
+    """Who adapts the rate, as a callback or as a scheduler."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer.optimizers else []
+    for owner in (*trainer.callbacks, *schedulers):  # type: ignore[attr-defined]
+        if isinstance(owner, AdaptiveLR | AIGCLRScheduler) and (held := owner.held()) is not None:
+            return held
+    return None
 
 
 GENERAL = Remedies()
