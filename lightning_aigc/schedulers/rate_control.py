@@ -154,7 +154,7 @@ class RateControl:
 
 
 def _of_older_form(state: dict[str, Any]) -> dict[str, Any]:
-    """A state from before peaks were judged by spread: it goes on at the rate it had come to, or searches on from there."""
+    """A state from before peaks were judged by spread goes on at the rate it had come to, or searches on from there."""
     search = {"rate": state["top"], "agreements": [], "counts": [0, 0]} if state["is_searching"] else None
     return {
         "search": search,

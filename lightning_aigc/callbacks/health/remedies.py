@@ -54,7 +54,7 @@ class Remedies:
         )
 
     def learning_rate(self, factor: float) -> str:
-        """Change the learning rate by a factor, at the place that holds it: the config, the schedule, or who adapts it."""
+        """Change the learning rate by a factor, where it is held: config, schedule, or who adapts it."""
         if (elsewhere := self._held_elsewhere(factor)) is not None:
             return elsewhere
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
