@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else looking for a device before a fork spoils it
 
 import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 

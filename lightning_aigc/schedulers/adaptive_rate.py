@@ -35,13 +35,18 @@ def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
 
 @dataclass(frozen=True)
 class HeldRate:
-    """What the groups' rates are multiplied by, and by whom."""
+    """What an optimizer's rates are multiplied by, by whom, and for what reason."""
 
     owner: str
+    """The class that does it."""
     factor: float
     top: float
     """Where the factor comes back to after a cut."""
+    found: float
+    """What the search found; more than `top` only after the loss has diverged."""
     is_searched: bool
+    """Whether another configured rate would end in the same one."""
+    is_searching: bool
     configured: float
     """The highest rate that the schedule began with."""
     scheduled: float
@@ -49,11 +54,18 @@ class HeldRate:
 
     @classmethod
     def by(cls, owner: str, rate: AdaptiveRate) -> HeldRate:
-        control = rate.control
-        scheduled = rate.scheduled_rates()
+        control, scheduled = rate.control, rate.scheduled_rates()
         groups = zip(rate.optimizer.param_groups, scheduled, strict=True)
-        configured = max(float(group.get("initial_lr", now)) for group, now in groups)
-        return cls(owner, control.factor, control.top, control.settings.search, configured, max(scheduled))
+        return cls(
+            owner,
+            control.factor,
+            control.top,
+            control.found,
+            control.settings.search,
+            control.is_searching,
+            configured=max(float(group.get("initial_lr", now)) for group, now in groups),
+            scheduled=max(scheduled),
+        )
 
 
 class AdaptiveRate:

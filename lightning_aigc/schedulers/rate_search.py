@@ -33,7 +33,7 @@ ENOUGH_AGREEMENT = 0.1
 """Of the mean before: at or above the configured rate the search ends where the last steps agree less."""
 LEAST_DEVIATION = 0.01
 """Of an agreement: that of steps without noise counts as this."""
-KEPT_SHARE = 0.5
+KEPT_SHARE = 0.7
 """A rate found between this and 1 times the configured one is the configured one: no search tells them apart."""
 LARGEST_SHARE = 0.1
 """Of all trained weights, changed in one step; a healthy step changes less than a hundredth."""
@@ -66,7 +66,7 @@ class RateSearch:
         self._agreements.append(last_step.agreement)
         if (turned := self._turned()) is not None:
             kept = 1.0 if KEPT_SHARE <= self.rate < 1.0 else self.rate
-            said = " (within a factor of two the configured rate is kept)" if kept != self.rate else ""
+            said = " (so near to the configured rate, that one is kept)" if kept != self.rate else ""
             return self._end(kept, turned + said)
         if self._disagreed_from_the_start():
             if self._restarts == MAX_RESTARTS:

@@ -57,7 +57,7 @@ def test_agreements_that_are_noise_alone_keep_the_configured_rate() -> None:
 
 
 def test_a_rate_found_a_little_below_the_configured_one_is_that_one() -> None:
-    assert searched(lambda rate: 0.1 if rate < 0.6 else -0.04).rate == 1.0
+    assert searched(lambda rate: 0.1 if rate < 0.7 else -0.04).rate == 1.0
     assert searched(lambda rate: 0.1 if rate < 0.3 else -0.04).rate < 0.5
 
 

@@ -12,7 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.schedulers import AIGCLRScheduler
 from lightning_aigc.schedulers.adaptive_rate import HeldRate
+from lightning_aigc.schedulers.rate_search import SEARCH_START
 
+NEAR = 0.9
+"""Of a factor: rates nearer to each other than this are the same."""
 LOW_SHARE = 0.01
 """Of the configured rate: what a schedule holds it at where the schedule is what to change."""
 
@@ -55,28 +58,46 @@ class Remedies:
 
     def learning_rate(self, factor: float) -> str:
         """Change the learning rate by a factor, where it is held: config, schedule, or who adapts it."""
-        if (elsewhere := self._held_elsewhere(factor)) is not None:
-            return elsewhere
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
+        elsewhere = self._more_elsewhere() if factor > 1 else self._less_elsewhere(factor, key)
+        if elsewhere is not None:
+            return elsewhere
         if self.rate:
             return f"{key}: {self.rate * factor:.3g}"
         return f"{key}: {factor:g} times what it is"
 
-    def _held_elsewhere(self, factor: float) -> str | None:
-        """What to change where another rate in the config would change nothing."""
-        held, wants_more = self.held, factor > 1
-        if held is not None:
-            where = f"it holds the rate at {held.factor:.3g} times the configured one"
-            if wants_more and held.factor < 0.9 * held.top:
-                return f"{held.owner}.init_args.grad_norm_threshold: null ({where}, for a peak of the gradient norm)"
-            if wants_more and held.is_searched and held.factor < 1:
-                return f"{held.owner}.init_args.search: false ({where}, which its search found)"
-            if not wants_more and held.is_searched:  # another rate in the config ends in the same one
-                return f"{held.owner}.init_args.max_raise: {held.factor * factor:.3g} ({where})"
-        if wants_more and self.rate and self.scheduled_rate is not None and self.scheduled_rate < LOW_SHARE * self.rate:
+    def _more_elsewhere(self) -> str | None:
+        """What keeps the rate below the configured one."""
+        held = self.held
+        if held is not None and held.factor < NEAR * max(held.found, 1.0):
+            where = f"{held.owner} holds the rate at {held.factor:.3g} times the configured one"
+            if held.is_searching:
+                return f"none yet: {where}, because it is still looking for the rate"
+            if held.top < NEAR * held.found:
+                return f"a checkpoint from before the loss diverged: {where} since"
+            if held.factor < NEAR * held.top:
+                return f"{self._of_owner('grad_norm_threshold: null', 'adaptive_mode: false')} ({where} after a peak)"
+            return f"{self._of_owner('search: false')} ({where}, which its search found)"
+        if self.rate and self.scheduled_rate is not None and self.scheduled_rate < LOW_SHARE * self.rate:
             more = "model.init_args.max_train_steps" if "max_train_steps" in self.model_keys else "its steps"
-            return f"the schedule holds the rate at {self.scheduled_rate:.3g} of {self.rate:.3g}: raise {more}"
+            return f"raise {more}: the schedule holds the rate at {self.scheduled_rate:.3g} of {self.rate:.3g}"
         return None
+
+    def _less_elsewhere(self, factor: float, key: str) -> str | None:
+        """What to change beside a search: another configured rate would end in the same one."""
+        held = self.held
+        if held is None or not held.is_searched or held.is_searching:
+            return None
+        where = f"{held.owner} found {held.found:.3g} times the configured rate"
+        most = held.factor * factor
+        if held.owner == "AdaptiveLR" and most > SEARCH_START:
+            return f"{self._of_owner(f'max_raise: {most:.3g}')} ({where})"
+        return f"{key}: {held.configured * most:.3g}, and {self._of_owner('search: false')} ({where})"
+
+    def _of_owner(self, line: str, of_scheduler: str | None = None) -> str:
+        assert self.held is not None
+        is_scheduler = self.held.owner != "AdaptiveLR"
+        return f"{self.held.owner}.init_args.{of_scheduler if is_scheduler and of_scheduler else line}"
 
     def safe_precision(self) -> str:
         """bfloat16, or float32 where it is bfloat16 already."""
