@@ -31,7 +31,7 @@ class AIGCLRScheduler(LRScheduler):
             break
     scheduler.restore_best()
     ```
-    In the first 15 to 40 steps the rate is looked for as by `callbacks.AdaptiveLR`; that is the warm-up then. The
+    In the first 10 to 60 steps the rate is looked for as by `callbacks.AdaptiveLR`; that is the warm-up then. The
     gradients are looked at in `optimizer.step()`, so clip before it and the threshold counts the clipped norm.
     A `loss` among the metrics of `step` is followed too: where it diverges, the rate found is lowered.
 

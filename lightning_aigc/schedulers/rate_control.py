@@ -33,7 +33,7 @@ class RateSettings:
     """How the rate follows the gradients."""
 
     search: bool = True
-    """Find the rate in the first steps, from a hundredth of the configured one up to `max_raise` times it."""
+    """Find the rate in the first steps, from a twentieth of the configured one up to `max_raise` times it."""
     grad_norm_threshold: float | None = 6.0
     """A global gradient norm above it cuts the rate; None never cuts."""
     relative: bool = True
@@ -155,7 +155,7 @@ class RateControl:
 
 def _of_older_form(state: dict[str, Any]) -> dict[str, Any]:
     """A state from before peaks were judged by spread goes on at the rate it had come to, or searches on from there."""
-    search = {"rate": state["top"], "agreements": [], "counts": [0, 0]} if state["is_searching"] else None
+    search = {"rate": state["top"], "agreements": [], "counts": [0, 0, 0]} if state["is_searching"] else None
     return {
         "search": search,
         "found": state["top"],

@@ -64,19 +64,20 @@ def make_regression(steps: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)), batches
 
 
+@pytest.mark.parametrize("rate", [1e-4, 1e-2])  # the article's, and the best for this regression
 @pytest.mark.parametrize("search", [True, False])
 def test_the_article_s_own_arguments_end_as_well_as_adamw_alone_on_norms_that_stay_above_the_threshold(
-    search: bool,
+    search: bool, rate: float
 ) -> None:
     ends, above = {}, 0
     for name in ("alone", "article"):
         net, data = make_regression(600)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
         scheduler: Any = None
         if name == "article":
             scheduler = AIGCLRScheduler(
                 optimizer,
-                base_lr=1e-2,
+                base_lr=rate,
                 warmup_steps=100,
                 adaptive_mode=True,
                 grad_norm_threshold=1.5,
@@ -95,8 +96,8 @@ def test_the_article_s_own_arguments_end_as_well_as_adamw_alone_on_norms_that_st
             losses.append(loss.item())
         ends[name] = sum(losses[-50:]) / 50
     assert above > 0.9 * 1200
-    assert scheduler.factor >= 1.0
-    assert ends["article"] < 1.1 * ends["alone"]
+    assert scheduler.factor > 0.5
+    assert ends["article"] < 1.2 * ends["alone"]  # there is no decay, where a higher rate ends in more noise
 
 
 @given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=200))
@@ -132,6 +133,11 @@ def test_a_loss_among_the_metrics_that_diverges_lowers_the_rate() -> None:
 def test_a_rate_thirty_times_too_high_is_brought_down() -> None:
     assert last_losses(30) < 0.2 * last_losses(30, adaptive_mode=False)
     assert last_losses(30) < last_losses(1, adaptive_mode=False)
+
+
+def test_on_a_regression_from_scratch_it_is_near_the_best_rate_from_any() -> None:
+    best = min(last_losses(times, adaptive_mode=False) for times in (1, 3, 10, 30))
+    assert max(last_losses(times) for times in (0.1, 1, 3, 10, 30)) < 1.5 * best
 
 
 def test_a_rate_ten_times_too_low_is_raised() -> None:
