@@ -19,7 +19,7 @@ from lightning_aigc.schedulers.rate_control import Change, RateSettings
 class AdaptiveLR(Callback):
     """Multiplies the schedule's learning rate by what the gradients allow; every optimizer, any LightningModule.
 
-    In the first 10 to 60 optimizer steps it looks for the rate: from a twentieth of the configured one upwards, until
+    In the first 10 to 60 optimizer steps it looks for the rate: from a hundredth of the configured one upwards, until
     steps begin to overshoot. Then the schedule goes on, multiplied by what was found: a rate set 30 times too high is
     brought down, one set too low is raised, and one that nothing speaks against is kept. Later, a peak of the gradient
     norm multiplies the rate by `recovery_factor`, which is made up for in `recovery_steps`; until then there is no

@@ -33,7 +33,7 @@ class RateSettings:
     """How the rate follows the gradients."""
 
     search: bool = True
-    """Find the rate in the first steps, from a twentieth of the configured one up to `max_raise` times it."""
+    """Find the rate in the first steps, from a hundredth of the configured one up to `max_raise` times it."""
     grad_norm_threshold: float | None = 6.0
     """A global gradient norm above it cuts the rate; None never cuts."""
     relative: bool = True

@@ -21,9 +21,9 @@ from lightning_aigc.schedulers.step_measure import LastStep
 
 # Chosen on traces of the tiny fine-tune at the config's rate (batches of 1 and 4, and all weights with batches of 4;
 # seeds 0 to 2), and on the regression of tests/schedulers/test_aigc_lr_scheduler.py.
-SEARCH_START = 0.05
-"""Of the configured rate: ten steps that agree lead from it to the configured one."""
-SEARCH_GROWTH = 1.35
+SEARCH_START = 0.01
+"""Of the configured rate: twelve steps that agree lead to the configured one, and six to one ten times too high."""
+SEARCH_GROWTH = 1.5
 """After a step that agreed."""
 LAST_STEPS = 6
 """That are compared with all before."""
