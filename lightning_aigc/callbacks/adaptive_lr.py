@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,22 +12,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate
+from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
 
 
 class AdaptiveLR(Callback):
     """Multiplies the schedule's learning rate by what the gradients allow; every optimizer, any LightningModule.
 
-    In the first 10 to 30 optimizer steps it looks for the rate: from a thirtieth of the configured one upwards, until
+    In the first 10 to 60 optimizer steps it looks for the rate: from a hundredth of the configured one upwards, until
     steps begin to overshoot. Then the schedule goes on, multiplied by what was found: a rate set 30 times too high is
-    brought down, one set too low is raised. Later, a gradient norm above the threshold multiplies the rate by
-    `recovery_factor`, which is made up for in `recovery_steps`. The schedule itself is never written to.
+    brought down, one set too low is raised, and one that nothing speaks against is kept. Later, a peak of the gradient
+    norm multiplies the rate by `recovery_factor`, which is made up for in `recovery_steps`; until then there is no
+    other cut. Only a loss that diverges lowers the rate found itself. The schedule is never written to.
 
     Args:
         search: whether the rate is looked for. It takes a copy of the trainable weights until it ends.
         grad_norm_threshold: a global gradient norm, before clipping, above it cuts the rate; null never cuts.
-        relative: whether the threshold counts in running medians of the norm (100 steps), or is a norm itself.
+        relative: whether the threshold is a robust z of the log norm among the last 100, or a norm itself.
         recovery_factor: what a cut multiplies the rate by.
         recovery_steps: optimizer steps to come back from one cut.
         max_raise: how far above the configured rate the search may go.
@@ -37,7 +39,7 @@ class AdaptiveLR(Callback):
     def __init__(
         self,
         search: bool = True,
-        grad_norm_threshold: float | None = 4.0,
+        grad_norm_threshold: float | None = 6.0,
         relative: bool = True,
         recovery_factor: float = 0.5,
         recovery_steps: int = 50,
@@ -47,6 +49,8 @@ class AdaptiveLR(Callback):
         self.changes: list[Change] = []
         """Every decision so far, with its reason; steps count from 1."""
         self._rates: list[AdaptiveRate] = []
+        self._losses: list[Tensor] = []
+        """Of the batches since the last optimizer step, as backward gets them: under the loss scale."""
         self._states: list[dict[str, Any]] = []
         self._is_resumed = False
 
@@ -76,6 +80,24 @@ class AdaptiveLR(Callback):
         for rate, state in zip(self._rates, self._states, strict=True):
             rate.load_state_dict(state)
 
+    def held(self) -> HeldRate | None:
+        """Who multiplies the rate by how much, for those who would change it; None where nobody does."""
+        held = [HeldRate.by("AdaptiveLR", rate) for rate in self._rates]
+        return min(held, key=lambda one: one.factor, default=None)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def _loss(self, trainer: Trainer) -> Tensor | None:
+        """The step's loss; Lightning divides each batch's by how many there are."""
+        losses, self._losses = self._losses, []
+        if not losses:
+            return None
+        device = losses[-1].device  # those of a checkpoint come back on the CPU
+        loss = torch.stack([loss.to(device, torch.float32).reshape(()) for loss in losses]).sum()
+        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        return loss if scale is None else loss / scale.to(loss.device)
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         rate = next(rate for rate in self._rates if rate.optimizer is optimizer)
 
@@ -83,7 +105,7 @@ class AdaptiveLR(Callback):
             mean: Tensor = trainer.strategy.reduce(numbers, reduce_op="mean")
             return mean
 
-        change = rate.apply(mean_over_ranks if trainer.world_size > 1 else None)
+        change = rate.apply(mean_over_ranks if trainer.world_size > 1 else None, self._loss(trainer))
         if change is not None:
             self.changes.append(change)
             which = "" if len(self._rates) == 1 else f" of optimizer {self._rates.index(rate)}"
@@ -105,12 +127,14 @@ class AdaptiveLR(Callback):
         self._states = [rate.state_dict() for rate in self._rates] or self._states
         for rate in self._rates:
             rate.close()
-        self._rates = []
+        self._rates, self._losses = [], []
 
     def state_dict(self) -> dict[str, Any]:
         states = [rate.state_dict() for rate in self._rates] or self._states
-        return {"rates": states, "changes": [list(change) for change in self.changes]}
+        losses = [loss.cpu() for loss in self._losses]  # where it is taken amid an accumulation
+        return {"rates": states, "changes": [list(change) for change in self.changes], "losses": losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._states, self._is_resumed = list(state_dict["rates"]), True
+        self._losses = list(state_dict.get("losses", []))  # older checkpoints have none
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,41 @@ def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
         )
 
 
+@dataclass(frozen=True)
+class HeldRate:
+    """What an optimizer's rates are multiplied by, by whom, and for what reason."""
+
+    owner: str
+    """The class that does it."""
+    factor: float
+    top: float
+    """Where the factor comes back to after a cut."""
+    found: float
+    """What the search found; more than `top` only after the loss has diverged."""
+    is_searched: bool
+    """Whether another configured rate would end in the same one."""
+    is_searching: bool
+    configured: float
+    """The highest rate that the schedule began with."""
+    scheduled: float
+    """The highest rate that the schedule gives now."""
+
+    @classmethod
+    def by(cls, owner: str, rate: AdaptiveRate) -> HeldRate:
+        control, scheduled = rate.control, rate.scheduled_rates()
+        groups = zip(rate.optimizer.param_groups, scheduled, strict=True)
+        return cls(
+            owner,
+            control.factor,
+            control.top,
+            control.found,
+            control.settings.search,
+            control.is_searching,
+            configured=max(float(group.get("initial_lr", now)) for group, now in groups),
+            scheduled=max(scheduled),
+        )
+
+
 class AdaptiveRate:
     """Multiplies the rates of an optimizer's groups for the length of a step.
 
@@ -48,12 +84,14 @@ class AdaptiveRate:
         self._scheduled: list[float] | None = None
         self._hook = optimizer.register_step_post_hook(lambda *_: self.restore())
 
-    def apply(self, reduce: Callable[[Tensor], Tensor] | None = None) -> Change | None:
+    def apply(
+        self, reduce: Callable[[Tensor], Tensor] | None = None, loss: Tensor | float | None = None
+    ) -> Change | None:
         """Look at the gradients and set the rates of the coming step. Returns: the change to tell, if any."""
         self.restore()
         self.steps += 1
-        norm, last_step = self.measure(self.optimizer, self.control.is_searching, reduce)
-        reason = self.control.look(norm, last_step)
+        norm, last_step, loss_now = self.measure(self.optimizer, self.control.is_searching, reduce, loss)
+        reason = self.control.look(norm, last_step, loss_now)
         if not self.control.is_searching:
             self.measure.weights = []
         if math.isfinite(norm):  # else who skips the step would not let the optimizer put the rates back
@@ -66,6 +104,10 @@ class AdaptiveRate:
         """The group's rate: while searching a multiple of the configured one, for the search is the warm-up."""
         configured = float(group.get("initial_lr", scheduled)) if self.control.is_searching else scheduled
         return configured * self.control.factor
+
+    def scheduled_rates(self) -> list[float]:
+        """The groups' rates without the factor."""
+        return self._scheduled or [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def restore(self) -> None:
         """Give the groups the schedule's rates back; nothing where they have them."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate
+from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate
 from lightning_aigc.schedulers.convergence import ConvergenceMonitor
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
 
@@ -31,16 +31,18 @@ class AIGCLRScheduler(LRScheduler):
             break
     scheduler.restore_best()
     ```
-    In the first 10 to 30 steps the rate is looked for as by `callbacks.AdaptiveLR`; that is the warm-up then. The
+    In the first 10 to 60 steps the rate is looked for as by `callbacks.AdaptiveLR`; that is the warm-up then. The
     gradients are looked at in `optimizer.step()`, so clip before it and the threshold counts the clipped norm.
+    A `loss` among the metrics of `step` is followed too: where it diverges, the rate found is lowered.
 
     Args:
         optimizer: any but LBFGS.
         base_lr: the rate of every group, or one a group; None keeps the groups' own.
         warmup_steps: steps of linear warm-up, for a rate that is not looked for.
         adaptive_mode: whether the rate follows the gradients; else it is warm-up and decay alone.
-        grad_norm_threshold: a global gradient norm above it cuts the rate.
-        recovery_factor: what a cut multiplies the rate by; 50 steps make up for it.
+        grad_norm_threshold: a global gradient norm above it cuts the rate. In a run whose median norm is above it, only
+            a norm that stands out of the run's own spread does.
+        recovery_factor: what a cut multiplies the rate by; 50 steps make up for it, and until then there is no other.
         total_steps: optimizer steps to the end of the decay; None never decays.
         decay: cosine or linear to zero, or constant.
         search: whether the rate is looked for.
@@ -73,6 +75,7 @@ class AIGCLRScheduler(LRScheduler):
         self.changes: list[Change] = []
         self._adaptive: AdaptiveRate | None = None
         self._monitor: ConvergenceMonitor | None = None
+        self._loss = math.nan
         self._is_searched = adaptive_mode and search
         if adaptive_mode:
             settings = RateSettings(search, grad_norm_threshold, relative=False, recovery_factor=recovery_factor)
@@ -87,7 +90,8 @@ class AIGCLRScheduler(LRScheduler):
 
     def _before_step(self, *_: Any) -> None:
         assert self._adaptive is not None
-        change = self._adaptive.apply()
+        change = self._adaptive.apply(loss=self._loss)
+        self._loss = math.nan
         if change is not None:
             self.changes.append(change)
 
@@ -109,9 +113,15 @@ class AIGCLRScheduler(LRScheduler):
         """What the scheduled rates are multiplied by."""
         return 1.0 if self._adaptive is None else self._adaptive.control.factor
 
+    def held(self) -> HeldRate | None:
+        """Who multiplies the rate by how much, for those who would change it; None without `adaptive_mode`."""
+        return None if self._adaptive is None else HeldRate.by("AIGCLRScheduler", self._adaptive)
+
     def step(self, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on by one optimizer step, with the scores that were taken at it, if any."""
         super().step(epoch)
+        if metrics is not None and "loss" in metrics:
+            self._loss = float(metrics["loss"])
         if self._monitor is not None:
             if metrics is not None:
                 self._monitor.take(metrics, self.last_epoch, self._parameters())
@@ -160,6 +170,7 @@ class AIGCLRScheduler(LRScheduler):
             "base_lrs": [float(rate) for rate in self.base_lrs],
             "last_lr": [float(rate) for rate in self._last_lr],
             "changes": [list(change) for change in self.changes],
+            "loss": self._loss,
             "adaptive": None if self._adaptive is None else self._adaptive.state_dict(),
             "monitor": None if self._monitor is None else self._monitor.state_dict(),
         }
@@ -168,6 +179,7 @@ class AIGCLRScheduler(LRScheduler):
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
         self.base_lrs, self._last_lr = list(state_dict["base_lrs"]), list(state_dict["last_lr"])
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]
+        self._loss = state_dict.get("loss", math.nan)  # older states have none
         if self._adaptive is not None and state_dict["adaptive"] is not None:
             self._adaptive.load_state_dict(state_dict["adaptive"])
         if state_dict["monitor"] is not None:

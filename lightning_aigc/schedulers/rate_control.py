@@ -1,36 +1,23 @@
-"""What the learning rate should be, decided from two numbers a step: a search at the start, cuts and recovery after.
+"""What the learning rate should be, decided from three numbers a step: the rate found, and cuts that always end.
 
-The search starts far below the configured rate and raises it step by step, as a learning-rate range test does (Smith,
-arXiv:1506.01186). A range test watches the loss, which is too noisy to judge ten steps by. This one watches the cosine
-between the step just taken and the descent direction found after it: as long as the rate is small both point the same
-way; where a step carries past the minimum along its own direction they turn against each other (the sign that
-hypergradient descent follows, Baydin et al., arXiv:1703.04782). The search ends shortly before, and keeps that rate.
+`RateSearch` finds the rate in the first steps; `PeakDetector` says when a gradient norm stands out of the run's own
+spread; `DivergenceDetector` says when the loss does. A peak costs `recovery_factor` once in `recovery_steps`, so that
+without a diverging loss the factor stays within [recovery_factor, 1] times the rate found, and comes back to it.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.schedulers.rate_search import SEARCH_START, RateSearch
+from lightning_aigc.schedulers.run_spread import DivergenceDetector, PeakDetector
 from lightning_aigc.schedulers.step_measure import LastStep
 
-# Calibrated on the tiny fine-tune of benchmarks/adaptive_lr.py, at rates 1 and 30 times the configured one.
-SEARCH_START = 0.03
-"""Of the configured rate."""
-SEARCH_GROWTH = 1.35
-"""A step."""
-SMOOTHING = 0.7
-"""Of the agreement, from step to step."""
-ENOUGH_AGREEMENT = 0.1
-"""Of the best agreement seen: below that the search ends."""
-LARGEST_SHARE = 0.1
-"""Of all trained weights, changed in one step; a healthy step changes less than a hundredth."""
-MEDIAN_STEPS, FEWEST_STEPS = 100, 10
-LOWEST_CUT = 1 / 64
+LOWEST_SHARE = 1 / 64
+"""Of the rate found: what a loss that goes on diverging lowers it to at most."""
 
 
 class Change(NamedTuple):
@@ -46,15 +33,15 @@ class RateSettings:
     """How the rate follows the gradients."""
 
     search: bool = True
-    """Find the rate in the first steps, from a thirtieth of the configured one up to `max_raise` times it."""
-    grad_norm_threshold: float | None = 4.0
+    """Find the rate in the first steps, from a hundredth of the configured one up to `max_raise` times it."""
+    grad_norm_threshold: float | None = 6.0
     """A global gradient norm above it cuts the rate; None never cuts."""
     relative: bool = True
-    """Whether the threshold counts in running medians of the norm, or is a norm itself."""
+    """Whether the threshold is a robust z of the log norm, or a norm itself."""
     recovery_factor: float = 0.5
     """What a cut multiplies the rate by."""
     recovery_steps: int = 50
-    """Steps to come back from one cut."""
+    """Steps to come back from a cut; until then there is no other."""
     max_raise: float = 30.0
     """How far above the configured rate the search may go."""
 
@@ -75,93 +62,106 @@ class RateControl:
 
     def __init__(self, settings: RateSettings) -> None:
         self.settings = settings
-        self.is_searching = settings.search
-        self.top = SEARCH_START if settings.search else 1.0
-        """Where the factor comes back to after cuts; while searching, the multiple of the configured rate."""
+        self.search: RateSearch | None = RateSearch(settings.max_raise) if settings.search else None
+        self.found = self.top = 1.0 if self.search is None else self.search.rate
+        """What the search found, and what of it a diverged loss has left: where the factor comes back to."""
         self.factor = self.top
-        self._agreement = self._best_agreement = 0.0
-        self._looks = 0
-        self._is_peak = False
-        self._norms: deque[float] = deque(maxlen=MEDIAN_STEPS)
+        self._peaks = PeakDetector(settings.grad_norm_threshold, settings.relative)
+        self._divergence = DivergenceDetector()
+        self._steps_since_lowered = settings.recovery_steps
 
-    def look(self, norm: float, last_step: LastStep | None) -> str | None:
+    @property
+    def is_searching(self) -> bool:
+        """Whether the factor multiplies the configured rate and not the scheduled one."""
+        return self.search is not None
+
+    def look(self, norm: float, last_step: LastStep | None, loss: float = math.nan) -> str | None:
         """Take in one step before it is made.
 
         Args: norm: the global gradient norm; one that is not finite is left to those who skip such steps.
             last_step: None where no step was made.
+            loss: the step's loss; NaN where nobody knows it, and then no cut goes below `recovery_factor`.
         Returns: why the rate changed, if it did by more than a step of the search or of the recovery.
         """
         if not math.isfinite(norm):
             return None
-        limit = self._limit()
-        reason = self._search(last_step) if self.is_searching else None
-        was_peak, self._is_peak = self._is_peak, limit is not None and norm > limit
-        if limit is not None and self._is_peak:
-            reason = self._cut(norm, limit, was_peak)
-        elif not self.is_searching and self.factor < self.top:
-            grown = self.factor * (1 / self.settings.recovery_factor) ** (1 / self.settings.recovery_steps)
-            self.factor = min(self.top, grown)
-            if self.factor == self.top:
-                reason = "the gradient norm stayed calm; the rate has recovered"
-        self._norms.append(norm)
-        return reason
+        self._steps_since_lowered += 1
+        peak = self._peaks.look(norm, is_rate_settled=self.search is None)
+        has_diverged = self._divergence.look(loss)
+        if self.search is not None:
+            return self._go_on_searching(self.search, last_step, peak, has_diverged)
+        if has_diverged and self._steps_since_lowered >= self.settings.recovery_steps:
+            return self._lower()
+        if self.factor < self.top:
+            return self._recover()
+        if peak is not None:
+            self.factor = self.top * self.settings.recovery_factor
+        return peak
 
-    def _limit(self) -> float | None:
-        threshold = self.settings.grad_norm_threshold
-        if threshold is None or not self.settings.relative:
-            return threshold
-        return threshold * statistics.median(self._norms) if len(self._norms) >= FEWEST_STEPS else None
-
-    def _search(self, last_step: LastStep | None) -> str | None:
-        if last_step is None or not math.isfinite(last_step.agreement):
-            return None
-        self._looks += 1
-        self._agreement = SMOOTHING * self._agreement + (1 - SMOOTHING) * last_step.agreement
-        smooth = self._agreement / (1 - SMOOTHING**self._looks)
-        if self._looks >= 2:
-            self._best_agreement = max(self._best_agreement, smooth)
-        if self._best_agreement == 0.0:  # too high from the first step on, or too early to say
-            if self._looks >= 4:
-                self.top = self.factor = self.top * self.settings.recovery_factor
-            return None
-        if last_step.share > LARGEST_SHARE:
-            self.is_searching = False
-            self.top = self.factor = self.top * self.settings.recovery_factor
-            return f"the search ends: one step changed the trained weights by {last_step.share:.0%} of their size"
-        if self._looks >= 4 and smooth < ENOUGH_AGREEMENT * self._best_agreement:
-            self.is_searching = False
-            return (
-                "the search ends: agreement of each step with the next gradient fell from "
-                f"{self._best_agreement:.3f} to {smooth:.3f}"
-            )
-        self.top = self.factor = self.top * SEARCH_GROWTH
-        if self.top >= self.settings.max_raise:
-            self.is_searching = False
-            self.top = self.factor = self.settings.max_raise
-            return "the search ends at max_raise, with no sign that the rate is too high"
+    def _go_on_searching(
+        self, search: RateSearch, last_step: LastStep | None, peak: str | None, has_diverged: bool
+    ) -> str | None:
+        if has_diverged:
+            search.end_below("the loss diverges")
+        elif peak is None:
+            search.look(last_step)
+        self.found = self.top = self.factor = search.rate
+        if search.ended_for is not None:
+            self.search = None
+            return f"the search ends: {search.ended_for}"
+        if peak is not None:  # one odd batch says nothing about a rate: a smaller step, and the search goes on
+            self.factor = self.top * self.settings.recovery_factor
         return None
 
-    def _cut(self, norm: float, limit: float, was_peak: bool) -> str:
-        if not was_peak:  # on the way back, the level that met the next peak is too high to come back to
-            self.top = self.factor
-        self.is_searching = False
-        self.factor = max(self.factor * self.settings.recovery_factor, self.top * LOWEST_CUT)
-        told = f"{self.settings.grad_norm_threshold:g} times its median" if self.settings.relative else "the threshold"
-        return f"the gradient norm {norm:.3g} is above {limit:.3g}, {told}"
+    def _lower(self) -> str:
+        self._steps_since_lowered = 0
+        self._divergence.begin_again()
+        self.top = max(self.top * self.settings.recovery_factor, self.found * LOWEST_SHARE)
+        self.factor = min(self.factor, self.top)
+        return "the loss has risen out of its own spread, above where it began: the run diverges"
+
+    def _recover(self) -> str | None:
+        grown = self.factor * (1 / self.settings.recovery_factor) ** (1 / self.settings.recovery_steps)
+        if grown < self.top * (1 - 1e-9):
+            self.factor = grown
+            return None
+        self.factor = self.top
+        return "the rate has recovered"
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers, and a list of them."""
+        """Numbers, and lists of them."""
         return {
-            "is_searching": self.is_searching,
+            "search": None if self.search is None else self.search.state_dict(),
+            "found": self.found,
             "top": self.top,
             "factor": self.factor,
-            "agreement": [self._agreement, self._best_agreement, self._looks],
-            "is_peak": self._is_peak,
-            "norms": list(self._norms),
+            "steps_since_lowered": self._steps_since_lowered,
+            "peaks": self._peaks.state_dict(),
+            "divergence": self._divergence.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.is_searching, self.top, self.factor = state["is_searching"], state["top"], state["factor"]
-        self._agreement, self._best_agreement, looks = state["agreement"]
-        self._looks, self._is_peak = int(looks), state["is_peak"]
-        self._norms = deque(state["norms"], maxlen=MEDIAN_STEPS)
+        if "peaks" not in state:
+            state = _of_older_form(state)
+        self.search = None
+        if state["search"] is not None:
+            self.search = RateSearch(self.settings.max_raise)
+            self.search.load_state_dict(state["search"])
+        self.found, self.top, self.factor = state["found"], state["top"], state["factor"]
+        self._steps_since_lowered = int(state["steps_since_lowered"])
+        self._peaks.load_state_dict(state["peaks"])
+        self._divergence.load_state_dict(state["divergence"])
+
+
+def _of_older_form(state: dict[str, Any]) -> dict[str, Any]:
+    """A state from before peaks were judged by spread goes on at the rate it had come to, or searches on from there."""
+    search = {"rate": state["top"], "agreements": [], "counts": [0, 0, 0]} if state["is_searching"] else None
+    return {
+        "search": search,
+        "found": state["top"],
+        "top": state["top"],
+        "factor": state["factor"],
+        "steps_since_lowered": 0,
+        "peaks": {"logs": [math.log(norm) for norm in state["norms"] if norm > 0]},
+        "divergence": {"first": [], "last": []},
+    }

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_aigc.errors import ConfigError
@@ -45,17 +47,97 @@ def train(
     return losses
 
 
-def last_losses(times: float, **settings: Any) -> float:
+def last_losses(times: float, **arguments: Any) -> float:
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1.0)
-    settings = {"base_lr": 1e-2 * times, "warmup_steps": 10, "total_steps": 200, "grad_norm_threshold": 1e9} | settings
-    losses = train(net, optimizer, AIGCLRScheduler(optimizer, **settings), batches(), 200)
+    arguments = {"base_lr": 1e-2 * times, "warmup_steps": 10, "total_steps": 200} | arguments
+    losses = train(net, optimizer, AIGCLRScheduler(optimizer, **arguments), batches(), 200)
     return sum(losses[-20:]) / 20
+
+
+def make_regression(steps: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """A small regression whose gradient norm is above 1.5 nearly throughout."""
+    torch.manual_seed(0)
+    target = torch.randn(WIDTH, WIDTH)
+    x = torch.randn(steps, 32, WIDTH)
+    batches = [(one, 2.0 * one @ target + 1.5 * torch.randn(32, WIDTH)) for one in x]
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)), batches
+
+
+@pytest.mark.parametrize("rate", [1e-4, 1e-2])  # the article's, and the best for this regression
+@pytest.mark.parametrize("search", [True, False])
+def test_the_article_s_own_arguments_end_as_well_as_adamw_alone_on_norms_that_stay_above_the_threshold(
+    search: bool, rate: float
+) -> None:
+    ends, above = {}, 0
+    for name in ("alone", "article"):
+        net, data = make_regression(600)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=rate)
+        scheduler: Any = None
+        if name == "article":
+            scheduler = AIGCLRScheduler(
+                optimizer,
+                base_lr=rate,
+                warmup_steps=100,
+                adaptive_mode=True,
+                grad_norm_threshold=1.5,
+                recovery_factor=0.5,
+                search=search,
+            )
+        losses = []
+        for x, y in data:
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            above += nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).item() > 1.5
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        ends[name] = sum(losses[-50:]) / 50
+    assert above > 0.9 * 1200
+    assert scheduler.factor > 0.5
+    assert ends["article"] < 1.2 * ends["alone"]  # there is no decay, where a higher rate ends in more noise
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=200))
+@settings(max_examples=30, deadline=None)
+def test_the_article_s_own_arguments_never_take_more_than_recovery_factor_whatever_the_norms(
+    norms: list[float],
+) -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = AIGCLRScheduler(
+        optimizer, base_lr=1e-4, warmup_steps=100, grad_norm_threshold=1.5, recovery_factor=0.5, search=False
+    )
+    for norm in [*norms, *[1.0] * 160]:
+        parameter.grad = torch.tensor([norm])
+        optimizer.step()
+        scheduler.step()
+        assert scheduler.factor >= 0.5
+    assert scheduler.factor == 1.0
+
+
+def test_a_loss_among_the_metrics_that_diverges_lowers_the_rate() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = AIGCLRScheduler(optimizer, warmup_steps=0, search=False)
+    for step in range(100):
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+        scheduler.step(metrics={"loss": 0.1 if step < 50 else 3.0})
+    assert scheduler.factor == 0.5
+    assert "the run diverges" in scheduler.changes[-1].reason
 
 
 def test_a_rate_thirty_times_too_high_is_brought_down() -> None:
     assert last_losses(30) < 0.2 * last_losses(30, adaptive_mode=False)
     assert last_losses(30) < last_losses(1, adaptive_mode=False)
+
+
+def test_on_a_regression_from_scratch_it_is_near_the_best_rate_from_any() -> None:
+    best = min(last_losses(times, adaptive_mode=False) for times in (1, 3, 10, 30))
+    assert max(last_losses(times) for times in (0.1, 1, 3, 10, 30)) < 1.5 * best
 
 
 def test_a_rate_ten_times_too_low_is_raised() -> None:

@@ -9,6 +9,16 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
+from lightning_aigc.schedulers import AIGCLRScheduler
+from lightning_aigc.schedulers.adaptive_rate import HeldRate
+from lightning_aigc.schedulers.rate_search import SEARCH_START
+
+NEAR = 0.9
+"""Of a factor: rates nearer to each other than this are the same."""
+LOW_SHARE = 0.01
+"""Of the configured rate: what a schedule holds it at where the schedule is what to change."""
+
 
 @dataclass(frozen=True)
 class Remedies:
@@ -20,7 +30,11 @@ class Remedies:
     """Where the Trainer's config holds the precision."""
     precision: str = ""
     rate: float | None = None
-    """The highest learning rate now."""
+    """The highest learning rate that is configured: the config's line, whatever a schedule makes of it now."""
+    scheduled_rate: float | None = None
+    """The highest learning rate that the schedule gives now."""
+    held: HeldRate | None = None
+    """Who else multiplies the rate."""
     clip: float | None = None
     """The Trainer's gradient_clip_val."""
 
@@ -29,20 +43,61 @@ class Remedies:
         """The remedies of a run."""
         own = bool(getattr(trainer.precision_plugin, "protect", None) is not None)  # FusedBackwardPrecision
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        held = _held(trainer)
+        scheduled = max((float(group.get("lr", 0)) for group in groups), default=None)
+        configured = max((float(group.get("initial_lr", group.get("lr", 0))) for group in groups), default=None)
         return cls(
             model_keys=frozenset(inspect.signature(type(model).__init__).parameters),
             precision_key="trainer.plugins.init_args.precision" if own else "trainer.precision",
             precision=str(trainer.precision),
-            rate=max((float(group.get("lr", 0)) for group in groups), default=None),
+            rate=held.configured if held is not None else configured,
+            scheduled_rate=held.scheduled if held is not None else scheduled,
+            held=held,
             clip=trainer.gradient_clip_val,
         )
 
     def learning_rate(self, factor: float) -> str:
-        """Change the learning rate by a factor."""
+        """Change the learning rate by a factor, where it is held: config, schedule, or who adapts it."""
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
+        elsewhere = self._more_elsewhere() if factor > 1 else self._less_elsewhere(factor, key)
+        if elsewhere is not None:
+            return elsewhere
         if self.rate:
             return f"{key}: {self.rate * factor:.3g}"
         return f"{key}: {factor:g} times what it is"
+
+    def _more_elsewhere(self) -> str | None:
+        """What keeps the rate below the configured one."""
+        held = self.held
+        if held is not None and held.factor < NEAR * max(held.found, 1.0):
+            where = f"{held.owner} holds the rate at {held.factor:.3g} times the configured one"
+            if held.is_searching:
+                return f"none yet: {where}, because it is still looking for the rate"
+            if held.top < NEAR * held.found:
+                return f"a checkpoint from before the loss diverged: {where} since"
+            if held.factor < NEAR * held.top:
+                return f"{self._of_owner('grad_norm_threshold: null', 'adaptive_mode: false')} ({where} after a peak)"
+            return f"{self._of_owner('search: false')} ({where}, which its search found)"
+        if self.rate and self.scheduled_rate is not None and self.scheduled_rate < LOW_SHARE * self.rate:
+            more = "model.init_args.max_train_steps" if "max_train_steps" in self.model_keys else "its steps"
+            return f"raise {more}: the schedule holds the rate at {self.scheduled_rate:.3g} of {self.rate:.3g}"
+        return None
+
+    def _less_elsewhere(self, factor: float, key: str) -> str | None:
+        """What to change beside a search: another configured rate would end in the same one."""
+        held = self.held
+        if held is None or not held.is_searched or held.is_searching:
+            return None
+        where = f"{held.owner} found {held.found:.3g} times the configured rate"
+        most = held.factor * factor
+        if held.owner == "AdaptiveLR" and most > SEARCH_START:
+            return f"{self._of_owner(f'max_raise: {most:.3g}')} ({where})"
+        return f"{key}: {held.configured * most:.3g}, and {self._of_owner('search: false')} ({where})"
+
+    def _of_owner(self, line: str, of_scheduler: str | None = None) -> str:
+        assert self.held is not None
+        is_scheduler = self.held.owner != "AdaptiveLR"
+        return f"{self.held.owner}.init_args.{of_scheduler if is_scheduler and of_scheduler else line}"
 
     def safe_precision(self) -> str:
         """bfloat16, or float32 where it is bfloat16 already."""
@@ -66,6 +121,15 @@ class Remedies:
         if phase == "input":
             return self.model("vae_dtype", "float32", "look at this batch's data for values that are not finite")
         return self.learning_rate(0.1) if phase != "code" else "look at the hooks and callbacks that change gradients"
+
+
+def _held(trainer: Trainer) -> HeldRate | None:
+    """Who adapts the rate, as a callback or as a scheduler."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer.optimizers else []
+    for owner in (*trainer.callbacks, *schedulers):  # type: ignore[attr-defined]
+        if isinstance(owner, AdaptiveLR | AIGCLRScheduler) and (held := owner.held()) is not None:
+            return held
+    return None
 
 
 GENERAL = Remedies()

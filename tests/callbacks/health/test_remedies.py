@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fakes.denoisers import Denoiser
+from fakes.denoisers import Denoiser, fit
+from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.health.remedies import GENERAL, Remedies
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.schedulers.adaptive_rate import HeldRate
 
 CONFIG = Path(__file__).parents[3] / "configs" / "sd_lora.yaml"
 
@@ -67,6 +69,64 @@ def test_a_module_without_our_keys_gets_general_words() -> None:
     assert remedies.safe_precision() == "trainer.precision: 32-true"
     assert remedies.model("vae_dtype", "float32", "in words") == "in words"
     assert GENERAL.learning_rate(0.1) == "learning_rate: 0.1 times what it is"
+
+
+def held(**given: Any) -> HeldRate:
+    by_nobody: dict[str, Any] = {"owner": "AdaptiveLR", "factor": 1.0, "top": 1.0, "found": 1.0, "is_searched": False}
+    return HeldRate(**(by_nobody | {"is_searching": False, "configured": 1e-4, "scheduled": 5e-5} | given))
+
+
+@pytest.mark.parametrize(
+    ("holds", "factor", "says"),
+    [
+        ({"factor": 0.5}, 10, "AdaptiveLR.init_args.grad_norm_threshold: null (AdaptiveLR holds the rate at 0.5 times"),
+        ({"factor": 0.5, "owner": "AIGCLRScheduler"}, 10, "AIGCLRScheduler.init_args.adaptive_mode: false"),
+        ({"factor": 0.1, "top": 0.1, "found": 0.1, "is_searched": True}, 10, "AdaptiveLR.init_args.search: false"),
+        ({"factor": 0.1, "top": 0.1, "found": 0.1, "is_searching": True}, 10, "none yet: AdaptiveLR holds"),
+        ({"factor": 0.5, "top": 0.5}, 10, "a checkpoint from before the loss diverged"),
+        ({"factor": 4.0, "top": 4.0, "found": 4.0, "is_searched": True}, 0.5, "AdaptiveLR.init_args.max_raise: 2 ("),
+        (
+            {"factor": 0.05, "top": 0.05, "found": 0.05, "is_searched": True},
+            0.1,
+            "model.init_args.learning_rate: 5e-07",
+        ),
+        ({"scheduled": 0.0}, 10, "raise model.init_args.max_train_steps: the schedule holds the rate at 0 of 0.0001"),
+        ({}, 10, "model.init_args.learning_rate: 0.001"),
+        ({}, 0.1, "model.init_args.learning_rate: 1e-05"),
+    ],
+)
+def test_a_remedy_for_the_rate_is_where_the_rate_is_held(holds: dict[str, Any], factor: float, says: str) -> None:
+    one = held(**holds)
+    keys = ["learning_rate", "max_train_steps"]
+    remedies = Remedies(model_keys=keys, rate=one.configured, scheduled_rate=one.scheduled, held=one)
+    assert remedies.learning_rate(factor).startswith(says)
+
+
+class Asks(Callback):
+    """What the remedy would be in each step."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.said.append(Remedies.of(trainer, pl_module).learning_rate(10))
+
+
+class PeakAt20(Callback):
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 19:
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 100
+
+
+def test_in_a_run_the_callback_that_cut_the_rate_is_named_and_else_the_configured_rate_counts() -> None:
+    for before in (True, False):  # a callback before AdaptiveLR sees the schedule's rate, one after it the product
+        asks, adaptive = Asks(), AdaptiveLR(search=False)
+        fit(Denoiser(learning_rate=1e-3), [asks, PeakAt20(), adaptive] if before else [PeakAt20(), adaptive, asks])
+        cut = 20 if before else 19
+        assert set(asks.said[:cut]) == {"model.init_args.learning_rate: 0.01"}
+        assert asks.said[cut].startswith("AdaptiveLR.init_args.grad_norm_threshold: null")
 
 
 def test_the_monitor_may_be_named_in_yaml_with_some_of_its_thresholds(
