@@ -123,7 +123,7 @@ class AIGCLRScheduler(LRScheduler):
         if metrics is not None and "loss" in metrics:
             self._loss = float(metrics["loss"])
         if self._monitor is not None:
-            if metrics is not None:
+            if metrics is not None and (set(metrics) != {"loss"} or self._monitor.metric == "loss"):
                 self._monitor.take(metrics, self.last_epoch, self._parameters())
             self._monitor.check_seen(self.last_epoch)
 

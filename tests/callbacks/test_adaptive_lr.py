@@ -115,6 +115,36 @@ def test_the_search_starts_low_ends_and_leaves_a_line_and_scalars(tmp_path: Path
     assert float(rows[-1]["adaptive_lr/factor"]) == pytest.approx(adaptive.changes[-1].factor)
 
 
+def test_the_factor_comes_back_between_peaks_that_come_before_it_has_recovered() -> None:
+    adaptive, rates = AdaptiveLR(search=False, recovery_steps=20), Rates()
+    fit(Denoiser(), [adaptive, rates, Peaks(*range(15, 80, 9), times=100.0)], steps=110)
+    cuts = [change.step for change in adaptive.changes if "above" in change.reason]
+    assert len(cuts) >= 2
+    assert all(later - earlier >= 20 for earlier, later in itertools.pairwise(cuts))
+    first = rates.within[0][0]
+    assert min(within[0] for within in rates.within) == pytest.approx(0.5 * first)
+    assert rates.within[-1][0] == first
+
+
+class Diverges(trainings.Regression):
+    """Its loss is a hundred times as large from batch 25 on."""
+
+    def training_step(self, batch_NC: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch_NC, batch_idx) * (100.0 if batch_idx >= 25 else 1.0)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_loss_that_diverges_lowers_the_rate_and_its_scale_is_not_part_of_it(precision: Any) -> None:
+    adaptive = AdaptiveLR(search=False, grad_norm_threshold=None)
+    plugin = FusedBackwardPrecision(precision, memory="off")
+    trainings.fit(plugin, Diverges(), trainings.make_batches(60), callbacks=[adaptive])
+    [change] = adaptive.changes
+    assert "the run diverges" in change.reason
+    state = adaptive.state_dict()["rates"][0]["control"]
+    assert state["top"] == 0.5
+    assert max(state["divergence"]["first"]) < 1000.0
+
+
 def test_with_everything_off_no_bit_changes() -> None:
     plain, watched = Scheduled(), Scheduled()
     fit(plain, [])
