@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 
 from lightning_aigc_kernels.ascend.chips import GATE_TARGETS
 from lightning_aigc_kernels.ascend.errors import AscendError, AscendLowerError
@@ -24,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     default = ", ".join(GATE_TARGETS)
     parser.add_argument("--target", action="append", help=f"a chip; may be repeated (default: {default})")
     parser.add_argument("--kernel", default="", help="only kernels whose op or name contains this")
+    parser.add_argument("--output", type=Path, help="a .jsonl file to append a row to for each kernel and chip")
     options = parser.parse_args(arguments)
     try:
         require_toolchain()
@@ -49,10 +54,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{sum(lowered.seconds.values()):.2f}",
                 )
                 wrong = complaints(lowered)
+                if options.output:
+                    _append(options.output, target, op, case.name, lowered, wrong)
             failures += bool(wrong)
             print(ROW.format(target, op, case.name, *numbers, "; ".join(wrong) or "ok"))
     print(f"{failures} failed" if failures else "all pass")
     return 1 if failures else 0
+
+
+def _append(path: Path, target: str, op: str, name: str, lowered: Lowered, wrong: Sequence[str]) -> None:
+    row = {
+        "benchmark": "ascend_gate",
+        "date": datetime.date.today().isoformat(),
+        "compilers": {package: version(package) for package in ("triton-ascend", "ascendnpu-ir")},
+        "chip": target,
+        "op": op,
+        "kernel": name,
+        "ub_peak_bytes": lowered.ub_peak_bytes,
+        "ub_share": round(lowered.ub_share, 3),
+        "notes": len(lowered.notes),
+        "scalar_loops": len(lowered.scalar_loops),
+        "wrong": list(wrong),
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from lightning_aigc_kernels.group_norm_silu.affine import Affine
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
 # 960 programs divide evenly among 40 and 48 vector cores; the interpreter's row makes small tensors loop in every loop.
-FORWARD = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
-BACKWARD = {"cuda": LaunchConfig(2048, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
+FORWARD = {"cuda": LaunchConfig(8192, 65_535, 16), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
+BACKWARD = {"cuda": LaunchConfig(8192, 65_535, 16), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
 # Ascend's planner needs room for the search of the largest, too.
 BACKWARD_SPARSE = BACKWARD | {"npu": LaunchConfig(1024, 960)}
 SUMS = {"cuda": LaunchConfig(128, 65_535, 4), "npu": LaunchConfig(256, 960), "cpu": LaunchConfig(4, 3)}
