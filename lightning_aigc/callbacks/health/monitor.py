@@ -148,6 +148,7 @@ class GradientHealthMonitor(Callback):
         if not self._is_on:
             return
         self._losses.append(loss.detach())
+        self._origin.keep_drawn(trainer)
         losses, timesteps = (getattr(pl_module, f"last_{what}", None) for what in ("example_losses", "timesteps"))
         if isinstance(losses, Tensor) and isinstance(timesteps, Tensor):
             self._examples.append((losses.detach(), timesteps))

@@ -19,13 +19,13 @@ from lightning_aigc.callbacks.health.ledger import Ledger
 from lightning_aigc.callbacks.health.loss import LossHistory
 from lightning_aigc.callbacks.health.measurement import Look, Measurement, Named, norms, sample_rows, values_of
 from lightning_aigc.callbacks.health.names import frozen, trained
+from lightning_aigc.callbacks.health.origin import Replayed, finding_of_loss, finding_of_module, finding_of_parameter
 from lightning_aigc.callbacks.health.parcel import Parcel
 from lightning_aigc.callbacks.health.ranks import check_ranks
 from lightning_aigc.callbacks.health.record import Record
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.scaling import Clipping, LossScale
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
-from lightning_aigc.precision.non_finite import NonFinite
 
 EXACT_BELOW = 50_000_000
 """Trainable values up to which every step takes every gradient's norm; above, a sample says whether it is finite."""
@@ -34,7 +34,7 @@ PROBED, PROBE_SAMPLES = 64, 16
 REPLAYS_IN_A_ROW = 2
 """Steps in a row that are run again where each is not finite: the first says it all."""
 
-FindOrigin = Callable[[float], NonFinite | None]
+FindOrigin = Callable[[float], Replayed]
 
 
 class Watch:
@@ -244,16 +244,14 @@ class Watch:
         shown = [n if math.isfinite(n) or is_none[i] else math.inf for i, n in enumerate(now.gradient_norm)]
         self.record.add(step, now.names, shown, loss)
         with torch.enable_grad():
-            origin = find_origin(scale)
-        if origin is not None:
-            return self._tell(step, ["non_finite"], [_of_module(origin, self.named, remedies)])
-        if bad := non_finite_gradients(now):
-            return self._tell(step, ["non_finite"], [_of_parameter(bad, remedies)])
-        said = f"the loss is {loss}" if not math.isfinite(loss) else "a gradient is not finite"
-        cause = "the loss itself, or code outside the modules"
-        return self._tell(
-            step, ["non_finite"], [Finding("non_finite", "loss", "error", said, cause, remedies.non_finite("loss"))]
-        )
+            replayed = find_origin(scale)
+        if replayed.found is not None:
+            finding = finding_of_module(replayed.found, self.named, remedies)
+        elif bad := non_finite_gradients(now):
+            finding = finding_of_parameter(bad, replayed.why_not, remedies)
+        else:
+            finding = finding_of_loss(math.isfinite(loss), loss, replayed.why_not, remedies)
+        return self._tell(step, ["non_finite"], [finding])
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -292,35 +290,3 @@ class Watch:
 def _measured(named: Named, inverse_scale: Tensor | None = None) -> Measurement:
     look = Look(named, inverse_scale=inverse_scale)
     return look.read(look.numbers.tolist())
-
-
-def _of_module(origin: NonFinite, named: Named, remedies: Remedies) -> Finding:
-    """The finding for the module that a second run of the step pointed at."""
-    layer = origin.module.split(" (")[0] if origin.module and not origin.module.startswith("code outside") else "loss"
-    own = [(name, p) for name, p in named if name.startswith(f"{layer}.")]
-    spoilt = [name for name, p in own if not bool(torch.isfinite(p).all())]
-    if spoilt:
-        cause = f"{spoilt[0]} holds values that are not finite, from an earlier step"
-        remedy = "lightning fit --ckpt_path last: go back to the last checkpoint, and " + remedies.learning_rate(0.1)
-    else:
-        cause = {
-            "forward": "values beyond what its dtype can hold, a division by zero, or the logarithm of zero",
-            "input": "the batch holds values that are not finite, or code between modules made them",
-            "loss": "the loss divides by zero, or takes a logarithm or a root of something that is not positive",
-            "backward": "the derivative has a pole there: a root, a norm or a division at zero; or an overflow",
-        }[origin.phase]
-        remedy = remedies.non_finite(origin.phase)
-    return Finding("non_finite", layer, "error", origin.sentence(), cause, remedy)
-
-
-def _of_parameter(names: Sequence[str], remedies: Remedies) -> Finding:
-    """The finding where only the gradients show it."""
-    others = f", and {len(names) - 1} more" if len(names) > 1 else ""
-    return Finding(
-        "non_finite",
-        names[0],
-        "error",
-        f"its gradient is not finite{others}; the same batch run again gave finite values, or cannot run again",
-        "something after backward: a hook, gradient sync from another rank, or a device that computes wrongly",
-        remedies.non_finite("code"),
-    )

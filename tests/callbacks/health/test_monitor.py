@@ -99,7 +99,7 @@ def test_an_alert_says_what_where_since_when_why_and_what_to_change(tmp_path: Pa
     assert (first.step, first.since, first.check, first.layer, first.level) == (7, 7, "non_finite", LAYER, "error")
     assert lines[0] == (
         f"health error: non_finite at step 7, {LAYER}: its gradient is not finite; the same batch run again gave finite"
-        " values, or cannot run again. Likely cause: something after backward: a hook, gradient sync from another rank,"
+        " values. Likely cause: something after backward: a hook, gradient sync from another rank,"
         " or a device that computes wrongly. Remedy: look at the hooks and callbacks that change gradients"
     )
 
