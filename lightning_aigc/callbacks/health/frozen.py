@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ class FrozenSamples:
         self._kept = self._kept.to(now.device)
         return (now != self._kept).any(dim=1)
 
-    def findings(self, changed: Tensor) -> list[Finding]:
+    def findings(self, changed: Sequence[float]) -> list[Finding]:
         """What to say about them; each is told once, since the new values are the ones to compare with from now on."""
         found = [
             Finding(
@@ -55,7 +57,7 @@ class FrozenSamples:
                 "an EMA swap, a weight copy, or an optimizer that was given it before it was frozen",
                 f"give the optimizer trainable parameters only, without {name}",
             )
-            for i, ((name, _), is_changed) in enumerate(zip(self.named, changed.tolist(), strict=True))
+            for i, ((name, _), is_changed) in enumerate(zip(self.named, changed, strict=True))
             if is_changed
         ]
         if found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import deque
@@ -12,6 +13,9 @@ SCALED_DEVIATION = 1.4826
 """A median absolute deviation times this is the standard deviation of a normal distribution."""
 SMALLEST_SPREAD = 0.1
 """Of a logarithm: a history that hardly varies must not make a tenth more look like a spike."""
+
+MEDIAN_SPREAD = math.sqrt(math.pi / 2)
+"""Standard deviation of a median over that of a mean of as many normal values."""
 
 
 class History:
@@ -57,6 +61,17 @@ class History:
     def is_spike(self, value: float, z: float, ratio: float) -> bool:
         """Whether a value is both `z` deviations above the median and `ratio` times it."""
         return value > ratio * self.median() and self.z(value) > z  # the ratio costs next to nothing
+
+    def has_shifted(self, value: float, z: float, ratio: float, count: int) -> bool:
+        """Whether the median of the last `count` values, this one among them, is as far off as a spike must be.
+
+        The median of many varies less than a single value, so a shift shows where a spike is lost in the spread.
+        """
+        if len(self._logs) < self.shortest + count or not math.isfinite(value) or value <= 0:
+            return False
+        last = [*itertools.islice(reversed(self._logs), count - 1), math.log(value)]
+        middle = math.exp(statistics.median(last))
+        return middle > ratio * self.median() and self.z(middle) * math.sqrt(count) > z * MEDIAN_SPREAD
 
     def state(self) -> list[float]:
         return list(self._logs)

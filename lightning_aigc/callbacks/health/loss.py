@@ -11,6 +11,9 @@ from lightning_aigc.callbacks.health.history import History
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
+SHIFTED_LOSSES = 5
+"""Losses whose median tells one that has grown for good from the spread of single ones."""
+
 
 class LossHistory:
     """One history a bucket of timesteps, since a diffusion loss depends on the timestep far more than on the weights.
@@ -45,7 +48,8 @@ class LossHistory:
             limits = self.limits
             history = self._histories.setdefault(bucket, History(limits.history, limits.min_history))
             mean = math.fsum(values) / len(values)
-            if not is_fitted and history.is_spike(mean, limits.loss_z, limits.loss_ratio):
+            by = (limits.loss_z, limits.loss_ratio)
+            if not is_fitted and (history.is_spike(mean, *by) or history.has_shifted(mean, *by, SHIFTED_LOSSES)):
                 findings.append(self._finding(bucket, mean, history, remedies))
             for value in values:
                 history.add(value)

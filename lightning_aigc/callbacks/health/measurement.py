@@ -101,20 +101,22 @@ def measure(named: Named, alike_share: float = 0.9) -> Measurement:
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """The L2 norm of each tensor, float32 [P], fused where their device can; half precision does not overflow."""
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
-    dtype = torch.float32 if any(t.dtype == torch.float16 for t in tensors) else None
-    found = torch._foreach_norm(list(tensors), 2, dtype=dtype)
-    device = found[0].device
-    if any(norm.device != device for norm in found):
-        found = [norm.to(device) for norm in found]
-    return torch.stack(found if len({norm.dtype for norm in found}) == 1 else [n.float() for n in found]).float()
+    dtypes = {tensor.dtype for tensor in tensors}
+    found = torch._foreach_norm(list(tensors), 2, dtype=torch.float32 if torch.float16 in dtypes else None)
+    if len(dtypes) > 1:
+        found = [norm.float() for norm in found]
+    try:
+        return torch.stack(found).float()
+    except RuntimeError:  # on several devices: to ask each tensor first takes longer than the norms
+        return torch.stack([norm.to(found[0].device) for norm in found]).float()
 
 
 def gradients_of(named: Named) -> list[Tensor]:
     """The gradients that are there; of a sparse one the values that it holds."""
     gradients = [g for _, p in named if (g := p.grad) is not None]
-    if any(g.is_sparse for g in gradients):
-        return [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return gradients
+    if {g.layout for g in gradients} <= {torch.strided}:
+        return gradients
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
 class Sampler:
@@ -161,7 +163,7 @@ def _as_rows(samples: Sequence[Tensor], count: int) -> Tensor:
         samples = [s.to(device) for s in samples]
     if any(not s.is_floating_point() for s in samples):
         samples = [s.float() for s in samples]
-    flat, sizes = torch.cat(list(samples)).float(), tuple(len(s) for s in samples)
+    flat, sizes = torch.cat(list(samples)).float(), tuple(s.numel() for s in samples)
     if min(sizes) == count:
         return flat.view(len(sizes), count)
     return torch.cat([flat, flat.new_zeros(1)])[_repeated(sizes, count, device)]

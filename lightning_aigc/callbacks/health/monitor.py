@@ -326,7 +326,9 @@ class _Later:
     """Remedies that are put together when a finding asks for one: a healthy step needs none."""
 
     def __init__(self, make: Callable[[], Remedies]) -> None:
-        self._make = make
+        self._make, self._made = make, cast(Remedies | None, None)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._make(), name)
+        if self._made is None:
+            self._made = self._make()
+        return getattr(self._made, name)

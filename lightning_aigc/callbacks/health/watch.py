@@ -143,8 +143,7 @@ class Watch:
             alerts += self._full_look(step, course, now, norm, is_spike, remedies, is_due=is_due, loss=loss_now)
             numbers = {"health/gradient_norm": norm}
             if "frozen" in read:
-                changed = torch.tensor(read["frozen"]).bool()
-                alerts += self._tell(step, ["frozen_moved"], self.frozen.findings(changed))
+                alerts += self._tell(step, ["frozen_moved"], self.frozen.findings(read["frozen"]))
         if self.is_exact or now is not None:
             course.all_norms.add(norm)
             course.clipping.add(norm)
@@ -239,7 +238,7 @@ class Watch:
 
     def _own(self, names: Collection[str]) -> Collection[str] | None:
         """The places that one of several optimizers has looked at; None, which is all, where there is one."""
-        return None if len(self.courses) == 1 else {*names, *lora_pairs(names)}
+        return None if len(self.courses) == 1 else {*names, *lora_pairs(tuple(names))}
 
     def _look_at_loss(
         self, step: int, course: Course, loss: float, read: dict[str, list[float]], remedies: Remedies
