@@ -69,9 +69,11 @@ class History:
         """
         if len(self._logs) < self.shortest + count or not math.isfinite(value) or value <= 0:
             return False
+        far = math.log(ratio) + self._middle()
         last = [*itertools.islice(reversed(self._logs), count - 1), math.log(value)]
-        middle = math.exp(statistics.median(last))
-        return middle > ratio * self.median() and self.z(middle) * math.sqrt(count) > z * MEDIAN_SPREAD
+        if sum(log > far for log in last) * 2 <= count:
+            return False
+        return self.z(math.exp(statistics.median(last))) * math.sqrt(count) > z * MEDIAN_SPREAD
 
     def state(self) -> list[float]:
         return list(self._logs)

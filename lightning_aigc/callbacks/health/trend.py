@@ -17,7 +17,8 @@ FITTED = 0.01
 SMALL_SHARE = 0.1
 """Share of their first norm from which the gradients of a falling loss count as small."""
 STEEPEST = 0.01
-"""Share of its last value that the norm of all gradients keeps from look to look while a model is being fitted."""
+"""Share of its last value that the norm of all gradients keeps from look to look while a model is being fitted, beyond
+what the loss itself falls by."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Trend:
         self._last: deque[float] = deque(maxlen=LAST_LOSSES)
         self._first_norms: list[float] = []
         self._level = math.nan  # the norm at the last look that it had come down to gradually
+        self._level_loss = math.nan  # the loss there
 
     def add_loss(self, loss: float) -> None:
         """Remember a step's loss."""
@@ -52,9 +54,11 @@ class Trend:
             return
         if len(self._first_norms) < FIRST_LOOKS:
             self._first_norms.append(norm)
-        # A fault takes gradients away from one look to the next, learning does so step by step.
-        if not norm < STEEPEST * self._level or (self.has_learned and self._last[-1] == 0):
-            self._level = norm
+        loss = self._last[-1] if self._last else math.nan
+        with_loss = min(1.0, loss / self._level_loss) if 0 <= loss and self._level_loss > 0 else 1.0
+        # A fault takes gradients away from one look to the next, learning does so step by step or with the loss.
+        if not norm < STEEPEST * self._level * with_loss:
+            self._level, self._level_loss = norm, loss
 
     @property
     def has_learned(self) -> bool:
@@ -76,10 +80,10 @@ class Trend:
     def state(self) -> dict[str, Any]:
         return {
             "first": list(self._first), "last": list(self._last), "first_norms": list(self._first_norms),
-            "level": self._level,
+            "level": self._level, "level_loss": self._level_loss,
         }  # fmt: skip
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._first, self._first_norms = list(state["first"]), list(state["first_norms"])
         self._last = deque(state["last"], maxlen=LAST_LOSSES)
-        self._level = float(state["level"])
+        self._level, self._level_loss = float(state["level"]), float(state["level_loss"])

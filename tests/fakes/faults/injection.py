@@ -46,6 +46,8 @@ class Fault:
     options: dict[str, Any] = field(default_factory=dict)
     every: int = 10
     says: bool = True
+    also: str = ""
+    """Another check that is right: a loss of 30 times has gradients of 30 times."""
     seed: int = 0
 
     def __str__(self) -> str:
@@ -209,4 +211,5 @@ def is_right(fault: Fault, alerts: list[Alert]) -> bool:
     if not fault.says or first is None:
         return fault.says == (first is not None)
     is_its_own = first.check == fault.check and first.layer.startswith(fault.layer)
+    is_its_own = is_its_own or first.check == fault.also
     return is_its_own and fault.at <= first.since <= first.step <= fault.at + WITHIN
