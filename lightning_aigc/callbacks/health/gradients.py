@@ -157,6 +157,13 @@ def exploding(layer: str, said: str, remedies: Remedies) -> Finding:
     )
 
 
+def spike_of_all(now: Measurement, norm: float, history: History, remedies: Remedies) -> Finding:
+    """The finding where no gradient is too large by itself, but all of them together are; names the largest."""
+    largest = max(zip(now.gradient_norm, now.names, strict=True), key=lambda pair: pair[0] if pair[0] > 0 else 0)
+    said = f"the norm of all gradients is {norm:.3g}, {norm / history.median():.0f} times its median"
+    return exploding(largest[1], said, remedies)
+
+
 def _of_values(now: Measurement, i: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
     name = now.names[i]
     share = f"{limits.alike_share:.0%}"

@@ -102,11 +102,13 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     """The L2 norm of each tensor, float32 [P], fused where their device can; half precision does not overflow."""
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
     dtypes = {tensor.dtype for tensor in tensors}
-    found = torch._foreach_norm(list(tensors), 2, dtype=torch.float32 if torch.float16 in dtypes else None)
+    found: Sequence[Tensor] = torch._foreach_norm(
+        list(tensors), 2, dtype=torch.float32 if torch.float16 in dtypes else None
+    )
     if len(dtypes) > 1:
         found = [norm.float() for norm in found]
     try:
-        return torch.stack(found).float()
+        return torch.stack(list(found)).float()
     except RuntimeError:  # on several devices: to ask each tensor first takes longer than the norms
         return torch.stack([norm.to(found[0].device) for norm in found]).float()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,12 +15,12 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.health.alert import LEVELS, Alert
+from lightning_aigc.callbacks.health.alert import LEVELS, Alert, console_lines
 from lightning_aigc.callbacks.health.files import HealthFiles
-from lightning_aigc.callbacks.health.names import block_of
+from lightning_aigc.callbacks.health.on_demand import RemediesOnDemand
 from lightning_aigc.callbacks.health.origin import Origin
 from lightning_aigc.callbacks.health.ranks import is_alone, share_alerts
-from lightning_aigc.callbacks.health.record import block_norms
+from lightning_aigc.callbacks.health.record import last_norms
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.callbacks.health.updates import check_optimizers
@@ -162,7 +160,7 @@ class GradientHealthMonitor(Callback):
         is_due = number % self.every_n_steps == 0 or number == EARLY_LOOK
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = getattr(scaler, "_scale", None)
-        remedies = cast(Remedies, _Later(lambda: Remedies.of(trainer, pl_module)))
+        remedies = cast(Remedies, RemediesOnDemand(lambda: Remedies.of(trainer, pl_module)))
         by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         alerts, numbers, is_harmful = watch.look(
             step,
@@ -244,13 +242,8 @@ class GradientHealthMonitor(Callback):
     def _say(self, alerts: list[Alert]) -> None:
         if self._files is not None:
             self._files.append(alerts)
-        groups: dict[tuple[str, str], list[Alert]] = {}
-        for alert in alerts:
-            if alert.level != "info":
-                groups.setdefault((alert.check, alert.level), []).append(alert)
-        for (_, level), group in groups.items():
-            more = f" ({len(group) - 1} more layers in health.jsonl)" if len(group) > 1 else ""
-            _log.log(logging.ERROR if level == "error" else logging.WARNING, group[0].line() + more)
+        for level, line in console_lines(alerts):
+            _log.log(logging.ERROR if level == "error" else logging.WARNING, line)
 
     def _act(
         self, trainer: Trainer, optimizer: Optimizer, alerts: list[Alert], is_harmful: bool, *, has_scaler: bool
@@ -273,12 +266,8 @@ class GradientHealthMonitor(Callback):
     def _log_norms(self, trainer: Trainer, step: int, numbers: dict[str, float]) -> None:
         if self.norms_in_logger == "off" or not trainer.loggers or not numbers:
             return
-        record = self._watch.record
-        if self.norms_in_logger != "all" and record.steps and record.steps[-1] == step:
-            last = {name: row[-1] for name, row in record.norms().items()}
-            if self.norms_in_logger != "layers":
-                last = block_norms(list(last), list(last.values()), block_of)
-            numbers |= {f"health/gradient_norm/{name}": v for name, v in last.items() if math.isfinite(v)}
+        if self.norms_in_logger != "all":
+            numbers |= last_norms(self._watch.record, step, by_block=self.norms_in_logger != "layers")
         for level in LEVELS:
             numbers[f"health/{level}s"] = float(sum(alert.level == level for alert in self.alerts))
         for logger in trainer.loggers:
@@ -320,15 +309,3 @@ class GradientHealthMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.alerts[:] = [Alert.from_dict(values) for values in state_dict["alerts"]]
         self._watch.load(state_dict["watch"])
-
-
-class _Later:
-    """Remedies that are put together when a finding asks for one: a healthy step needs none."""
-
-    def __init__(self, make: Callable[[], Remedies]) -> None:
-        self._make, self._made = make, cast(Remedies | None, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return getattr(self._made, name)

@@ -55,7 +55,7 @@ class Trend:
         if len(self._first_norms) < FIRST_LOOKS:
             self._first_norms.append(norm)
         loss = self._last[-1] if self._last else math.nan
-        with_loss = min(1.0, loss / self._level_loss) if 0 <= loss and self._level_loss > 0 else 1.0
+        with_loss = min(1.0, loss / self._level_loss) if loss >= 0 and self._level_loss > 0 else 1.0
         # A fault takes gradients away from one look to the next, learning does so step by step or with the loss.
         if not norm < STEEPEST * self._level * with_loss:
             self._level, self._level_loss = norm, loss

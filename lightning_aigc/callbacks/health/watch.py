@@ -16,14 +16,14 @@ from lightning_aigc.callbacks.health import gradients, lora, updates
 from lightning_aigc.callbacks.health.alert import Alert, Finding
 from lightning_aigc.callbacks.health.course import Course
 from lightning_aigc.callbacks.health.frozen import FrozenSamples
-from lightning_aigc.callbacks.health.gradients import check_gradients, exploding, non_finite_gradients
+from lightning_aigc.callbacks.health.gradients import check_gradients, non_finite_gradients, spike_of_all
 from lightning_aigc.callbacks.health.history import History
 from lightning_aigc.callbacks.health.ledger import Ledger
-from lightning_aigc.callbacks.health.measurement import Look, Measurement, Named, gradients_of, norms, sample_rows
+from lightning_aigc.callbacks.health.measurement import Look, Measurement, Named, sample_rows
 from lightning_aigc.callbacks.health.names import frozen, lora_pairs, trained
 from lightning_aigc.callbacks.health.origin import Replayed, finding_of_loss, finding_of_module, finding_of_parameter
-from lightning_aigc.callbacks.health.parcel import Parcel
 from lightning_aigc.callbacks.health.ranks import check_ranks
+from lightning_aigc.callbacks.health.reading import read_step
 from lightning_aigc.callbacks.health.record import Record
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.scaling import LossScale
@@ -31,8 +31,6 @@ from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 EXACT_BELOW = 50_000_000
 """Trainable values up to which every step takes every gradient's norm; above, a sample says whether it is finite."""
-PROBED, PROBE_SAMPLES = 64, 16
-"""Gradients, and values of each, of that sample. Backward carries what is not finite on to everything before it."""
 REPLAYS_IN_A_ROW = 2
 """Steps in a row that are run again where each is not finite: the first says it all."""
 
@@ -109,7 +107,8 @@ class Watch:
         named = course.named
         inverse = scale.reciprocal() if scale is not None and is_scaled else None
         full = Look(named, self.limits.alike_share, inverse) if is_due else None
-        read = self._fetch(course, named, full, loss, examples, scale)
+        changed = self.frozen.changed() if is_due else None
+        read = read_step(course, full, changed, is_exact=self.is_exact, loss=loss, examples=examples, scale=scale)
 
         alerts: list[Alert] = []
         scale_now = read["scale"][0] if scale is not None else 1.0
@@ -181,39 +180,6 @@ class Watch:
     def _tell(self, step: int, checks: Any, findings: Sequence[Finding], layers: Any = None) -> list[Alert]:
         return self.ledger.update(step, checks, findings, layers)
 
-    def _fetch(
-        self,
-        course: Course,
-        named: Named,
-        full: Look | None,
-        loss: Tensor | None,
-        examples: tuple[Tensor, Tensor] | None,
-        scale: Tensor | None,
-    ) -> dict[str, list[float]]:
-        """Everything that a step needs from the device, with one wait."""
-        parcel = Parcel()
-        parcel.add("loss", loss)
-        parcel.add("scale", scale)
-        parcel.add("gradient", self._size_or_probe(named))
-        parcel.add("ratios", course.ratios)
-        if examples is not None:
-            parcel.add("losses", examples[0])
-            parcel.add("timesteps", examples[1])
-        if full is not None:
-            parcel.add("look", full.numbers)
-            parcel.add("frozen", self.frozen.changed())
-        return parcel.open()
-
-    def _size_or_probe(self, named: Named) -> Tensor | None:
-        """The norm of all gradients, or for large models a number that is finite if a sample of them is."""
-        gradients = gradients_of(named)
-        if not gradients:
-            return None
-        if self.is_exact:
-            norm: Tensor = torch.linalg.vector_norm(norms(gradients))
-            return norm
-        return sample_rows(gradients[:: max(1, len(gradients) // PROBED)], PROBE_SAMPLES).sum()
-
     def _look_at_scale(
         self, step: int, scale: float, norm: float, course: Course, read: dict[str, list[float]], remedies: Remedies
     ) -> list[Alert]:
@@ -269,11 +235,7 @@ class Watch:
             course.trend.add_norm(norm)
         found = check_gradients(now, self.limits, remedies, self.histories, course.trend.standing(loss))
         if is_spike and not any(f.check == "exploding" for f in found):
-            largest = max(
-                zip(now.gradient_norm, now.names, strict=True), key=lambda pair: pair[0] if pair[0] > 0 else 0
-            )
-            said = f"the norm of all gradients is {norm:.3g}, {norm / course.all_norms.median():.0f} times its median"
-            found.append(exploding(largest[1], said, remedies))
+            found.append(spike_of_all(now, norm, course.all_norms, remedies))
         # Between scheduled looks only what is suspicious is news; the rest would be counted too often.
         checks = (*gradients.CHECKS, "non_finite") if is_due else ("exploding",)
         own = self._own(now.names)

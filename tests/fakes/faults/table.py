@@ -230,6 +230,6 @@ FAULTS = _faults()
 QUICK = [
     f
     for f in FAULTS
-    if f.model == "net" and (f.precision == "32-true" or f.kind == "full" and f.precision == "16-mixed")
+    if f.model == "net" and (f.precision == "32-true" or (f.kind == "full" and f.precision == "16-mixed"))
 ]
 """What a short test run takes; the rest runs with the long tests."""
