@@ -12,9 +12,9 @@ with a look, of the naive loop; and the share of the step time over a period of 
 the naive loop. Medians; cpu_ are the same in CPU time, which other processes hardly disturb.
 
 cpu_..._python_ms is the CPU time without the norms, which a CPU computes on the spot and an accelerator by itself; they
-are timed again in the same step, out of memory as in the step. ops are the operators that reach torch's dispatcher, without views, which launch
-nothing: on an accelerator most are a kernel each, `_foreach_norm` a few. syncs are the times that the host waits for a
-value.
+are timed again in the same step, out of memory as in the step. ops are the operators that reach torch's dispatcher,
+without views, which launch nothing: on an accelerator most are a kernel each, `_foreach_norm` a few. syncs are the
+times that the host waits for a value.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -43,12 +44,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.precision import FusedBackwardPrecision
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes.launches import Operators, Waits
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
 
@@ -79,32 +81,6 @@ class UNet(LightningModule):
         trained = [p for p in self.parameters() if p.requires_grad]
         # Of all weights, the optimizer with the least to do: the cheapest step is the hardest comparison.
         return torch.optim.AdamW(trained, 1e-4) if len(trained) < 400 else torch.optim.SGD(trained, 1e-5)
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-class Waits(TorchFunctionMode):
-    """Counts what makes the host wait for a value."""
-
-    WAITING = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy", "nonzero"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += getattr(func, "__name__", "") in self.WAITING
-        return func(*args, **(kwargs or {}))
 
 
 class Timed(GradientHealthMonitor):

@@ -5,10 +5,12 @@
     OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py --kinds --seeds 1 2  # fifty of other kinds
 
 With --kinds the trainings of tests/fakes/healthy: MLPs, ResNets, LSTMs, transformers, GANs, memorising ones and others,
-one row a kind and seed; seed 0 is the one that the checks were made on. Without: LoRA and full fine-tuning of the embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in
-float32, bfloat16 and float16, with the monitor's defaults. Prints one JSON row a run and appends it to
+one row a kind and seed; seeds 0 and 1 are those that the checks were made on. Without: LoRA and full fine-tuning of the
+embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in float32, bfloat16 and float16. All
+with the monitor's defaults. Prints one JSON row a run and appends it to
 benchmarks/results/DATE-health_false_alarms.jsonl: alerts by level and check, and the first and last loss (means of 50
-steps), which show that the run did learn. Needs no network; some 15 minutes on one core.
+steps, 20 with --kinds), which show that the run did learn. Needs no network; some 15 minutes on one core, 2 a seed with
+--kinds.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from fakes.healthy import KINDS, Kind, fit_healthy  # noqa: E402
+from fakes.healthy import KINDS, Kind, fit_healthy
 
 PICTURES = str(Path(lightning_aigc.__file__).parent / "tiny" / "brand")
 RUNS: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""The faults: every check, on both models, in float32, bfloat16 and float16, just past its threshold and just short of it."""
+"""The faults: every check on both models, in three precisions, just past its threshold and just short of it."""
 
 from __future__ import annotations
 
@@ -165,8 +165,10 @@ def of_any_kind(on: dict[str, Any], layer: str, module: str) -> list[Fault]:
         Fault("gradient None", "no_gradient", layer, gradient(layer, lambda g: None), **on),
         Fault("gradient zero", "no_gradient", layer, gradient(layer, torch.zeros_like), rate=1e-4, **on),
         Fault("one NaN in a gradient", "non_finite", layer, gradient(layer, one_nan), 13, **on),
-        Fault("forward not finite", "non_finite", module, switch(module), 5, "once", prepare=wrap("forward", module), **on),
-        Fault("backward not finite", "non_finite", module, switch(module), 6, "once", prepare=wrap("backward", module), **on),
+        Fault("forward not finite", "non_finite", module, switch(module), 5, "once", prepare=wrap("forward",
+              module), **on),
+        Fault("backward not finite", "non_finite", module, switch(module), 6, "once", prepare=wrap("backward",
+              module), **on),
         Fault("the loss 30 times", "loss_spike", "loss", prepare=loss_times(30, 45), also="exploding", **spike, **on),
         Fault("the loss 3 times", "loss_spike", "loss", prepare=loss_times(3, 45), says=False, **spike, **on),
         Fault("clipped 12 times", "clip_share", "all", all_gradients(lambda n: 1.2), options={"gradient_clip_val": 0.1},
@@ -178,8 +180,10 @@ def of_any_kind(on: dict[str, Any], layer: str, module: str) -> list[Fault]:
         Fault("left out of the optimizer", "not_in_optimizer", layer, at=0, prepare=leave_out(layer), **on),
         Fault("a weight that is put back", "no_update", LAYER_A.get(layer, layer), undo(LAYER_A.get(layer, layer)), 1,
               "after_step", rate=1e-4, **on),
-        Fault("a step of 30 %", "update_ratio", LAYER_A.get(layer, layer), move(LAYER_A.get(layer, layer), 0.3), 1, "after_step", **on),
-        Fault("a step of 20 %", "update_ratio", LAYER_A.get(layer, layer), move(LAYER_A.get(layer, layer), 0.2), 1, "after_step",
+        Fault("a step of 30 %", "update_ratio", LAYER_A.get(layer, layer), move(LAYER_A.get(layer, layer),
+              0.3), 1, "after_step", **on),
+        Fault("a step of 20 %", "update_ratio", LAYER_A.get(layer, layer), move(LAYER_A.get(layer, layer),
+              0.2), 1, "after_step",
               says=False, **on),
     ]  # fmt: skip
 
@@ -191,11 +195,13 @@ def of_a_lora(on: dict[str, Any], layer: str, module: str) -> list[Fault]:
     a, base = layer.replace("lora_B", "lora_A"), f"{module}.base_layer.weight"
     return [
         Fault("frozen weight moved", "frozen_moved", base, weight(base, lambda w: w * 1.01), 5, "once", **on),
-        Fault("B without a gradient", "lora_b_zero", layer, weight(layer, torch.zeros_like), 1, "after_step", rate=1e-4, **on),
+        Fault("B without a gradient", "lora_b_zero", layer, weight(layer, torch.zeros_like), 1, "after_step",
+              rate=1e-4, **on),
         Fault("B 36 times A", "lora_imbalance", layer, far_apart(a, layer, 36), 4, "once", rate=1e-6, **on),
         Fault("B 25 times A", "lora_imbalance", layer, far_apart(a, layer, 25), 4, "once", rate=1e-6, says=False, **on),
         Fault("LoRA of 1.2 times its base", "lora_delta", module, lora_adds(module, 1.2), 4, "once", rate=1e-4, **on),
-        Fault("LoRA of 0.8 times its base", "lora_delta", module, lora_adds(module, 0.8), 4, "once", rate=1e-4, says=False, **on),
+        Fault("LoRA of 0.8 times its base", "lora_delta", module, lora_adds(module, 0.8), 4, "once", rate=1e-4,
+              says=False, **on),
     ]  # fmt: skip
 
 
