@@ -15,12 +15,15 @@ from torch import Tensor
 from lightning_aigc.callbacks.health.alert import Finding
 from lightning_aigc.callbacks.health.measurement import Named
 from lightning_aigc.callbacks.health.remedies import Remedies
-from lightning_aigc.devices import RandomStates, random_states
+from lightning_aigc.devices import RandomStates, have_host_states_changed, random_states, tensor_states
 from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
 from lightning_aigc.precision.replay import DrawnBatch, arguments_for, loss_of, one_line, without_trace
 
 KEPT_BATCHES = 8
 """Batches of an accumulation window that can be run again, the last ones; they stay on the device until its end."""
+WATCHED_BATCHES, WATCHED_EVERY = 8, 10
+"""The first batches, and later each of so many, after which it is looked whether a step draws from Python or numpy: to
+take their states at each batch takes longer than everything else in it."""
 MANUAL = "under manual optimization a step moves the weights itself"
 
 
@@ -39,6 +42,7 @@ class _Kept:
     batch_idx: int
     states: RandomStates
     drawn: DrawnBatch | None = None
+    is_watched: bool = False
 
 
 class Origin:
@@ -47,14 +51,21 @@ class Origin:
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque(maxlen=KEPT_BATCHES)
         self._batches = 0
+        self._seen = 0
+        self._draws_on_host = False
 
     def keep(self, model: LightningModule, batch: Any, batch_idx: int) -> None:
         """Call it at the start of each batch: what a module draws in its own hooks before the step is drawn anew."""
         self._batches += 1
-        self._kept.append(_Kept(batch, batch_idx, random_states(model.device)))
+        self._seen += 1
+        is_watched = self._seen <= WATCHED_BATCHES or self._seen % WATCHED_EVERY == 0
+        states = (random_states if self._draws_on_host or is_watched else tensor_states)(model.device)
+        self._kept.append(_Kept(batch, batch_idx, states, is_watched=is_watched and not self._draws_on_host))
 
     def keep_drawn(self, trainer: Trainer) -> None:
         """Call it before backward: a step that takes a `dataloader_iter` has drawn its batch by then."""
+        if self._kept and self._kept[-1].is_watched:
+            self._draws_on_host = have_host_states_changed(self._kept[-1].states)
         fetcher = trainer.fit_loop._data_fetcher
         if self._kept and isinstance(fetcher, _DataLoaderIterDataFetcher):
             self._kept[-1].drawn = DrawnBatch(fetcher)

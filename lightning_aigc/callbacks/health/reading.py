@@ -41,10 +41,10 @@ def read_step(
 
 def _size_or_probe(named: Named, is_exact: bool) -> Tensor | None:
     """The norm of all gradients, or for large models a number that is finite if a sample of them is."""
-    gradients = gradients_of(named)
+    gradients = gradients_of(named if is_exact else named[:: max(1, len(named) // PROBED)])
     if not gradients:
         return None
     if is_exact:
         norm: Tensor = torch.linalg.vector_norm(norms(gradients))
         return norm
-    return sample_rows(gradients[:: max(1, len(gradients) // PROBED)], PROBE_SAMPLES).sum()
+    return sample_rows(gradients, PROBE_SAMPLES).sum()

@@ -6,11 +6,13 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
 import functools
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -305,3 +307,30 @@ def test_a_hook_after_backward_is_still_told_apart(tmp_path: Path) -> None:
     assert alert.layer == "net.head.bias"
     assert alert.message == "its gradient is not finite; the same batch run again gave finite values"
     assert alert.remedy == "look at the hooks and callbacks that change gradients"
+
+
+@pytest.mark.parametrize("since", [0, 12])
+def test_a_second_run_draws_what_the_step_drew_from_python_and_numpy(since: int, tmp_path: Path) -> None:
+    """Their states are taken at every batch only once a step was seen to draw from them."""
+    draws: list[tuple[float, float]] = []
+
+    class Drawn(nn.Module):
+        is_bad = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(draws) >= since:
+                random.random(), np.random.rand()
+            draws.append((random.getstate()[1][-1], float(np.random.get_state()[2])))  # type: ignore[arg-type]
+            return x / 0 if self.is_bad else x
+
+    class Late(Step):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.net.body[1][1].is_bad = batch_idx == 24  # type: ignore[union-attr, index]
+            return super().training_step(batch, batch_idx)
+
+    module = Late()
+    module.net.body[1][1] = Drawn()  # type: ignore[union-attr, index]
+    monitor = GradientHealthMonitor(page=False)
+    fit(module, [monitor], 25, tensors(25), default_root_dir=str(tmp_path))
+    assert [a.layer for a in monitor.alerts if a.check == "non_finite"] == ["net.body.1.1"]
+    assert len(draws) == 26 and draws[-1] == draws[-2]
