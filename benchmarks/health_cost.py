@@ -11,8 +11,8 @@ benchmarks/results/DATE-health_cost.jsonl: milliseconds of a step, of the monito
 with a look, of the naive loop; and the share of the step time over a period of `every_n_steps`, of the monitor and of
 the naive loop. Medians; cpu_ are the same in CPU time, which other processes hardly disturb.
 
-cpu_..._python_ms is the CPU time without the norms and their sum, which a CPU computes on the spot and an accelerator by
-itself; they are timed again in the same step, out of memory as in the step. ops are the operators that reach torch's
+cpu_..._python_ms is the CPU time without the norms and their sum, which a CPU computes on the spot and an accelerator
+by itself; they are timed again in the same step, out of memory as in the step. ops are the operators that reach torch's
 dispatcher, without views, which launch nothing: on an accelerator most are a kernel each, `_foreach_norm` a few. syncs
 are the times that the host waits for a value.
 """
