@@ -10,6 +10,11 @@ Weights are random and pictures are noise: neither changes the time. Prints one 
 benchmarks/results/DATE-health_cost.jsonl: milliseconds of a step, of the monitor in a step between looks and in one
 with a look, of the naive loop; and the share of the step time over a period of `every_n_steps`, of the monitor and of
 the naive loop. Medians; cpu_ are the same in CPU time, which other processes hardly disturb.
+
+cpu_..._python_ms is the CPU time without the norms and their sum, which a CPU computes on the spot and an accelerator
+by itself; they are timed again in the same step, out of memory as in the step. ops are the operators that reach torch's
+dispatcher, without views, which launch nothing: on an accelerator most are a kernel each, `_foreach_norm` a few. syncs
+are the times that the host waits for a value.
 """
 
 from __future__ import annotations
@@ -24,9 +29,11 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +47,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_aigc.callbacks import GradientHealthMonitor
+from lightning_aigc.callbacks.health.measurement import norms
 from lightning_aigc.precision import FusedBackwardPrecision
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes.launches import Operators, Waits
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
 
@@ -74,28 +85,65 @@ class UNet(LightningModule):
 
 
 class Timed(GradientHealthMonitor):
-    """The monitor, and what each step of it took, in seconds of wall and of CPU time."""
+    """The monitor, what each step of it took, in seconds of wall and of CPU time, and what two steps of it launched."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spent: list[list[float]] = [[0.0, 0.0]]
+        self.counts = {COUNTED_LOOK: [0, 0], COUNTED_STEP: [0, 0]}
+        self.norms: list[list[float]] = []
+        """Of each step, the CPU seconds of the norms of all gradients and of all weights."""
+        self.extra: list[list[float]] = []
+        """Of each step, what measuring that took, in seconds of wall and of CPU time."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = time.perf_counter()
         super().on_train_start(trainer, pl_module)
         self.start_s = time.perf_counter() - start
 
+    @property
+    def step(self) -> int:
+        """The number of the running step, from 1."""
+        return len(self.spent)
+
+
+COUNTED_LOOK, COUNTED_STEP = 10, 4
+"""Steps whose operators are counted, and which are not timed: a look, and a step that follows no look."""
+EVICTING = torch.zeros(2**25)
+"""128 MiB, to write over what a CPU's caches hold of the gradients."""
+
 
 def _timed(name: str) -> Any:
     def hook(self: Timed, *args: Any) -> None:
-        start, cpu = time.perf_counter(), time.process_time()
-        getattr(GradientHealthMonitor, name)(self, *args)
-        self.spent[-1][0] += time.perf_counter() - start
-        self.spent[-1][1] += time.process_time() - cpu
+        own = getattr(GradientHealthMonitor, name)
+        if self.step in self.counts:
+            with Waits() as waits, Operators() as operators:
+                own(self, *args)
+            self.counts[self.step][0] += operators.count
+            self.counts[self.step][1] += waits.count
+        else:
+            start, cpu = time.perf_counter(), time.process_time()
+            own(self, *args)
+            self.spent[-1][0] += time.perf_counter() - start
+            self.spent[-1][1] += time.process_time() - cpu
+        if name == "on_before_optimizer_step":
+            start, cpu = time.perf_counter(), time.process_time()
+            weights = [p.detach() for p in args[1].parameters() if p.grad is not None]
+            gradients = [p.grad for p in args[1].parameters() if p.grad is not None]
+            self.norms.append([_norms_s(gradients), _norms_s(weights)])
+            self.extra.append([time.perf_counter() - start, time.process_time() - cpu])
         if name == "on_train_batch_end":
             self.spent.append([0.0, 0.0])
 
     return hook
+
+
+def _norms_s(tensors: Sequence[Tensor]) -> float:
+    """CPU seconds of the norms of these tensors."""
+    EVICTING.add_(1)
+    start = time.process_time()
+    torch.linalg.vector_norm(norms(tensors))
+    return time.process_time() - start
 
 
 for _name in HOOKS:
@@ -179,13 +227,12 @@ def main() -> None:
     }
     for i, clock in enumerate(("", "cpu_")):
         own = [spent[i] for spent in monitor.spent[: given.steps]]
-        looks = [s for n, s in enumerate(own, 1) if n % every == 0]
-        # The step after a look reads how far the weights moved; the first two steps are warm-up.
-        plain = [s for n, s in enumerate(own, 1) if n % every and n > 2]
+        looks = [n for n in range(COUNTED_LOOK, given.steps) if (n + 1) % every == 0]
+        plain = [n for n in range(COUNTED_STEP, given.steps) if (n + 1) % every]
         # What a training without either takes.
-        alone = [s[i] - n[i] - o for s, n, o in zip(naive.steps, naive.spent, own, strict=True)][2:]
+        alone = [naive.steps[n][i] - naive.spent[n][i] - own[n] - monitor.extra[n][i] for n in (*plain, *looks)]
         step, loop = statistics.median(alone), statistics.median(n[i] for n in naive.spent[2:])
-        between, look = statistics.median(plain), statistics.median(looks)
+        between, look = (statistics.median(own[n] for n in which) for which in (plain, looks))
         monitor_share = ((every - 1) * between + look) / every / step
         row |= {
             f"{clock}step_ms": round(1000 * step, 1),
@@ -195,6 +242,16 @@ def main() -> None:
             f"{clock}monitor_share": round(monitor_share, 5),
             f"{clock}naive_share": round(loop / step, 5),
         }
+        if clock:
+            # Between looks a model of this size has one norm of all gradients taken, or a sample; a look takes that of
+            # gradients and weights beside it.
+            often = int(monitor._watch.is_exact)
+            of_step = [own[n] - often * monitor.norms[n][0] for n in plain]
+            of_look = [own[n] - (often + 1) * monitor.norms[n][0] - monitor.norms[n][1] for n in looks]
+            row["cpu_between_looks_python_ms"] = round(1000 * statistics.median(of_step), 2)
+            row["cpu_look_python_ms"] = round(1000 * statistics.median(of_look), 1)
+    for name, number in (("between_looks", COUNTED_STEP), ("look", COUNTED_LOOK)):
+        row[f"{name}_ops"], row[f"{name}_syncs"] = monitor.counts[number]
     row |= {
         "alerts": sorted({f"{a.level} {a.check}" for a in monitor.alerts}),
         "device": f"{given.device} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",

@@ -1,12 +1,16 @@
-"""Ten healthy trainings of 500 steps under GradientHealthMonitor: how many warnings and errors it raises. Wanted: none.
+"""Healthy trainings under GradientHealthMonitor: how many warnings and errors it raises. Wanted: none.
 
-    OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py
+    OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py                     # ten of Stable Diffusion, 500 steps
     OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py --only 3 --steps 100
+    OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py --kinds --seeds 1 2  # fifty of other kinds
 
-LoRA and full fine-tuning of the embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in
-float32, bfloat16 and float16, with the monitor's defaults. Prints one JSON row a run and appends it to
+With --kinds the trainings of tests/fakes/healthy: MLPs, ResNets, LSTMs, transformers, GANs, memorising ones and others,
+one row a kind and seed; seeds 0 and 1 are those that the checks were made on. Without: LoRA and full fine-tuning of the
+embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in float32, bfloat16 and float16. All
+with the monitor's defaults. Prints one JSON row a run and appends it to
 benchmarks/results/DATE-health_false_alarms.jsonl: alerts by level and check, and the first and last loss (means of 50
-steps), which show that the run did learn. Needs no network; some 15 minutes on one core.
+steps, 20 with --kinds), which show that the run did learn. Needs no network; some 15 minutes on one core, 2 a seed with
+--kinds.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import argparse
 import collections
 import json
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -32,6 +37,9 @@ from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes.healthy import KINDS, Kind, fit_healthy
 
 PICTURES = str(Path(lightning_aigc.__file__).parent / "tiny" / "brand")
 RUNS: list[dict[str, Any]] = [
@@ -123,18 +131,30 @@ def run(number: int, case: dict[str, Any], given: argparse.Namespace) -> dict[st
             (Path(root) / "health.html").rename(given.pages / f"health_{number}.html")
     for alert in monitor.alerts if given.verbose else []:
         print(alert.line())
+    about = {"run": number, "case": case, "steps": trainer.global_step}
+    return about | report(monitor, losses.losses, seconds, 50)
+
+
+def run_kind(kind: Kind, seed: int) -> dict[str, Any]:
+    """One healthy training of another kind."""
+    monitor, start = GradientHealthMonitor(page=False), time.perf_counter()
+    with tempfile.TemporaryDirectory() as root:
+        losses = fit_healthy(kind, seed, [monitor], Path(root))
+    about = {"kind": kind.name, "seed": seed, "steps": kind.steps}
+    return about | report(monitor, losses, time.perf_counter() - start, 20)
+
+
+def report(monitor: GradientHealthMonitor, losses: list[float], seconds: float, window: int) -> dict[str, Any]:
+    """What a row says of a run: its alerts, and the means of the first and last losses, which show that it learned."""
     level = collections.Counter(alert.level for alert in monitor.alerts)
     return {
-        "run": number,
-        "case": case,
-        "steps": trainer.global_step,
         "warnings": level["warning"],
         "errors": level["error"],
         "infos": level["info"],
         "infos_by_check": dict(collections.Counter(a.check for a in monitor.alerts if a.level == "info")),
         "alerts": [f"{a.check} {a.layer} step {a.step}: {a.message}" for a in monitor.alerts if a.level != "info"][:20],
-        "first_loss": round(statistics.fmean(losses.losses[:50]), 5),
-        "last_loss": round(statistics.fmean(losses.losses[-50:]), 5),
+        "first_loss": float(f"{statistics.fmean(losses[:window]):.4g}"),
+        "last_loss": float(f"{statistics.fmean(losses[-window:]):.4g}"),
         "seconds": round(seconds, 1),
         "versions": {m.__name__: m.__version__ for m in (torch, lightning.pytorch)},
         "date": time.strftime("%Y-%m-%d"),
@@ -150,17 +170,20 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, help="keep the runs' health.html here")
     parser.add_argument("--verbose", action="store_true", help="print every alert, infos too")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--kinds", action="store_true", help="trainings of other kinds than ours")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1])
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     given.results.mkdir(parents=True, exist_ok=True)
-    for number, case in enumerate(RUNS):
-        if given.only is None or number in given.only:
-            row = json.dumps(run(number, case, given))
-            print(row, flush=True)
-            path = given.results / f"{time.strftime('%Y-%m-%d')}-health_false_alarms.jsonl"
+    path = given.results / f"{time.strftime('%Y-%m-%d')}-health_false_alarms.jsonl"
+    chosen = [n for n in range(len(KINDS if given.kinds else RUNS)) if given.only is None or n in given.only]
+    for seed in given.seeds if given.kinds else [0]:
+        for number in chosen:
+            row = run_kind(KINDS[number], seed) if given.kinds else run(number, RUNS[number], given)
+            print(json.dumps(row), flush=True)
             with path.open("a", encoding="utf-8") as file:
-                file.write(row + "\n")
+                file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import random
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class RandomStates:
 
     device: torch.device
     python: Any
+    """None where it was not taken, and then neither restored."""
     numpy: Any
     cpu: Tensor
     accelerator: Tensor | None
@@ -79,20 +80,29 @@ class RandomStates:
 
 def random_states(device: torch.device) -> RandomStates:
     """Take the random states of python, numpy, torch's CPU and `device`; waits for nothing."""
+    return replace(tensor_states(device), python=random.getstate(), numpy=np.random.get_state())
+
+
+def tensor_states(device: torch.device) -> RandomStates:
+    """Take those of torch's CPU and `device` alone."""
     backend = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    return RandomStates(
-        device,
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        None if backend is None else backend.get_rng_state(device),
-    )
+    on_device = None if backend is None else backend.get_rng_state(device)
+    return RandomStates(device, None, None, torch.get_rng_state(), on_device)
+
+
+def have_host_states_changed(states: RandomStates) -> bool:
+    """Whether somebody drew from Python's or numpy's random state since these were taken."""
+    now = np.random.get_state()
+    has_same_numpy = all(np.array_equal(a, b) for a, b in zip(states.numpy, now, strict=True))
+    return random.getstate() != states.python or not has_same_numpy
 
 
 def restore_random_states(states: RandomStates) -> None:
     """Put them back."""
-    random.setstate(states.python)
-    np.random.set_state(states.numpy)
+    if states.python is not None:
+        random.setstate(states.python)
+    if states.numpy is not None:
+        np.random.set_state(states.numpy)
     torch.set_rng_state(states.cpu)
     if states.accelerator is not None:
         torch.get_device_module(states.device).set_rng_state(states.accelerator, states.device)

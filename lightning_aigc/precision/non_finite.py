@@ -19,21 +19,46 @@ from torch.utils._pytree import tree_leaves
 class NonFinite:
     """Where the first value that is not finite came from."""
 
-    phase: Literal["forward", "input", "loss", "backward"]
-    """forward: the module made it of finite inputs; input: the module was given it; loss: made after every module;
-    backward: made of finite incoming gradients."""
+    phase: Literal["forward", "input", "between", "loss", "backward"]
+    """forward: the module made it of finite inputs; input: the first module was given it; between: code of a forward
+    or of `training_step` made it, and handed it to the module; loss: made after every module; backward: made of finite
+    incoming gradients."""
 
     module: str
     """The module's name and class; empty where the phase is loss."""
+    after: str = ""
+    """For code between two modules: the one that it called before; empty if `module` is the first that it calls."""
+    inside: str = ""
+    """For code between modules: the module whose forward holds it; empty for `training_step`."""
+    last_finite: str = ""
+    """For between: the innermost module that ran last and whose output was finite."""
+
+    def place(self) -> str:
+        """The module's name without its class, or `between X and Y`; empty where no module is near."""
+        if self.after:
+            return f"between {bare_name(self.after)} and {bare_name(self.module)}"
+        return bare_name(self.inside or self.module)
 
     def sentence(self) -> str:
+        """What happened, as one clause."""
         if self.phase == "forward":
             return f"{self.module} computed values in its forward pass that are not finite"
         if self.phase == "input":
             return f"{self.module} was given values that are not finite, by the batch or by code between modules"
         if self.phase == "loss":
             return "the loss is not finite, though what every module computed is"
-        return f"the backward pass of {self.module} computed a gradient that is not finite"
+        code = f"the forward of {self.inside}" if self.inside else "training_step"
+        if self.phase == "backward":
+            where = f"code in {code}, {self.place()}," if self.after else self.module
+            return f"the backward pass of {where} computed a gradient that is not finite"
+        place = self.place() if self.after else f"before {bare_name(self.module)}"
+        last = f"; the last module whose output was finite is {self.last_finite}" if self.last_finite else ""
+        return f"code in {code}, {place}, made values that are not finite{last}"
+
+
+def bare_name(module: str) -> str:
+    """A module's name without its class."""
+    return module.split(" (")[0]
 
 
 def first_non_finite(model: nn.Module, loss_of_batch: Callable[[], Tensor | None], scale: float) -> NonFinite | None:
@@ -68,6 +93,23 @@ def non_finite_parameters(model: nn.Module) -> list[str]:
     return names[::-1]
 
 
+@dataclass
+class _Call:
+    """A module call that is running."""
+
+    name: str
+    start: int
+    """Sequence number of the first operator that it may record."""
+    is_given_finite: bool
+    after: str
+    """The module that the calling code called before."""
+    last_finite: str
+    """The innermost module that ran before."""
+    last_child: str = ""
+    holds_first: bool = False
+    """The first value that is not finite was seen during this call."""
+
+
 class _Calls:
     """Every module call of one forward: the operators recorded in it, and the first output that is not finite."""
 
@@ -75,7 +117,10 @@ class _Calls:
         self.first: NonFinite | None = None
         # A compiled module wraps the one that the user knows.
         self._names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
-        self._starts: list[int] = []
+        self._running: list[_Call] = []
+        self._outermost = _Call("", 0, True, "", "")  # training_step
+        self._last_finite = ""
+        self._first_given = ""  # the innermost module that was given the batch's values
         self._spans: list[tuple[int, int, str]] = []
 
     @contextlib.contextmanager
@@ -96,26 +141,57 @@ class _Calls:
                 # torch 2.13 forgets this one, and every later call of any module would be slower.
                 module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
-    def owner(self, node: Node) -> str:
-        """The innermost module whose forward recorded this operator."""
+    def place_of(self, node: Node) -> NonFinite:
+        """The innermost module whose forward recorded this operator, or the two between which its own code did."""
         at = node._sequence_nr()
-        inside = [span for span in self._spans if span[0] <= at < span[1]]
+        around = [span for span in self._spans if span[0] <= at < span[1]]
         # Of equal spans the innermost was left first.
-        return (
-            min(inside, key=lambda span: span[1] - span[0])[2]
-            if inside
-            else "code outside the modules (the loss, for one)"
-        )
+        start, end, name = min(around, key=lambda span: span[1] - span[0], default=(0, 2**63, ""))
+        within = [span for span in self._spans if start <= span[0] and span[1] <= end]
+        before = max((s for s in within if s[1] <= at), key=lambda s: (s[1], -s[0]), default=None)
+        behind = min((s for s in within if s[0] > at), key=lambda s: (s[0], -s[1]), default=None)
+        if before is not None and behind is not None:
+            return NonFinite("backward", behind[2], after=before[2], inside=name)
+        return NonFinite("backward", name or "code outside the modules (the loss, for one)")
+
+    def _caller(self) -> _Call:
+        return self._running[-1] if self._running else self._outermost
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        name = f"{self._names.get(module) or 'the model'} ({type(module).__name__})"
+        after = self._caller().last_child
+        start = torch._C._autograd._get_sequence_nr()
+        self._running.append(_Call(name, start, _all_finite(tree_leaves(args)), after, self._last_finite))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        name = f"{self._names.get(module) or 'the model'} ({type(module).__name__})"
-        self._spans.append((self._starts.pop(), torch._C._autograd._get_sequence_nr(), name))
-        if self.first is None and not _all_finite(tree_leaves(output)):
-            given = [args, {key: value for key, value in kwargs.items() if "mask" not in key}]
-            self.first = NonFinite("forward" if _all_finite(tree_leaves(given)) else "input", name)
+        call = self._running.pop()
+        self._spans.append((call.start, torch._C._autograd._get_sequence_nr(), call.name))
+        if self.first is not None:
+            # What a module was given goes back to what the modules around it were given.
+            if call.holds_first and self.first.phase in ("input", "between") and not _is_given_finite(call, kwargs):
+                self.first = self._given(call)
+        elif not _all_finite(tree_leaves(output)):
+            is_its_own = _is_given_finite(call, kwargs)
+            self._first_given = call.name
+            self.first = NonFinite("forward", call.name) if is_its_own else self._given(call)
+            for around in self._running:
+                around.holds_first = True
+        else:
+            if not call.last_child:
+                self._last_finite = call.name
+            self._caller().last_child = call.name
+
+    def _given(self, call: _Call) -> NonFinite:
+        """Where the code that called a module got a value that is not finite from."""
+        inside = self._caller().name
+        if not inside and not call.after:
+            return NonFinite("input", self._first_given)
+        return NonFinite("between", call.name, after=call.after, inside=inside, last_finite=call.last_finite)
+
+
+def _is_given_finite(call: _Call, kwargs: dict[str, Any]) -> bool:
+    by_name = {key: value for key, value in kwargs.items() if "mask" not in key}
+    return call.is_given_finite and _all_finite(tree_leaves(by_name))
 
 
 def _first_in_backward(model: nn.Module, loss: Tensor, calls: _Calls) -> NonFinite | None:
@@ -125,7 +201,7 @@ def _first_in_backward(model: nn.Module, loss: Tensor, calls: _Calls) -> NonFini
         def after(outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
             # The first in time: whatever came into it was finite.
             if not found and not _all_finite(outgoing):
-                found.append(NonFinite("backward", calls.owner(node)))
+                found.append(calls.place_of(node))
 
         node.register_hook(after)
 
@@ -150,9 +226,18 @@ def _nodes(loss: Tensor) -> Iterator[Node]:
 
 
 def _all_finite(values: Sequence[Any]) -> bool:
-    return all(_is_finite(v) for v in values if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()))
+    tensors = (v for v in values if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()))
+    return all(_is_finite(tensor) or _is_additive_mask(tensor) for tensor in tensors)
 
 
 def _is_finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     return bool(torch.isfinite(values._values() if values.is_sparse else values).all())
+
+
+def _is_additive_mask(tensor: Tensor) -> bool:
+    """Whether it holds zeros and minus infinity, on purpose, and nothing else."""
+    if tensor.is_complex() or tensor.is_sparse:
+        return False
+    is_zero = tensor.detach() == 0
+    return bool(is_zero.any()) and bool((is_zero | (tensor.detach() == -torch.inf)).all())

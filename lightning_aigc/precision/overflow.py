@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_aigc.devices import RandomStates
 from lightning_aigc.precision.non_finite import NonFinite, first_non_finite, non_finite_parameters
-from lightning_aigc.precision.replay import loss_of, step_arguments, without_trace
+from lightning_aigc.precision.replay import loss_of, one_line, step_arguments, without_trace
 
 MANY_SKIPS = 5
 """Skipped steps in a row from which the line says what to change."""
@@ -107,7 +107,7 @@ class SkippedSteps:
                 with without_trace(model, states):
                     found = first_non_finite(model, loss, scale)
             except Exception as error:  # a second run is a courtesy: it must not end the training
-                return None, f"a gradient is not finite (running the step again to see where: {error})"
+                return None, f"a gradient is not finite (running the step again to see where: {one_line(error)})"
             if found is not None:
                 return found, found.sentence()
         names = non_finite_parameters(model)

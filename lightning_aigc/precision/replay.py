@@ -8,11 +8,30 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.fetchers import _DataFetcherWrapper, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_aigc.devices import RandomStates, random_states, restore_random_states
+
+
+class DrawnBatch(Iterator[Any]):
+    """Stands for a `dataloader_iter` when its step runs again: gives the batch that was drawn last, once.
+
+    Lightning's own iterator would give the next batch, which the training then never sees.
+    """
+
+    def __init__(self, fetcher: _DataLoaderIterDataFetcher) -> None:
+        self.done, self.fetched, self.length = fetcher.done, fetcher.fetched, fetcher.length
+        self._drawn: tuple[Any, int, int] | None = (fetcher._batch, fetcher._batch_idx, fetcher._dataloader_idx)
+
+    def __next__(self) -> tuple[Any, int, int]:
+        drawn, self._drawn = self._drawn, None
+        if drawn is None:
+            raise RuntimeError("training_step draws more than one batch from its dataloader_iter, and one is kept")
+        return drawn
 
 
 def step_arguments(closure: object) -> list[Any] | None:
@@ -22,7 +41,24 @@ def step_arguments(closure: object) -> list[Any] | None:
     """
     step = getattr(closure, "_step_fn", None) if isinstance(closure, Closure) else None
     given = getattr(step, "args", ())
-    return list(given[0].values()) if given and isinstance(given[0], dict) else None
+    if not given or not isinstance(given[0], dict):
+        return None
+    return [DrawnBatch(v.data_fetcher) if isinstance(v, _DataFetcherWrapper) else v for v in given[0].values()]
+
+
+def arguments_for(model: LightningModule, batch: Any, batch_idx: int) -> list[Any]:
+    """What Lightning gives to `training_step` for this batch.
+
+    Its rule: the batch's number too where the step takes two arguments, whatever they are called, or `*args`.
+    """
+    takes_number = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+    return [batch, batch_idx] if takes_number else [batch]
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as `Type: the first line of what it says`."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
 
 
 def loss_of(model: LightningModule, arguments: list[Any]) -> Tensor | None:

@@ -55,9 +55,9 @@ class Denoiser(LightningModule):
 
     num_train_timesteps = 1000
 
-    def __init__(self, kind: str = "full", learning_rate: float = 1e-3, width: int = 16) -> None:
+    def __init__(self, kind: str = "full", learning_rate: float = 1e-3, width: int = 16, seed: int = 3) -> None:
         super().__init__()
-        seed_everything(3, verbose=False)
+        seed_everything(seed, verbose=False)
         self.learning_rate = learning_rate
         self.inlet = nn.Linear(CHANNELS + 1, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,3 +75,15 @@ class Alert:
 def is_above(level: Level, other: Level | None) -> bool:
     """Whether a level is more serious; anything is above None."""
     return other is None or LEVELS.index(level) > LEVELS.index(other)
+
+
+def console_lines(alerts: Sequence[Alert]) -> list[tuple[Level, str]]:
+    """One line a check and level, infos left out, with how many more layers it is about."""
+    groups: dict[tuple[str, Level], list[Alert]] = {}
+    for alert in alerts:
+        if alert.level != "info":
+            groups.setdefault((alert.check, alert.level), []).append(alert)
+    return [
+        (level, group[0].line() + (f" ({len(group) - 1} more layers in health.jsonl)" if len(group) > 1 else ""))
+        for (_, level), group in groups.items()
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import statistics
 from collections import deque
@@ -11,6 +13,9 @@ SCALED_DEVIATION = 1.4826
 """A median absolute deviation times this is the standard deviation of a normal distribution."""
 SMALLEST_SPREAD = 0.1
 """Of a logarithm: a history that hardly varies must not make a tenth more look like a spike."""
+
+MEDIAN_SPREAD = math.sqrt(math.pi / 2)
+"""Standard deviation of a median over that of a mean of as many normal values."""
 
 
 class History:
@@ -24,6 +29,7 @@ class History:
     def __init__(self, length: int, shortest: int) -> None:
         self.shortest = shortest
         self._logs: deque[float] = deque(maxlen=length)
+        self._sorted: list[float] = []
 
     def __len__(self) -> int:
         return len(self._logs)
@@ -31,22 +37,43 @@ class History:
     def add(self, value: float) -> None:
         """Remember a value; zero and what is not finite are left out."""
         if math.isfinite(value) and value > 0:
-            self._logs.append(math.log(value))
+            if len(self._logs) == self._logs.maxlen:
+                del self._sorted[bisect.bisect_left(self._sorted, self._logs[0])]
+            log = math.log(value)
+            self._logs.append(log)
+            bisect.insort(self._sorted, log)
 
     def median(self) -> float:
-        return math.exp(statistics.median(self._logs)) if self._logs else math.nan
+        return math.exp(self._middle()) if self._logs else math.nan
+
+    def _middle(self) -> float:
+        half = len(self._sorted) // 2
+        return self._sorted[half] if len(self._sorted) % 2 else (self._sorted[half - 1] + self._sorted[half]) / 2
 
     def z(self, value: float) -> float:
         """How many robust standard deviations a value lies above the median; 0 while the history is short."""
         if len(self._logs) < self.shortest or not math.isfinite(value) or value <= 0:
             return 0.0
-        middle = statistics.median(self._logs)
+        middle = self._middle()
         spread = SCALED_DEVIATION * statistics.median(abs(log - middle) for log in self._logs)
         return (math.log(value) - middle) / max(spread, SMALLEST_SPREAD)
 
     def is_spike(self, value: float, z: float, ratio: float) -> bool:
         """Whether a value is both `z` deviations above the median and `ratio` times it."""
-        return self.z(value) > z and value > ratio * self.median()
+        return value > ratio * self.median() and self.z(value) > z  # the ratio costs next to nothing
+
+    def has_shifted(self, value: float, z: float, ratio: float, count: int) -> bool:
+        """Whether the median of the last `count` values, this one among them, is as far off as a spike must be.
+
+        The median of many varies less than a single value, so a shift shows where a spike is lost in the spread.
+        """
+        if len(self._logs) < self.shortest + count or not math.isfinite(value) or value <= 0:
+            return False
+        far = math.log(ratio) + self._middle()
+        last = [*itertools.islice(reversed(self._logs), count - 1), math.log(value)]
+        if sum(log > far for log in last) * 2 <= count:
+            return False
+        return self.z(math.exp(statistics.median(last))) * math.sqrt(count) > z * MEDIAN_SPREAD
 
     def state(self) -> list[float]:
         return list(self._logs)
@@ -54,3 +81,4 @@ class History:
     def load(self, logs: Iterable[float]) -> None:
         self._logs.clear()
         self._logs.extend(logs)
+        self._sorted = sorted(self._logs)

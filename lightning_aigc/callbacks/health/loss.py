@@ -11,6 +11,9 @@ from lightning_aigc.callbacks.health.history import History
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
+SHIFTED_LOSSES = 5
+"""Losses whose median tells one that has grown for good from the spread of single ones."""
+
 
 class LossHistory:
     """One history a bucket of timesteps, since a diffusion loss depends on the timestep far more than on the weights.
@@ -18,19 +21,21 @@ class LossHistory:
     Args:
         limits: Length of the histories and what is a spike.
         timesteps: Timesteps of the noise schedule; 0 where the loss has none: one history for all.
+        name: How an alert calls it.
     """
 
-    def __init__(self, limits: HealthThresholds, timesteps: int = 0) -> None:
-        self.limits, self.timesteps = limits, timesteps
+    def __init__(self, limits: HealthThresholds, timesteps: int = 0, name: str = "loss") -> None:
+        self.limits, self.timesteps, self.name = limits, timesteps, name
         self._histories: dict[int, History] = {}
 
     def check(
-        self, losses: Sequence[float], timesteps: Sequence[int] | None, remedies: Remedies
+        self, losses: Sequence[float], timesteps: Sequence[int] | None, remedies: Remedies, *, is_fitted: bool = False
     ) -> tuple[list[Finding], set[str]]:
         """Remember a step's losses.
 
         Args:
             losses: One an example, or one for the step where `timesteps` is None.
+            is_fitted: They are so small beside the first ones that a jump among them does no harm.
 
         Returns: the findings, and the layers that were looked at.
         """
@@ -43,7 +48,8 @@ class LossHistory:
             limits = self.limits
             history = self._histories.setdefault(bucket, History(limits.history, limits.min_history))
             mean = math.fsum(values) / len(values)
-            if history.is_spike(mean, limits.loss_z, limits.loss_ratio):
+            by = (limits.loss_z, limits.loss_ratio)
+            if not is_fitted and (history.is_spike(mean, *by) or history.has_shifted(mean, *by, SHIFTED_LOSSES)):
                 findings.append(self._finding(bucket, mean, history, remedies))
             for value in values:
                 history.add(value)
@@ -52,9 +58,9 @@ class LossHistory:
     def layer(self, bucket: int) -> str:
         """How an alert calls a bucket."""
         if bucket < 0:
-            return "loss"
+            return self.name
         width = self.timesteps / self.limits.timestep_buckets
-        return f"loss.timesteps_{math.ceil(bucket * width)}_{math.ceil((bucket + 1) * width) - 1}"
+        return f"{self.name}.timesteps_{math.ceil(bucket * width)}_{math.ceil((bucket + 1) * width) - 1}"
 
     def _bucket(self, timestep: int) -> int:
         return min(int(timestep * self.limits.timestep_buckets / self.timesteps), int(self.limits.timestep_buckets) - 1)

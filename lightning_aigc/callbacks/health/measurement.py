@@ -5,6 +5,7 @@ Legend: P parameters, S sampled entries of each.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ SMALLEST_SAMPLED = 32
 """Gradients of fewer values are not called alike."""
 ALIKE = 1e-3
 """Relative difference up to which two values are alike."""
+
+PLAIN = (Tensor, nn.Parameter)
+"""Tensors that say where their values lie; a subclass may hold them elsewhere."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -56,10 +60,10 @@ class Look:
     def __init__(self, named: Named, alike_share: float = 0.9, inverse_scale: Tensor | None = None) -> None:
         self.named = named
         self._with_gradient = [i for i, (_, p) in enumerate(named) if p.grad is not None]
-        gradients = [values_of(named[i][1].grad) for i in self._with_gradient]
-        parts = [torch.stack(norms([p.detach() for _, p in named]))] if named else []
+        gradients = gradients_of(named)
+        parts = [norms([p for _, p in named])] if named else []
         if gradients:
-            of_gradients = torch.stack(norms(gradients))
+            of_gradients = norms(gradients)
             if inverse_scale is not None:
                 of_gradients = of_gradients * inverse_scale.to(of_gradients.device)
             alike, zeros = alike_and_zero(sample_rows(gradients), alike_share)
@@ -94,43 +98,86 @@ def measure(named: Named, alike_share: float = 0.9) -> Measurement:
     return look.read(look.numbers.tolist())
 
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The float32 L2 norm of each tensor, fused where their device can; half precision does not overflow."""
-    if not tensors:
-        return []
-    device = tensors[0].device
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of each tensor, float32 [P], fused where their device can; half precision does not overflow."""
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
-    dtype = torch.float32 if any(t.dtype == torch.float16 for t in tensors) else None
-    found = torch._foreach_norm(list(tensors), 2, dtype=dtype)
-    return [norm.to(device, torch.float32) for norm in found]
+    dtypes = {tensor.dtype for tensor in tensors}
+    found: Sequence[Tensor] = torch._foreach_norm(
+        list(tensors), 2, dtype=torch.float32 if torch.float16 in dtypes else None
+    )
+    if len(dtypes) > 1:
+        found = [norm.float() for norm in found]
+    try:
+        return torch.stack(list(found)).float()
+    except RuntimeError:  # on several devices: to ask each tensor first takes longer than the norms
+        return torch.stack([norm.to(found[0].device) for norm in found]).float()
 
 
-def values_of(tensor: Tensor | None) -> Tensor:
-    """A gradient's values; a sparse one's are those that it holds."""
-    assert tensor is not None
-    return tensor.coalesce().values() if tensor.is_sparse else tensor.detach()
+def gradients_of(named: Named) -> list[Tensor]:
+    """The gradients that are there; of a sparse one the values that it holds."""
+    gradients = [g for _, p in named if (g := p.grad) is not None]
+    if {g.layout for g in gradients} <= {torch.strided}:
+        return gradients
+    return [g.coalesce().values() if g.is_sparse else g for g in gradients]
 
 
+class Sampler:
+    """Evenly spread entries of the same tensors, look after look. The views into them are made once.
+
+    Args:
+        tensors: They may change their values, and their storage too.
+        count: Entries of each; small tensors repeat theirs.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], count: int = SAMPLES) -> None:
+        self.tensors, self.count = list(tensors), count
+        self._views: list[Tensor] = []
+        self._addresses: list[int] = []
+
+    @torch.no_grad()
+    def rows(self) -> Tensor:
+        """The entries now, float32 [P, S]."""
+        addresses = [t.data_ptr() if type(t) in PLAIN else -1 for t in self.tensors]
+        if addresses != self._addresses or -1 in addresses:
+            self._views, self._addresses = [_sampled(t, self.count) for t in self.tensors], addresses
+        return _as_rows(self._views, self.count)
+
+
+@torch.no_grad()
 def sample_rows(tensors: Sequence[Tensor], count: int = SAMPLES) -> Tensor:
     """Evenly spread entries of each tensor, float32 [P, S]; small ones repeat. Views and one concatenation."""
-    device = tensors[0].device
-    rows = []
-    for tensor in tensors:
-        flat = _flat(tensor.detach())
-        row = flat[:: max(1, flat.numel() // count)][:count]
-        if len(row) < count:
-            row = row.repeat(-(-count // max(1, len(row))))[:count] if len(row) else flat.new_zeros(count)
-        rows.append(row.to(device))
-    return torch.cat([row if row.is_floating_point() else row.float() for row in rows]).float().view(len(rows), count)
+    return _as_rows([_sampled(t, count) for t in tensors], count)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The entries in the order in which they lie in memory, without a copy where they lie densely."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.permute(0, 2, 3, 1).reshape(-1)
-    return tensor.reshape(-1)
+def _sampled(tensor: Tensor, count: int) -> Tensor:
+    """At most so many entries, in the order in which they lie in memory; a view where they lie densely."""
+    tensor, size = tensor.detach(), tensor.numel()
+    step = max(1, size // count)
+    is_dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    if is_dense and type(tensor) in PLAIN:
+        return tensor.as_strided((min(size, count),), (step,))
+    return tensor.reshape(-1)[::step][:count]
+
+
+def _as_rows(samples: Sequence[Tensor], count: int) -> Tensor:
+    device = samples[0].device
+    if any(s.device != device for s in samples):
+        samples = [s.to(device) for s in samples]
+    if any(not s.is_floating_point() for s in samples):
+        samples = [s.float() for s in samples]
+    flat, sizes = torch.cat(list(samples)).float(), tuple(s.numel() for s in samples)
+    if min(sizes) == count:
+        return flat.view(len(sizes), count)
+    return torch.cat([flat, flat.new_zeros(1)])[_repeated(sizes, count, device)]
+
+
+@functools.lru_cache(maxsize=16)
+def _repeated(sizes: tuple[int, ...], count: int, device: torch.device) -> Tensor:
+    """Where the entries of each row lie in the concatenation, int64 [P, S]; of an empty tensor the zero at its end."""
+    size_P = torch.tensor(sizes)
+    start_P = size_P.cumsum(0) - size_P
+    index_PS = start_P[:, None] + torch.arange(count) % size_P.clamp(min=1)[:, None]
+    return index_PS.masked_fill(size_P[:, None] == 0, int(size_P.sum())).to(device)
 
 
 def alike_and_zero(rows_PS: Tensor, share: float) -> tuple[Tensor, Tensor]:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.health.alert import LEVELS, Alert
+from lightning_aigc.callbacks.health.alert import LEVELS, Alert, console_lines
 from lightning_aigc.callbacks.health.files import HealthFiles
-from lightning_aigc.callbacks.health.measurement import Named
-from lightning_aigc.callbacks.health.names import block_of
+from lightning_aigc.callbacks.health.on_demand import RemediesOnDemand
 from lightning_aigc.callbacks.health.origin import Origin
 from lightning_aigc.callbacks.health.ranks import is_alone, share_alerts
-from lightning_aigc.callbacks.health.record import block_norms
+from lightning_aigc.callbacks.health.record import last_norms
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.callbacks.health.updates import check_optimizers
@@ -131,7 +129,7 @@ class GradientHealthMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_on:
             return
-        self._watch.attach(pl_module)
+        self._watch.attach(pl_module, trainer.optimizers)
         if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
             self._files = HealthFiles(Path(self.dirpath or trainer.default_root_dir))
             self._files.begin(self.alerts)
@@ -148,6 +146,7 @@ class GradientHealthMonitor(Callback):
         if not self._is_on:
             return
         self._losses.append(loss.detach())
+        self._origin.keep_drawn(trainer)
         losses, timesteps = (getattr(pl_module, f"last_{what}", None) for what in ("example_losses", "timesteps"))
         if isinstance(losses, Tensor) and isinstance(timesteps, Tensor):
             self._examples.append((losses.detach(), timesteps))
@@ -156,19 +155,21 @@ class GradientHealthMonitor(Callback):
         if not self._is_on:
             return
         watch, step = self._watch, trainer.global_step + 1
-        named = self._parameters_of(trainer, optimizer)
-        number = trainer.global_step // len(trainer.optimizers) + 1
+        place = self._place_of(trainer, optimizer)
+        number = self._number_of_step(trainer, place)
         is_due = number % self.every_n_steps == 0 or number == EARLY_LOOK
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = getattr(scaler, "_scale", None)
-        remedies = Remedies.of(trainer, pl_module)
+        remedies = cast(Remedies, RemediesOnDemand(lambda: Remedies.of(trainer, pl_module)))
+        by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         alerts, numbers, is_harmful = watch.look(
             step,
-            named,
             remedies,
             lambda at_scale: self._origin.find(trainer, pl_module, at_scale),
             is_due=is_due,
             loss=self._loss(),
+            optimizer=place,
+            clip=trainer.gradient_clip_val if by_norm else None,
             examples=self._examples_of_step(pl_module),
             scale=scale,
             is_scaled=scale is not None and _optimizer_handles_unscaling(optimizer),
@@ -180,7 +181,7 @@ class GradientHealthMonitor(Callback):
         self._give(trainer, alerts)
         if is_due:
             self._exchange(trainer)
-            self._log_norms(trainer, step, named, numbers)
+            self._log_norms(trainer, step, numbers)
         self._act(trainer, optimizer, alerts, is_harmful, has_scaler=scale is not None)
 
     def on_train_batch_end(
@@ -189,11 +190,16 @@ class GradientHealthMonitor(Callback):
         if self._is_on:
             self._watch.after_step()
 
-    def _parameters_of(self, trainer: Trainer, optimizer: Optimizer) -> Named:
-        if len(trainer.optimizers) == 1:
-            return self._watch.named  # those that it does not hold too: their gradients say as much
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [(name, p) for name, p in self._watch.named if id(p) in held]
+    @staticmethod
+    def _place_of(trainer: Trainer, optimizer: Optimizer) -> int:
+        """The optimizer's place among the run's; 0 for one that Lightning does not know."""
+        return next((i for i, known in enumerate(trainer.optimizers) if known is optimizer), 0)
+
+    def _number_of_step(self, trainer: Trainer, place: int) -> int:
+        """Counted from 1 for each optimizer: a critic may step five times as often as its generator."""
+        course = self._watch.course(place)
+        course.steps += 1
+        return trainer.global_step + 1 if len(trainer.optimizers) == 1 else course.steps
 
     def _loss(self) -> Tensor | None:
         """The window's loss, still scaled: Lightning divides each batch's by how many there are."""
@@ -204,7 +210,7 @@ class GradientHealthMonitor(Callback):
             return None
         if not self._has_examples:
             self._has_examples = True
-            self._watch.losses.timesteps = int(getattr(pl_module, "num_train_timesteps", 1000))
+            self._watch.course(0).losses.timesteps = int(getattr(pl_module, "num_train_timesteps", 1000))
         losses, timesteps = (torch.cat([pair[i].reshape(-1) for pair in self._examples]) for i in (0, 1))
         return losses, timesteps
 
@@ -236,13 +242,8 @@ class GradientHealthMonitor(Callback):
     def _say(self, alerts: list[Alert]) -> None:
         if self._files is not None:
             self._files.append(alerts)
-        groups: dict[tuple[str, str], list[Alert]] = {}
-        for alert in alerts:
-            if alert.level != "info":
-                groups.setdefault((alert.check, alert.level), []).append(alert)
-        for (_, level), group in groups.items():
-            more = f" ({len(group) - 1} more layers in health.jsonl)" if len(group) > 1 else ""
-            _log.log(logging.ERROR if level == "error" else logging.WARNING, group[0].line() + more)
+        for level, line in console_lines(alerts):
+            _log.log(logging.ERROR if level == "error" else logging.WARNING, line)
 
     def _act(
         self, trainer: Trainer, optimizer: Optimizer, alerts: list[Alert], is_harmful: bool, *, has_scaler: bool
@@ -257,20 +258,16 @@ class GradientHealthMonitor(Callback):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None  # every optimizer leaves such a parameter alone, its moments too
-            self._watch.samples.drop()
+            self._watch.course(self._place_of(trainer, optimizer)).drop_weights()
         if self.on_error == "stop" and has_error:
             _log.error(f"health: training stops at step {trainer.global_step + 1}, because on_error is stop")
             trainer.should_stop = True
 
-    def _log_norms(self, trainer: Trainer, step: int, named: Named, numbers: dict[str, float]) -> None:
+    def _log_norms(self, trainer: Trainer, step: int, numbers: dict[str, float]) -> None:
         if self.norms_in_logger == "off" or not trainer.loggers or not numbers:
             return
-        record = self._watch.record
-        if self.norms_in_logger != "all" and record.steps and record.steps[-1] == step:
-            last = {name: row[-1] for name, row in record.norms().items()}
-            if self.norms_in_logger != "layers":
-                last = block_norms(list(last), list(last.values()), block_of)
-            numbers |= {f"health/gradient_norm/{name}": v for name, v in last.items() if math.isfinite(v)}
+        if self.norms_in_logger != "all":
+            numbers |= last_norms(self._watch.record, step, by_block=self.norms_in_logger != "layers")
         for level in LEVELS:
             numbers[f"health/{level}s"] = float(sum(alert.level == level for alert in self.alerts))
         for logger in trainer.loggers:
@@ -300,7 +297,7 @@ class GradientHealthMonitor(Callback):
             "looks at every parameter": f"every {self.every_n_steps} steps",
             "trained parameters": str(len(self._watch.named)),
             "precision": str(trainer.precision),
-            "median gradient norm": f"{self._watch.all_norms.median():.3g}",
+            "median gradient norm": f"{self._watch.course(0).all_norms.median():.3g}",
             "steps skipped by the loss scaler": str(self._watch.loss_scale.skipped),
         }
 

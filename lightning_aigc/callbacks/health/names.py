@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -59,7 +60,8 @@ def lora_part(name: str) -> tuple[str, str] | None:
     return None
 
 
-def lora_pairs(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+@functools.lru_cache(maxsize=16)
+def lora_pairs(names: tuple[str, ...]) -> dict[str, tuple[str, str]]:
     """Each LoRA layer's A and B by name."""
     halves: dict[str, dict[str, str]] = {}
     for name in names:

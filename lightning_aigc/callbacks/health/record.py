@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_aigc.callbacks.health.names import block_of
+
 MOST_LOOKS = 240
 """Looks kept; one more, and every second is dropped."""
 
@@ -68,3 +70,13 @@ def block_norms(names: Sequence[str], norms: Sequence[float], block_of: Any) -> 
         block = block_of(name)
         squares[block] = squares.get(block, 0.0) + (0.0 if math.isnan(norm) else norm * norm)
     return {block: math.sqrt(square) for block, square in squares.items()}
+
+
+def last_norms(record: Record, step: int, *, by_block: bool) -> dict[str, float]:
+    """The finite gradient norms of this step's look for the logger, by layer or by block; none if it was not kept."""
+    if not record.steps or record.steps[-1] != step:
+        return {}
+    last = {name: row[-1] for name, row in record.norms().items()}
+    if by_block:
+        last = block_norms(list(last), list(last.values()), block_of)
+    return {f"health/gradient_norm/{name}": norm for name, norm in last.items() if math.isfinite(norm)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc.callbacks.health.alert import Check, Finding
-from lightning_aigc.callbacks.health.measurement import Named, sample_rows
+from lightning_aigc.callbacks.health.measurement import Named, Sampler
 from lightning_aigc.callbacks.health.names import lora_part
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
@@ -31,12 +31,13 @@ class WeightSamples:
         self.named = [(name, p) for name, p in named if p.dim() > 1 and _is_telling(name)]
         # A vector counts where there is nothing else, and still shows whether it moves.
         self.named = self.named or list(named)
-        self._is_from_zero = (sample_rows([p for _, p in self.named]) == 0).all(dim=1)
+        self._sampler = Sampler([p for _, p in self.named])
+        self._is_from_zero = (self._sampler.rows() == 0).all(dim=1)
         self._before: Tensor | None = None
 
     @torch.no_grad()
     def take(self) -> None:
-        self._before = sample_rows([p for _, p in self.named])
+        self._before = self._sampler.rows()
 
     def drop(self) -> None:
         self._before = None
@@ -47,7 +48,7 @@ class WeightSamples:
         before, self._before = self._before, None
         if before is None:
             return None
-        change_P = torch.linalg.vector_norm(sample_rows([p for _, p in self.named]) - before, dim=1)
+        change_P = torch.linalg.vector_norm(self._sampler.rows() - before, dim=1)
         ratio_P: Tensor = change_P / torch.linalg.vector_norm(before, dim=1).clamp(min=1e-20)
         return ratio_P.masked_fill(self._is_from_zero.to(ratio_P.device) & (ratio_P > 0), float("nan"))
 
