@@ -11,11 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
 
 # Imported so that YAML may name every one of our classes without its path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.checkpoint.ending import find_finished, finished_sentence
 from lightning_aigc.checkpoint.resume import LATEST
+from lightning_aigc.checkpoint.slurm import is_requeued
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.errors import ConfigError, UserError
 
@@ -104,6 +107,24 @@ class AIGCCLI(LightningCLI):
         has_one = has_own or any(isinstance(one, ExactSnapshot) for one in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_one:
             found.insert(0, ExactSnapshot())
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A run that is over is left as it is: not even its loggers open a file."""
+        if subcommand == "fit" and self._is_over():
+            return
+        super()._run_subcommand(subcommand)
+
+    def _is_over(self) -> bool:
+        given = self._get(self.config, "ckpt_path")
+        if given != LATEST and not (given is None and is_requeued()):
+            return False
+        found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        root = Path(self.trainer.default_root_dir)
+        directories = [one.directory for one in found if isinstance(one, ExactSnapshot) and one.directory]
+        finished = find_finished(self.trainer, self.model, Path(directories[0] if directories else root / "snapshots"))
+        if finished is not None:
+            rank_zero_info(finished_sentence(finished, root))
+        return finished is not None
 
     def _check_values(self) -> None:
         """What the types let through and the Trainer would answer with a traceback."""
