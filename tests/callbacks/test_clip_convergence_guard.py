@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fakes.ranks import meeting_point
 from lightning_aigc.callbacks import CLIPConvergenceGuard
 from lightning_aigc.callbacks.clip_convergence_guard import Check, improvement
 from lightning_aigc.data import ImageCaptionData
@@ -298,10 +299,12 @@ def test_two_ranks_share_the_pictures_and_decide_alike(tmp_path: Path) -> None:
     here = Path(__file__).parent
     paths = os.pathsep.join(str(here.parents[1] / part) for part in ("", "kernels", "tests"))
     (tmp_path / "script.py").write_text(TWO_RANKS)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with meeting_point() as where:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
+            capture_output=True, text=True, timeout=240,
+            env=os.environ | where | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     alone = guard(num_images=3)
