@@ -33,10 +33,11 @@ def final_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     files = [path for one in found if hasattr(one, "final_files") for path in one.final_files(trainer, module)]
     root = Path(trainer.default_root_dir)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
     return {
         "is_finished": True,
         "limits": limits_of(trainer, module),
-        "epochs": trainer.fit_loop.epoch_progress.current.processed,
+        "epochs": epochs.processed,
         "final_files": [_relative(path, root) for path in files if _made_durable(path)],
     }
 
