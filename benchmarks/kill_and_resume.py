@@ -1,9 +1,11 @@
 """Kill `lightning fit` at random moments with SIGKILL, resume it, and compare what it ends with, byte for byte.
 
-The tiny embedded model, a LoRA with EMA, accumulation 4. A chain of runs is killed and resumed until one gets to its
-end; its weights, optimizer and EMA are then compared with those of a run that was never killed. Every second kill waits
-for a snapshot that is being written. Most runs are forked from one process that has imported everything and go through
-the command line's `main`; some start the real command.
+The tiny embedded model, a LoRA with EMA, accumulation 4, sample sheets, a scored report and a guard. A chain of runs is
+killed and resumed until one gets to its end; its files, weights, optimizer, EMA are then compared with those of a run
+that was never killed, and one more `--resume` must change nothing. Of three kills one comes at any moment, one waits
+for a snapshot that is being written, and one for a phase after the last step: drawing, scoring, a sheet, the LoRA, the
+report, the manifest's last word. Most runs are forked from one process that has imported everything and go through the
+command line's `main`; some start the real command.
 
     python benchmarks/kill_and_resume.py [--kills 50] [--ranks 1] [--precision bf16-mixed 16-mixed] [--output FILE]
     python benchmarks/kill_and_resume.py --throughput [--output FILE]
@@ -19,7 +21,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,9 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from fakes.kill_phases import ENDING, PHASES, everything_in, tell_phases, told
+from fakes.ranks import meeting_point
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import find_snapshots, newest_complete
 from lightning_aigc.cli import aigc_cli  # noqa: F401 - imported once, for all the runs that are forked
@@ -45,12 +49,23 @@ from lightning_aigc.cli import main as command
 DEMO = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 
 
-def write_config(folder: Path, steps: int, precision: str, ranks: int, every: int) -> Path:
-    """The demo without pictures: few steps, a snapshot after every `every`."""
+PROMPTS = ["a zorp umbrella", "a zorp teapot"]
+GUARD = {"prompts": PROMPTS, "num_images": 1, "stop": False, "min_delta": 0.0, "clip_model": "embedded:clip"}
+
+
+def write_config(folder: Path, steps: int, precision: str, ranks: int, every: int, *, pictures: bool = False) -> Path:
+    """The demo with few steps and a snapshot after every `every`; few pictures, or none."""
     config: dict[str, Any] = yaml.safe_load(DEMO.read_text(encoding="utf-8"))
+    report: dict[str, Any] = {"clip_model": None, "prompts": []}
+    if pictures:
+        report = {"clip_model": "embedded:clip", "prompts": PROMPTS, "num_images": 2, "prior_prompts": PROMPTS[:1]}
+    callbacks = [{"class_path": "RunReport", "init_args": report}]
+    if pictures:
+        guard = GUARD | {"every_n_steps": max(1, steps // 2)}
+        callbacks.append({"class_path": "CLIPConvergenceGuard", "init_args": guard})
     config["trainer"] |= {
         "accumulate_grad_batches": 4, "enable_progress_bar": False, "enable_model_summary": False, "logger": False,
-        "callbacks": [{"class_path": "RunReport", "init_args": {"clip_model": None, "prompts": []}}],
+        "callbacks": callbacks,
     }  # fmt: skip
     config["trainer"]["plugins"]["init_args"]["precision"] = precision
     if ranks > 1:
@@ -59,7 +74,9 @@ def write_config(folder: Path, steps: int, precision: str, ranks: int, every: in
             "strategy": {"class_path": "NPUSparseStrategy", "init_args": {"process_group_backend": "gloo"}},
         }
     config["model"]["init_args"] |= {
-        "max_train_steps": steps, "validation_prompts": [], "rank": 4, "checkpointing_steps": every or 50,
+        "max_train_steps": steps, "validation_prompts": PROMPTS if pictures else [], "num_validation_images": 1,
+        "validation_steps": max(1, steps // 2 + 1), "num_inference_steps": 4, "rank": 4,
+        "checkpointing_steps": every or 50,
         "checkpoints_total_limit": 3 if every else 0,
         "lora_targets": ["attention"], "lr_warmup_steps": 2, "lora_dropout": 0.1,
     }  # fmt: skip
@@ -78,11 +95,14 @@ class Run:
 
     def __init__(self, config: Path, root: Path, ranks: int, *, real: bool = False, resumes: bool = True) -> None:
         words = ["fit", "-c", str(config), "--trainer.default_root_dir", str(root), *(["--resume"] if resumes else [])]
-        root.mkdir(parents=True, exist_ok=True)
-        self.log = (root / "log.txt").open("ab")
+        root.parent.mkdir(parents=True, exist_ok=True)
+        self.log = root.with_name(f"{root.name}.log").open("ab")
+        self.phases = root.with_name(f"{root.name}.phases")
+        self.phases.unlink(missing_ok=True)
         environment = {"OMP_NUM_THREADS": "1"}
+        self._meeting = meeting_point()
         if ranks > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "NODE_RANK": "0"}
+            environment |= self._meeting.__enter__() | {"NODE_RANK": "0"}
         self.pids = [
             self._start(words, environment | ({"LOCAL_RANK": str(k)} if ranks > 1 else {}), real) for k in range(ranks)
         ]
@@ -104,6 +124,7 @@ class Run:
         sys.argv = ["lightning"]
         code = 99
         try:
+            tell_phases(self.phases)
             command(words)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 98
@@ -138,17 +159,27 @@ class Run:
             while not self.is_over():
                 time.sleep(0.01)
         self.log.close()
+        self._meeting = meeting_point()  # the store of before goes
         return ended and not any(self.codes.values())
 
 
 def result(root: Path) -> dict[str, torch.Tensor]:
-    """All that a run ends with, by name: the LoRA file, and the trained weights, optimizer and EMA of its snapshot."""
-    found = {f"lora.{name}": value for name, value in load_file(root / "zorp.safetensors").items()}
+    """All that a run ends with, by name: its files, and the trained weights, optimizer and EMA of its snapshot."""
     snapshot = find_snapshots(root / "snapshots")[0]
+    assert snapshot.facts["is_finished"]
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(root.glob("*.safetensors")):  # their headers have times in them
+        found |= {f"{path.name}.{name}": value for name, value in load_file(path).items()}
     shared = snapshot.shared()
     for key in ("state_dict", "optimizer_states", "ema", "lr_schedulers"):
         found |= dict(_tensors(shared[key], key))
-    return found
+    summary = json.loads((root / "summary.json").read_text())
+    for key in ("seconds", "peak_memory_mib", "lora_file", "report", "notes"):
+        del summary[key]
+    assert (root / "report.html").stat().st_size > 1000
+    written = {"summary": json.dumps(summary).encode()}
+    written |= {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.png")}
+    return found | {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in written.items()}
 
 
 def _tensors(value: Any, path: str) -> Any:
@@ -189,69 +220,72 @@ def measure(config: Path, folder: Path, kills: int, ranks: int, steps: int, chan
         shutil.rmtree(whole, ignore_errors=True)
         start = time.monotonic()
         if not Run(config, whole, ranks).end(300):
-            raise SystemExit(
-                f"the run that is never killed failed: {whole / 'log.txt'}\n{(whole / 'log.txt').read_text()[-3000:]}"
-            )
+            raise SystemExit(f"the run that is never killed failed:\n{log_of(whole)}")
     seconds = time.monotonic() - start
     wanted = result(whole)
-    counts = {
-        "kills": 0,
-        "kills_while_writing": 0,
-        "kills_of_one_rank": 0,
-        "chains": 0,
-        "different": 0,
-        "lost_snapshots": 0,
-        "failed_resumes": 0,
-        "starts": 0,
-        "real_starts": 0,
-    }
+    counts = dict.fromkeys(
+        ("kills", "kills_while_writing", "kills_after_the_last_step", "kills_of_one_rank", "chains", "different",
+         "lost_snapshots", "failed_resumes", "changed_when_finished", "starts", "real_starts"), 0,
+    )  # fmt: skip
     while counts["kills"] < kills:
         root = folder / f"chain{counts['chains']}"
         counts["chains"] += 1
-        while True:
-            before = newest(root)
-            real = counts["starts"] % 15 == 7
-            counts["starts"] += 1
-            counts["real_starts"] += real
-            run = Run(config, root, ranks, real=real)
-            began = time.monotonic()
-            moment = chance.uniform(0.1, 0.35) * seconds + (8 if real else 0)
-            while_writing = counts["kills"] % 2 == 1
-            alive = True
-            while alive and time.monotonic() - began < moment:
-                time.sleep(0.002)
-                alive = not run.is_over()
-            if while_writing:
-                while alive and not is_writing(root):
-                    time.sleep(0.0005)
-                    alive = not run.is_over()
-                time.sleep(chance.uniform(0, 0.02))
-            if run.is_over():
-                if run.end(60):
-                    break
-                counts["failed_resumes"] += 1
-                print((root / "log.txt").read_text()[-2000:], flush=True)
-                break
-            caught = is_writing(root)
-            one = ranks > 1 and chance.random() < 0.5
-            run.kill([chance.choice(run.pids)] if one else run.pids)
-            if one:  # the others are left to find out, and to end
-                run.end(30)
-            else:
-                run.end(10)
-            counts["kills"] += 1
-            counts["kills_while_writing"] += caught
-            counts["kills_of_one_rank"] += one
-            if newest(root) < before:
-                counts["lost_snapshots"] += 1
-        names = differing(wanted, result(root)) if (root / "zorp.safetensors").exists() else ["nothing"]
+        while kill_once(config, root, ranks, seconds, counts, chance):
+            pass
+        names = differing(wanted, result(root)) if (root / "summary.json").exists() else ["nothing"]
         counts["different"] += bool(names)
         if names:
-            print("DIFFERENT", root, names[:5], flush=True)
-        else:
-            shutil.rmtree(root)
+            print("DIFFERENT", root, names[:5], log_of(root), flush=True)
+            continue
+        before = everything_in(root)
+        Run(config, root, 1).end(60)
+        counts["changed_when_finished"] += everything_in(root) != before
+        shutil.rmtree(root)
         print(json.dumps(counts), flush=True)
-    return counts | {"tensors_compared": len(wanted), "seconds_of_a_run": round(seconds, 1), "optimizer_steps": steps}
+    return counts | {"compared": len(wanted), "seconds_of_a_run": round(seconds, 1), "optimizer_steps": steps}
+
+
+def kill_once(
+    config: Path, root: Path, ranks: int, seconds: float, counts: dict[str, int], chance: random.Random
+) -> bool:
+    """Start or resume a run and kill it; False where it got to its end first."""
+    before = newest(root)
+    real = counts["starts"] % 15 == 7
+    counts["starts"] += 1
+    counts["real_starts"] += real
+    run = Run(config, root, ranks, real=real)
+    began = time.monotonic()
+    moment = chance.uniform(0.1, 0.5) * seconds + (8 if real else 0)
+    kind = ("ending", "moment", "writing")[counts["kills"] % 3] if not real else "moment"
+    phase = ENDING + PHASES[counts["kills"] // 3 % len(PHASES)]
+
+    def is_due() -> bool:
+        if kind == "ending":
+            return phase in told(run.phases)
+        return time.monotonic() - began > moment and (kind == "moment" or is_writing(root))
+
+    while not is_due() and not run.is_over():
+        time.sleep(0.0005)
+    time.sleep(chance.uniform(0, 0.02))
+    if run.is_over():
+        if not run.end(60):
+            counts["failed_resumes"] += 1
+            print(log_of(root), flush=True)
+        return False
+    caught, is_ending = is_writing(root), any(line.startswith(ENDING) for line in told(run.phases))
+    one = ranks > 1 and chance.random() < 0.5
+    run.kill([chance.choice(run.pids)] if one else run.pids)
+    run.end(30 if one else 10)  # of one rank: the others are left to find out, and to end
+    counts["kills"] += 1
+    counts["kills_while_writing"] += caught
+    counts["kills_after_the_last_step"] += is_ending
+    counts["kills_of_one_rank"] += one
+    counts["lost_snapshots"] += newest(root) < before
+    return True
+
+
+def log_of(root: Path) -> str:
+    return root.with_name(f"{root.name}.log").read_text()[-3000:]
 
 
 TURN = 10
@@ -348,13 +382,6 @@ def throughput(folder: Path, blocks: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="for each precision")
@@ -376,10 +403,12 @@ def main() -> int:
             if options.throughput:
                 row = throughput(folder, options.blocks, options.repeats)
             else:
-                config = write_config(folder, options.steps, case, options.ranks, 1)
+                config = write_config(folder, options.steps, case, options.ranks, 1, pictures=True)
                 chance = random.Random(f"{options.seed}|{case}")
                 row = measure(config, folder / case, options.kills, options.ranks, options.steps, chance)
-                bad += row["different"] + row["lost_snapshots"] + row["failed_resumes"]
+                bad += sum(
+                    row[key] for key in ("different", "lost_snapshots", "failed_resumes", "changed_when_finished")
+                )
                 row = {"precision": case, "ranks": options.ranks, "accumulation": 4, **row}
             row = {
                 "benchmark": "kill_and_resume", "case": "throughput" if options.throughput else "kills",

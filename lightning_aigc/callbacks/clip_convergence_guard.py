@@ -5,58 +5,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_aigc.callbacks.image_checks import check_images
-from lightning_aigc.callbacks.picture_sheet import draw_sheet
+from lightning_aigc.callbacks.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
+from lightning_aigc.callbacks.picture_sheet import as_shown, draw_sheet
 from lightning_aigc.callbacks.sample_grid import HOW_TO_SAMPLE, is_trial, log_picture, sample_pairs, write_png
 from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
-
-MEMORISING_CHECKS = 3
-"""Checks over which one score must rise and the other fall before that is reported."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One look at the model: each picture's scores, in the order of the prompts and seeds."""
-
-    step: int
-    clip_t: list[float]
-    clip_i: list[float]
-    """NaN without reference images."""
-
-    def scores(self, metric: str) -> list[float]:
-        """Each picture's score in clip_t, clip_i, or the mean of both."""
-        if metric == "mean":
-            return [(t + i) / 2 for t, i in zip(self.clip_t, self.clip_i, strict=True)]
-        found: list[float] = getattr(self, metric)
-        return found
-
-    def mean(self, metric: str) -> float:
-        scores = self.scores(metric)
-        return sum(scores) / len(scores)
-
-
-def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
-    """How much better pictures of the same prompts and seeds became: the mean difference and its standard error.
-
-    Pairs take most of the noise out: a prompt that scores low does so every time.
-    """
-    differences = [a - b for a, b in zip(now, before, strict=True)]
-    mean = sum(differences) / len(differences)
-    if len(differences) < 2:
-        return mean, 0.0
-    variance = sum((d - mean) ** 2 for d in differences) / (len(differences) - 1)
-    return mean, math.sqrt(variance / len(differences))
 
 
 class CLIPConvergenceGuard(Callback):
@@ -125,7 +88,8 @@ class CLIPConvergenceGuard(Callback):
         self._first_images: Tensor | None = None
         self._last_images: Tensor | None = None
         self._last_step = -1
-        self._too_slow = self._stopped = self._said_memorising = False
+        self._last_step_drawn = -1
+        self._too_slow = self._said_memorising = False
 
     # What it knows
 
@@ -143,14 +107,24 @@ class CLIPConvergenceGuard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "asked": self._asked(),
             "checks": [[c.step, c.clip_t, c.clip_i] for c in self.checks],
             "best_step": self.best_step,
             "best_file": self.best_file,
+            "first_images": self._first_images,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict.get("asked", self._asked()) != self._asked():
+            rank_zero_warn("CLIPConvergenceGuard begins anew: other pictures were asked for until here")
+            return
         self.checks = [Check(int(step), list(t), list(i)) for step, t, i in state_dict["checks"]]
         self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
+        self._first_images = state_dict.get("first_images")  # a checkpoint of before has none
+
+    def _asked(self) -> list[Any]:
+        """What the pictures and their scores depend on."""
+        return [self._prompts, self.num_images, self.seed, self.clip_model, self.clip_pretrained]
 
     # When it looks
 
@@ -193,7 +167,7 @@ class CLIPConvergenceGuard(Callback):
         if self._judge is not None and step // self.every_n_steps > last // self.every_n_steps:
             self._check(trainer, pl_module)
             if self.stop and self.should_stop_early():
-                trainer.should_stop = self._stopped = True
+                trainer.should_stop = True
         self._last_step = step
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -201,7 +175,11 @@ class CLIPConvergenceGuard(Callback):
             return
         if self.checks[-1].step != trainer.global_step:
             self._check(trainer, pl_module)
-        if trainer.is_global_zero and self._first_images is not None and self._last_images is not None:
+        elif self._last_step_drawn != trainer.global_step:  # by a run that was killed before its last sheet
+            drawn = self._draw(trainer, pl_module)
+            if drawn is not None and trainer.is_global_zero:
+                self._last_images = as_shown(drawn[1])
+        if self._first_images is not None and self._last_images is not None:
             rows = [
                 torch.unflatten(images, 0, (-1, self.num_images)) for images in (self._first_images, self._last_images)
             ]
@@ -210,15 +188,40 @@ class CLIPConvergenceGuard(Callback):
             captions = [f"{when}\n{prompt}" for prompt in self._prompts for when in whens]
             self._show(trainer, draw_sheet(pictures, captions, 2 * self.num_images), "before_after")
         score, kept = self.best_metric, f", kept in {self.best_file}" if self.best_file else ""
-        ended = f"stopped at step {trainer.global_step}" if self._stopped else "training ended"
+        is_stopped = trainer.should_stop and self.stop and self.should_stop_early()
+        ended = f"stopped at step {trainer.global_step}" if is_stopped else "training ended"
         rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")
 
     # One check
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Every rank comes here, draws its part and gets all scores, so that all decide alike."""
-        if self._too_slow:
+        drawn = self._draw(trainer, pl_module)
+        if drawn is None:
             return
+        scores_2N, images = drawn
+        check = Check(trainer.global_step, scores_2N[0].tolist(), scores_2N[1].tolist())
+        self.checks.append(check)
+        self._last_step_drawn = check.step
+        self._decide(trainer, pl_module, check)
+        if trainer.is_global_zero:
+            self._last_images = as_shown(images)
+            if self._first_images is None:
+                self._first_images = self._last_images
+            pairs = self._pairs()
+            check_images(images, [f"step {check.step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
+            captions = [f"{score:.3f}\n{prompt}" for (prompt, _), score in zip(pairs, check.clip_t, strict=True)]
+            self._show(trainer, draw_sheet(images, captions, self.num_images), f"step_{check.step:06d}")
+            numbers = {f"guard/{name}": check.mean(name) for name in ("clip_t", "clip_i")}
+            numbers["guard/best"] = self.best_metric if self.best_metric is not None else math.nan
+            for logger in trainer.loggers:
+                known = {name: value for name, value in numbers.items() if math.isfinite(value)}
+                logger.log_metrics(known, step=check.step)
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> tuple[Tensor, Tensor] | None:
+        """Scores [2, N] and pictures [N, 3, H, W] of all ranks; None once that takes too long."""
+        if self._too_slow:
+            return None
         pairs, images, slow = self._pairs(), None, None
         mine = pairs[trainer.global_rank :: trainer.world_size]
         try:
@@ -230,23 +233,8 @@ class CLIPConvergenceGuard(Callback):
         if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
             self._too_slow = True
             warnings.warn(f"CLIPConvergenceGuard checks no more: {slow or 'another rank was too slow'}", stacklevel=2)
-            return
-        scores_2N, images = self._gather(trainer, pl_module, len(pairs), mine, images)
-        check = Check(trainer.global_step, scores_2N[0].tolist(), scores_2N[1].tolist())
-        self.checks.append(check)
-        self._decide(trainer, pl_module, check)
-        if self._first_images is None:
-            self._first_images = images
-        self._last_images = images
-        if trainer.is_global_zero:
-            check_images(images, [f"step {check.step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
-            captions = [f"{score:.3f}\n{prompt}" for (prompt, _), score in zip(pairs, check.clip_t, strict=True)]
-            self._show(trainer, draw_sheet(images, captions, self.num_images), f"step_{check.step:06d}")
-            numbers = {f"guard/{name}": check.mean(name) for name in ("clip_t", "clip_i")}
-            numbers["guard/best"] = self.best_metric if self.best_metric is not None else math.nan
-            for logger in trainer.loggers:
-                known = {name: value for name, value in numbers.items() if math.isfinite(value)}
-                logger.log_metrics(known, step=check.step)
+            return None
+        return self._gather(trainer, pl_module, len(pairs), mine, images)
 
     def _pairs(self) -> list[tuple[str, int]]:
         return [(prompt, self.seed + i) for prompt in self._prompts for i in range(self.num_images)]
@@ -308,27 +296,12 @@ class CLIPConvergenceGuard(Callback):
         return next((check for check in self.checks if check.step == self.best_step), None)
 
     def _watch_memorising(self, best: Check | None, check: Check) -> None:
-        """Prompts are followed better and the pictures leave the training pictures: or the other way round."""
         if self._said_memorising or len(self.checks) <= MEMORISING_CHECKS:
             return
-        before = self.checks[-1 - MEMORISING_CHECKS]
-        text, text_noise = improvement(check.clip_t, before.clip_t)
-        image, image_noise = improvement(check.clip_i, before.clip_i)
-        clear = abs(text) > text_noise and abs(image) > image_noise  # never with a NaN
-        if not clear or text * image >= 0:
-            return
-        self._said_memorising = True
-        rising, falling = ("clip_t", "clip_i") if text > 0 else ("clip_i", "clip_t")
-        meaning = (
-            "pictures follow the words but leave the look of the training pictures"
-            if rising == "clip_t"
-            else "pictures grow like the training pictures and follow the words less: the model memorises"
-        )
-        warnings.warn(
-            f"CLIPConvergenceGuard: since step {before.step} {rising} rises while {falling} falls ({text:+.3f} clip_t, "
-            f"{image:+.3f} clip_i): {meaning}. Lower model.init_args.learning_rate or rank, or stop here",
-            stacklevel=2,
-        )
+        sentence = memorising(self.checks[-1 - MEMORISING_CHECKS], check)
+        if sentence is not None:
+            self._said_memorising = True
+            warnings.warn(f"CLIPConvergenceGuard: {sentence}", stacklevel=2)
 
     # What it writes
 

@@ -17,21 +17,25 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.checkpoint import SnapshotStore, find_snapshots, whole_state
+from lightning_aigc.checkpoint import SnapshotStore, find_snapshots
 from lightning_aigc.checkpoint import loader as loaders
-from lightning_aigc.checkpoint.arrival import Arrival, choose, device_name
-from lightning_aigc.checkpoint.boundary import Boundary
+from lightning_aigc.checkpoint.agreement import all_agree
+from lightning_aigc.checkpoint.arrival import Arrival, choose
+from lightning_aigc.checkpoint.boundary import Boundary, run_ending
 from lightning_aigc.checkpoint.config import training_config
-from lightning_aigc.checkpoint.folders import name_of, remove
-from lightning_aigc.checkpoint.late import LateTensors
+from lightning_aigc.checkpoint.ending import final_facts, finished_sentence, is_over
+from lightning_aigc.checkpoint.folders import name_of
 from lightning_aigc.checkpoint.resume import LATEST, how_to_go_on, set_aside
 from lightning_aigc.checkpoint.signals import StopSignals
 from lightning_aigc.checkpoint.slurm import requeue, requeue_signal
-from lightning_aigc.checkpoint.trainer_state import Moment, OwnBuffers
+from lightning_aigc.checkpoint.taker import SnapshotTaker
+from lightning_aigc.checkpoint.trainer_state import Moment, OwnBuffers, State
 from lightning_aigc.errors import ConfigError, SnapshotError
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 Mode = Literal["min", "max"]
+LAST_COMMIT_S = 30.0
+"""How long a snapshot after an error may wait for the other ranks' files: one of them may be gone by then."""
 
 
 class ExactSnapshot(Callback):
@@ -78,7 +82,7 @@ class ExactSnapshot(Callback):
 
     def _forget(self) -> None:
         self._is_on = False
-        self._store: SnapshotStore | None = None
+        self._taker: SnapshotTaker | None = None
         self._boundary: Boundary | None = None
         self._signals = StopSignals()
         self._group: Any = None
@@ -86,13 +90,9 @@ class ExactSnapshot(Callback):
         self._resumed_step = -1
         self._moment: Moment | None = None
         self._is_touched = True
-        self._last_step, self._last_time = 0, 0.0
-        self._late: LateTensors | None = None
-        self._may_be_late = True
-        self._is_torn = False
-        self._ending: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._best: float | None = None
-        self._logged: list[str] = []
+        self._is_over = False
+        self._ending: tuple[State, State] | None = None
+        self._final_facts: dict[str, Any] | None = None
 
     # The fit's beginning ---------------------------------------------------------------------------------------------
 
@@ -110,10 +110,11 @@ class ExactSnapshot(Callback):
         # First, so that copies are complete before other callbacks touch a weight.
         trainer.callbacks = [self, *(c for c in trainer.callbacks if c is not self)]  # type: ignore[attr-defined]
         directory = trainer.strategy.broadcast(self.directory or str(Path(trainer.default_root_dir) / "snapshots"))
-        self._store = SnapshotStore(
+        store = SnapshotStore(
             directory, rank=trainer.global_rank, world_size=trainer.world_size, keep_last=self.keep_last
         )
-        self._store.open()
+        self._taker = SnapshotTaker(store, self.keep_best, self.best_mode, self.blocked_s)
+        store.open()
         trainer.strategy.barrier("snapshots")
         self._boundary = Boundary(
             trainer,
@@ -121,18 +122,22 @@ class ExactSnapshot(Callback):
             on_loaders=lambda found: self._prepare_loaders(trainer, found),
             on_epoch=lambda: self._arrive(trainer),
             on_batch_over=lambda: self._after_batch(trainer),
+            on_run=lambda stock: self._run(trainer, stock),
         )
 
     def _start(self, trainer: Trainer, path: Any, stock: Callable[[Any], None]) -> None:
         """In place of Lightning's look for a checkpoint: a snapshot, its own checkpoint, or nothing."""
-        store = self._opened()
+        store = self._opened().store
         snapshot = choose(trainer, store.directory, path)
         if snapshot is None:
             stock(None if path == LATEST else path)
         else:
             self._arriving, self._resumed_step = Arrival(trainer, snapshot, is_named=path != LATEST), snapshot.step
             self._arriving.load()
-        if trainer.is_global_zero:
+            self._is_over = trainer.strategy.broadcast(is_over(snapshot, trainer, trainer.lightning_module))
+            if self._is_over:
+                rank_zero_info(finished_sentence(snapshot, trainer.default_root_dir))
+        if trainer.is_global_zero and not self._is_over:
             aside = set_aside(store.directory, self._resumed_step)
             if aside is not None:
                 rank_zero_info(
@@ -140,6 +145,14 @@ class ExactSnapshot(Callback):
                     " they are no longer wanted, or stop and use --resume to go on from them"
                 )
         trainer.strategy.barrier("snapshots")
+
+    def _run(self, trainer: Trainer, stock: Callable[[], None]) -> None:
+        """In place of the fit loop's `run`: that, nothing if the run is over, or what its end still has to do."""
+        if self._is_over:
+            return
+        stock()
+        if self._arriving is not None:  # Lightning saw that no step is left and has begun nothing
+            run_ending(trainer)
 
     def _prepare_loaders(self, trainer: Trainer, found: list[Any]) -> list[Any]:
         ready = [one if isinstance(one, loaders.Resumable) else loaders.resumable(one) for one in found]
@@ -154,15 +167,11 @@ class ExactSnapshot(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_on:
             return
-        self._config = training_config(trainer, pl_module)
         if self._arriving is not None:
             self._arriving.compare_config("after")
         self._own_buffers = OwnBuffers(pl_module)
         self._buffers = list(pl_module.buffers())
-        self._last_step, self._last_time = trainer.global_step, time.monotonic()
-        if self.keep_best is not None:  # what an earlier part of this run has kept
-            for snapshot in find_snapshots(self._opened().directory):
-                self._protect_best(snapshot.step, snapshot.facts.get("metrics", {}).get(self.keep_best))
+        self._opened().begin(trainer, training_config(trainer, pl_module), self._own_buffers)
         if trainer.world_size > 1:
             self._group = dist.new_group(backend="gloo")
         if self.on_signal:
@@ -174,29 +183,39 @@ class ExactSnapshot(Callback):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _arrive(self, trainer: Trainer) -> None:
-        """Where the killed run was: between two micro-batches of this epoch."""
-        if self._arriving is not None:
-            self._arriving.finish(self._own_buffers)
-            self._arriving = None
+        """Where the killed run was: between two micro-batches of this epoch, or after its last."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            return
+        moment, taker = arriving.finish(self._own_buffers), self._opened()
+        if not trainer.fit_loop.epoch_loop.done:
+            return
+        self._moment, self._ending = moment, taker.take(trainer, moment)
+        snapshot = arriving.snapshot
+        is_own = snapshot.path == taker.store.directory / name_of(moment.step)
+        if is_own and snapshot.world_size == trainer.world_size:
+            taker.kept = moment
 
     # A batch ---------------------------------------------------------------------------------------------------------
 
     def _after_batch(self, trainer: Trainer) -> None:
-        self._finish_copy()
+        taker = self._opened()
+        taker.finish_copy()
         self._moment, self._is_touched = Moment.take(trainer), False
         self._versions = [buffer._version for buffer in self._buffers]
         number, is_late = self._agree()
         if number:
             self._stop(trainer, number)
         every, step = self.every_n_steps, trainer.global_step
-        if is_late or self._is_torn or (every and step // every > self._last_step // every):
-            self._save(trainer, self._moment)
+        if is_late or taker.is_torn or (every and step // every > taker.last_step // every):
+            taker.save(trainer, self._moment)
         if trainer.fit_loop.epoch_loop.done:
-            self._ending = whole_state.take(trainer, self._moment, self._own_buffers)
+            self._ending = taker.take(trainer, self._moment)
 
     def _agree(self) -> tuple[int, bool]:
         """The signal that some rank got, 0 for none, and whether rank 0 says that it is time for a snapshot."""
-        is_time = self.every_n_seconds is not None and time.monotonic() - self._last_time >= self.every_n_seconds
+        last_time = self._opened().last_time
+        is_time = self.every_n_seconds is not None and time.monotonic() - last_time >= self.every_n_seconds
         if self._group is None:
             return self._signals.received, is_time
         if not self.on_signal and self.every_n_seconds is None:
@@ -219,73 +238,21 @@ class ExactSnapshot(Callback):
     ) -> None:
         self._finish_copy()
 
+    def _finish_copy(self) -> None:
+        if self._taker is not None:
+            self._taker.finish_copy()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_touched = True
-
-    # Saving ----------------------------------------------------------------------------------------------------------
-
-    def _save(self, trainer: Trainer, moment: Moment, *, at_once: bool = False) -> None:
-        store = self._opened()
-        self._say_failure(store)
-        start = time.perf_counter()
-        own, shared = whole_state.take(trainer, moment, self._own_buffers)
-        is_late = self._may_be_late and not at_once
-        late = LateTensors(trainer, shared or own["checkpoint"]) if is_late else None
-        addresses = () if late is None else late.addresses
-        facts = self._facts(trainer, moment)
-        store.save(moment.step, own, shared if trainer.is_global_zero else None, facts, late=addresses)
-        self._late = late if addresses else None
-        self.blocked_s.append(time.perf_counter() - start)
-        self._last_step, self._last_time, self._is_torn = moment.step, time.monotonic(), False
-
-    def _facts(self, trainer: Trainer, moment: Moment) -> dict[str, Any]:
-        facts: dict[str, Any] = {"config": self._config, "device": device_name(trainer)}
-        if self.keep_best is not None:
-            logged = moment.metrics["callback"]
-            self._logged = sorted(logged)
-            if self.keep_best in logged:
-                facts["metrics"] = {self.keep_best: float(logged[self.keep_best])}
-                self._protect_best(moment.step, facts["metrics"][self.keep_best])
-        return facts
-
-    def _protect_best(self, step: int, value: float | None) -> None:
-        if value is None or value != value:
-            return
-        is_better = self._best is None or (value < self._best if self.best_mode == "min" else value > self._best)
-        if is_better:
-            self._best, self._opened().protected = value, {step}
-
-    def _finish_copy(self) -> None:
-        """Before anything may write a weight: the background copy is complete, and nothing was written meanwhile."""
-        if self._late is None or self._store is None:
-            return
-        start = time.perf_counter()
-        self._store.finish_copy()
-        late, self._late = self._late, None
-        self.blocked_s[-1] += time.perf_counter() - start
-        if late.were_written():
-            self._may_be_late, self._is_torn = False, True
-            self._store.wait()
-            if self._store.rank == 0:
-                remove(self._store.directory / name_of(self._last_step))
-            rank_zero_warn(
-                "a trained weight changed outside of the optimizer's step while it was being copied for a snapshot;"
-                " from here on snapshots copy all weights before training goes on"
-            )
-
-    def _say_failure(self, store: SnapshotStore) -> None:
-        error = store.error()
-        if error is not None:
-            rank_zero_warn(str(error))
 
     # Ends ------------------------------------------------------------------------------------------------------------
 
     def _stop(self, trainer: Trainer, number: int) -> None:
         """A snapshot of now, durable; then the end that the signal asks for."""
-        store = self._opened()
+        taker = self._opened()
         assert self._moment is not None
-        self._save(trainer, self._moment, at_once=True)
-        store.wait()
+        taker.save(trainer, self._moment, at_once=True)
+        taker.store.wait()
         trainer.strategy.barrier("snapshot")
         self._close()
         rank_zero_info(f"\nstep {self._moment.step} is kept whole; go on with: {how_to_go_on()}")
@@ -297,14 +264,15 @@ class ExactSnapshot(Callback):
         raise SIGTERMException(128 + number if trainer.is_global_zero else 0)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not self._is_on or self._store is None:
+        if not self._is_on or self._taker is None:
             return
-        store, moment = self._store, self._moment
+        taker, store, moment = self._taker, self._taker.store, self._moment
         try:
-            self._finish_copy()
-            self._say_failure(store)
-            if moment is not None and moment.step > self._resumed_step and self._is_as_it_was(trainer):
-                self._save(trainer, moment, at_once=True)
+            taker.finish_copy()
+            taker.say_failure()
+            if moment is not None and self._can_save(trainer, moment):
+                store.commit_timeout_s = min(store.commit_timeout_s, LAST_COMMIT_S)
+                taker.save(trainer, moment, at_once=True)
             store.wait()
         except SnapshotError as error:
             rank_zero_warn(str(error))
@@ -317,56 +285,66 @@ class ExactSnapshot(Callback):
         else:
             rank_zero_info(f"the last snapshot is of step {last.step}; go on from it with: {how_to_go_on()}")
 
-    def _is_as_it_was(self, trainer: Trainer) -> bool:
-        """Whether nothing of the state has changed since the last whole micro-batch. Ranks that wait for this one in a
-        collective cannot take part, so with several there is no snapshot."""
+    def _can_save(self, trainer: Trainer, moment: Moment) -> bool:
+        """Whether nothing of the state has changed since the last whole micro-batch, on any rank."""
         unchanged = self._versions == [buffer._version for buffer in self._buffers]
-        return trainer.world_size == 1 and not self._is_touched and unchanged
+        is_as_it_was = moment.step > self._resumed_step and not self._is_touched and unchanged
+        if trainer.world_size == 1:
+            return is_as_it_was
+        vote = f"step {moment.step}, batch {trainer.fit_loop.total_batch_idx}" if is_as_it_was else None
+        return all_agree(self._opened().store.directory, trainer.global_rank, trainer.world_size, vote)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A snapshot of the trained state, before others put averages into the weights, draw, score and write."""
         if not self._is_on:
             return
-        self._finish_copy()
+        taker = self._opened()
+        taker.finish_copy()
         self._signals.remove()
-        # On the host before others put averages into the weights, written when their files are: see on_fit_end.
-        self._ending = None if self._ending is None else whole_state.on_host(self._ending)
+        states, self._ending = self._ending, None
+        if states is not None and self._moment is not None and (taker.kept is not self._moment or taker.is_torn):
+            taker.save(trainer, self._moment, states, at_once=True)
+            taker.store.finish_copy()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A snapshot of the finished training: it says that the final files are written, and more steps can follow."""
         if not self._is_on:
             return
-        store = self._opened()
-        self._say_failure(store)
-        if self._ending is not None and self._moment is not None:
-            own, shared = self._ending
-            facts = self._facts(trainer, self._moment) | {"is_finished": True}
-            store.save(self._moment.step, own, shared if trainer.is_global_zero else None, facts)
-        if self.keep_best is not None and self._best is None:
-            rank_zero_warn(
-                f"ExactSnapshot.keep_best: {self.keep_best} was never logged, so no best snapshot was kept; logged were"
-                f" {', '.join(self._logged) or 'no metrics'}"
-            )
+        taker = self._opened()
         try:
-            store.wait()
+            taker.store.wait()
+            if self._moment is not None and taker.kept is self._moment:
+                self._final_facts = final_facts(trainer, pl_module)
         except SnapshotError as error:
             rank_zero_warn(str(error))
+        if self.keep_best is not None and taker.best is None and not self._is_over:
+            rank_zero_warn(
+                f"ExactSnapshot.keep_best: {self.keep_best} was never logged, so no best snapshot was kept; logged were"
+                f" {', '.join(taker.logged) or 'no metrics'}"
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The last snapshot says that the run is finished, once all that its end writes is written."""
+        facts, self._final_facts = self._final_facts, None
+        if facts is not None and self._taker is not None and self._moment is not None and trainer.is_global_zero:
+            try:
+                self._taker.store.amend(self._moment.step, facts)
+            except SnapshotError as error:
+                rank_zero_warn(str(error))
         self._close()
 
     def _close(self) -> None:
         self._signals.remove()
         if self._boundary is not None:
             self._boundary.remove()
-        store, self._store, self._is_on = self._store, None, False
-        if store is not None:
-            store.close()
+        taker, self._taker, self._is_on = self._taker, None, False
+        if taker is not None:
+            taker.store.close()
 
     def abandon(self) -> None:
         """Let go of the folder as a killed process does: nothing more is written for this run."""
         with contextlib.suppress(SnapshotError):
             self._close()
 
-    def _opened(self) -> SnapshotStore:
-        assert self._store is not None
-        return self._store
+    def _opened(self) -> SnapshotTaker:
+        assert self._taker is not None
+        return self._taker

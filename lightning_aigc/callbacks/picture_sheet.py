@@ -6,6 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -26,7 +28,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 def draw_sheet(images_N3HW: Tensor, captions: Sequence[str], columns: int) -> Image.Image:
     """One picture with `columns` pictures a row; newlines in captions are kept, long lines wrap.
 
-    images_N3HW: floating point in 0..1; values outside are cut off, those not finite are black.
+    images_N3HW: floating point in 0..1; values outside are cut off, those not finite are black. Or uint8.
     """
     cells = [_fit(picture) for picture in to_pictures(images_N3HW)]
     width, height = cells[0].size
@@ -51,12 +53,18 @@ def draw_sheet(images_N3HW: Tensor, captions: Sequence[str], columns: int) -> Im
     return sheet
 
 
+def as_shown(images_N3HW: Tensor) -> Tensor:
+    """The pictures as a sheet of them shows them, before it enlarges them: uint8 [N, 3, H, W] on the CPU."""
+    small = [_shrunk(picture) for picture in to_pictures(images_N3HW)]
+    return torch.from_numpy(np.stack([np.asarray(picture) for picture in small])).permute(0, 3, 1, 2).contiguous()
+
+
 def to_pictures(images_N3HW: Tensor) -> list[Image.Image]:
-    """8-bit pictures of images in 0..1."""
-    levels_NHW3 = (
-        images_N3HW.detach().float().nan_to_num(0, 1, 0).clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1)
-    )
-    return [Image.fromarray(picture) for picture in levels_NHW3.cpu().numpy()]
+    """8-bit pictures of images in 0..1, or of such as are 8-bit already."""
+    levels_N3HW = images_N3HW.detach()
+    if levels_N3HW.dtype is not torch.uint8:
+        levels_N3HW = levels_N3HW.float().nan_to_num(0, 1, 0).clamp(0, 1).mul(255).round().byte()
+    return [Image.fromarray(picture) for picture in levels_N3HW.permute(0, 2, 3, 1).cpu().numpy()]
 
 
 def wrap(caption: str, width_px: int) -> list[str]:
@@ -81,13 +89,17 @@ def wrap(caption: str, width_px: int) -> list[str]:
 
 
 def _fit(picture: Image.Image) -> Image.Image:
-    longest = max(picture.size)
-    if longest > LARGEST_CELL_PX:
-        picture = picture.copy()
-        picture.thumbnail((LARGEST_CELL_PX, LARGEST_CELL_PX), Image.Resampling.LANCZOS)
-        return picture
-    factor = max(1, round(SMALLEST_CELL_PX / longest))
+    picture = _shrunk(picture)
+    factor = max(1, round(SMALLEST_CELL_PX / max(picture.size)))
     return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+
+
+def _shrunk(picture: Image.Image) -> Image.Image:
+    if max(picture.size) <= LARGEST_CELL_PX:
+        return picture
+    picture = picture.copy()
+    picture.thumbnail((LARGEST_CELL_PX, LARGEST_CELL_PX), Image.Resampling.LANCZOS)
+    return picture
 
 
 def _letters_that_fit(text: str, width_px: int) -> int:

@@ -178,6 +178,11 @@ class RunReport(Callback):
             temporary.replace(root / name)
         self._print_table()
 
+    def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
+        """What a finished run must have, for ExactSnapshot."""
+        root = Path(trainer.default_root_dir)
+        return [] if self._is_off else [root / REPORT_FILE, root / SUMMARY_FILE]
+
     def _measure(self, trainer: Trainer, pl_module: Any, when: str) -> dict[str, Tensor]:
         """Generate and score each set of prompts; on every rank the same, so that no rank waits for another.
 

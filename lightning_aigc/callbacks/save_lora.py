@@ -61,6 +61,10 @@ class SaveLoRA(Callback):
         name = self.output_name or getattr(pl_module, "output_name", "lora")
         return Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
 
+    def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
+        """What a finished run must have, for ExactSnapshot."""
+        return [] if self._is_off else [self.file_path(trainer, pl_module)]
+
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         path = self.file_path(trainer, pl_module, suffix)
         if trainer.is_global_zero:

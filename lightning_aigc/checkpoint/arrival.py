@@ -15,10 +15,11 @@ from lightning_aigc.checkpoint import loader as loaders
 from lightning_aigc.checkpoint import whole_state
 from lightning_aigc.checkpoint.catalog import Snapshot, newest_complete
 from lightning_aigc.checkpoint.config import differences, training_config
+from lightning_aigc.checkpoint.ending import limits_of
 from lightning_aigc.checkpoint.other_ranks import for_other_ranks
 from lightning_aigc.checkpoint.resume import LATEST, is_snapshot, what_is_not_exact
 from lightning_aigc.checkpoint.slurm import is_requeued
-from lightning_aigc.checkpoint.trainer_state import OwnBuffers
+from lightning_aigc.checkpoint.trainer_state import Moment, OwnBuffers
 from lightning_aigc.errors import ConfigError
 
 
@@ -103,9 +104,15 @@ class Arrival:
                 is_known = place is not None
                 one.go_to(loaders.from_plain(place) if is_known else one.place_after(moment["cycle"]["index"]))
 
-    def finish(self, own_buffers: OwnBuffers) -> None:
-        """All else is put back; the next batch is the one that the killed run did not finish."""
-        whole_state.restore(self._trainer, self._own, own_buffers)
+    def finish(self, own_buffers: OwnBuffers) -> Moment:
+        """All else is put back; the next batch is the one that the killed run did not finish. Returns: that place."""
+        trainer = self._trainer
+        whole_state.restore(trainer, self._own, own_buffers)
+        moment = Moment.from_plain(self._own["moment"], trainer.strategy.root_device)
+        # An early stop stays one, unless the user has moved the limits since.
+        if moment.should_stop and self.snapshot.facts.get("limits") == limits_of(trainer, trainer.lightning_module):
+            trainer.should_stop = True
+        return moment
 
 
 def device_name(trainer: Trainer) -> str:

@@ -1,7 +1,7 @@
 """The places in Lightning's fit loop where a state can be taken and put back: between two micro-batches.
 
 Lightning has no hook there: a callback's `on_train_batch_end` comes before validation, plateau schedules and counters.
-Three methods of one Trainer's loops, and the connector's way to its checkpoint, are wrapped for the time of one fit.
+Four methods of one Trainer's loops, and the connector's way to its checkpoint, are wrapped for the time of one fit.
 This goes when Lightning calls something after a micro-batch is over.
 """
 
@@ -22,6 +22,7 @@ class Boundary:
             returns the one to use.
         on_epoch: before an epoch's loop asks for its first batch, or, in a resumed run, the one after its place.
         on_batch_over: after a micro-batch, with all that belongs to it.
+        on_run: gets the fit loop's own `run`, in place of that.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Boundary:
         on_loaders: Callable[[list[Any]], list[Any]],
         on_epoch: Callable[[], None],
         on_batch_over: Callable[[], None],
+        on_run: Callable[[Callable[[], None]], None],
     ) -> None:
         self._wrapped: list[tuple[Any, str]] = []
         fit_loop: Any = trainer.fit_loop
@@ -66,6 +68,7 @@ class Boundary:
 
         wrap(trainer._checkpoint_connector, "resume_start", with_checkpoint)
         wrap(fit_loop, "_load_combined_loader_states", with_loaders)
+        wrap(fit_loop, "run", lambda stock: lambda: on_run(stock))
         wrap(fit_loop.epoch_loop, "on_run_start", then(on_epoch))
         wrap(fit_loop.epoch_loop, "on_advance_end", then(on_batch_over))
 
@@ -73,3 +76,22 @@ class Boundary:
         for owner, name in self._wrapped:
             vars(owner).pop(name, None)
         self._wrapped = []
+
+
+def run_ending(trainer: Trainer) -> None:
+    """What follows the last batch of a fit: the end of its epoch and of its training, with all their hooks.
+
+    For a run that was killed there: Lightning's own `run` returns at once where a limit is reached. This is that
+    method without its first look at the limits, and with one turn of its loop, in which no batch is left.
+    """
+    fit_loop: Any = trainer.fit_loop
+    if fit_loop.max_batches == 0 or trainer.limit_train_batches == 0:
+        return
+    fit_loop.reset()
+    fit_loop.on_run_start()
+    fit_loop.on_advance_start()
+    fit_loop.advance()
+    fit_loop.on_advance_end()
+    fit_loop.on_iteration_done()
+    fit_loop._restarting = False
+    fit_loop.on_run_end()

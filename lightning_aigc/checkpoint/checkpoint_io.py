@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
+import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from lightning_aigc.errors import SnapshotError
 
 ROOM = 1.25
 """Copies of the largest checkpoint that may wait to be written: one, and the small files beside it."""
+REMOVE_WAIT_S = 60.0
+"""How long the removal of an old checkpoint waits for the other ranks' parts of a newer one."""
 
 
 class SnapshotCheckpointIO(CheckpointIO):
@@ -82,6 +87,13 @@ class SnapshotCheckpointIO(CheckpointIO):
         """Remove a file, link or folder, after all that was saved before is durable."""
         self._submit(self._remove, local_path(path).absolute())
 
+    def remove_once(self, path: Any, is_durable: Callable[[], bool]) -> None:
+        """As `remove_checkpoint`, once other ranks have written what they add to a newer one.
+
+        Args: is_durable: asked again and again by the writing thread, for `REMOVE_WAIT_S` at most; then `path` stays.
+        """
+        self._submit(self._remove, local_path(path).absolute(), is_durable)
+
     def wait(self) -> None:
         """Return once all that was saved is durable.
 
@@ -130,8 +142,15 @@ class SnapshotCheckpointIO(CheckpointIO):
             self._error = SnapshotError(f"the checkpoint {target} could not be written: {reason}")
             self._error.__cause__ = error
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: Path, is_durable: Callable[[], bool] | None = None) -> None:
         if not self._last_is_durable:
+            return
+        if is_durable is not None and not _becomes(is_durable):
+            warnings.warn(
+                f"the old checkpoint {path} stays: after {REMOVE_WAIT_S:g} s another rank has not written its part of"
+                " the newer one",
+                stacklevel=2,
+            )
             return
         try:
             if path.is_dir() and not path.is_symlink():
@@ -140,3 +159,12 @@ class SnapshotCheckpointIO(CheckpointIO):
                 path.unlink(missing_ok=True)
         except OSError as error:
             self._error = SnapshotError(f"the old checkpoint {path} could not be removed: {error.strerror}")
+
+
+def _becomes(is_so: Callable[[], bool]) -> bool:
+    end = time.monotonic() + REMOVE_WAIT_S
+    while not is_so():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

@@ -160,6 +160,20 @@ class Attempt:
         return found
 
 
+def amend_facts(folder: Path, facts: dict[str, Any]) -> None:
+    """Add to what a complete snapshot's manifest says, durably and whole or not at all.
+
+    Raises: OSError; SnapshotError if the manifest is torn.
+    """
+    manifest = folder / MANIFEST
+    fields = unsealed(manifest.read_bytes(), str(manifest))
+    del fields["crc32"]
+    fields["facts"] |= facts
+    manifest.with_name(f"{MANIFEST}.tmp").unlink(missing_ok=True)  # of one who was killed here
+    write_file(manifest, [sealed(fields, indent=1)])
+    sync_folder(folder)
+
+
 def _stop_if_failed(folder: Path, rank: int) -> None:
     failed = folder / f"rank{rank}.failed"
     if failed.exists():

@@ -4,6 +4,7 @@
     step-00000500.again          complete too, and newer: a resumed run was killed as it replaced the other
     .step-00000500.1f3a90c2.0    unfinished: the run that writes it and how often it saved this step before
     .gone.step-00000400          on its way out
+    .agree.1f3a90c2              votes of that run's ranks after an error: see `agreement`
     .lock                        see `lock`
 
 Whatever has another name is not ours and is left alone, and so are links.
@@ -23,7 +24,7 @@ from lightning_aigc.checkpoint.files import sync_folder
 MANIFEST = "manifest.json"
 AGAIN = ".again"
 _COMPLETE = re.compile(r"step-(\d{8,})(\.again)?")
-_LEFT_OVER = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.\d+|\.gone\.step-\d{8,}(\.again)?")
+_LEFT_OVER = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}\.\d+|\.gone\.step-\d{8,}(\.again)?|\.agree\.[0-9a-f]{8}")
 
 
 def name_of(step: int) -> str:

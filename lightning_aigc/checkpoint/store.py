@@ -10,9 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.checkpoint.commit import Attempt, Part
+from lightning_aigc.checkpoint.commit import Attempt, Part, amend_facts
 from lightning_aigc.checkpoint.copies import Copies, Copy
-from lightning_aigc.checkpoint.folders import rotate, tidy
+from lightning_aigc.checkpoint.folders import name_of, rotate, tidy
 from lightning_aigc.checkpoint.host_buffer import HostBuffer
 from lightning_aigc.checkpoint.lock import FolderLock
 from lightning_aigc.checkpoint.priority import give_way
@@ -138,6 +138,17 @@ class SnapshotStore:
         self._join()
         if (error := self.error()) is not None:
             raise error
+
+    def amend(self, step: int, facts: dict[str, Any]) -> None:
+        """Add to the facts of a durable snapshot. Rank 0 alone calls it.
+
+        Raises: SnapshotError if the snapshot is not there or cannot be written; it then says what it said before.
+        """
+        folder = self.directory / name_of(step)
+        try:
+            amend_facts(folder, _checked(facts))
+        except OSError as error:
+            raise SnapshotError(f"the manifest in {folder} cannot be amended: {_reason(error)}") from error
 
     def error(self) -> SnapshotError | None:
         """What `wait` would raise, without waiting; handed over once."""

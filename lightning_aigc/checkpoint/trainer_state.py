@@ -36,6 +36,8 @@ class Moment:
     cycle: State
     metrics: State
     is_window_open: bool
+    should_stop: bool = False
+    """Whether a callback has asked for the end."""
 
     @classmethod
     def take(cls, trainer: Trainer) -> Moment:
@@ -59,6 +61,7 @@ class Moment:
                 "epoch": take_epoch_metrics(fit_loop.epoch_loop._results),
             },
             is_window_open(trainer),
+            trainer.should_stop,
         )
 
     def to_plain(self) -> State:
@@ -70,6 +73,7 @@ class Moment:
             "cycle": self.cycle,
             "metrics": self.metrics,
             "is_window_open": self.is_window_open,
+            "should_stop": self.should_stop,
         }
 
     @classmethod

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lightning_aigc.checkpoint import trainer_state as states
 
@@ -38,15 +36,6 @@ def restore(trainer: Trainer, own: states.State, own_buffers: states.OwnBuffers)
     own_buffers.restore(module, own["buffers"])
     trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
     states.Moment.from_plain(own["moment"], trainer.strategy.root_device).restore(trainer)
-
-
-def on_host(value: Any) -> Any:
-    """A copy of a nested state whose tensors are in host memory, and change with no other."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: on_host(one) for key, one in value.items()}
-    return type(value)(on_host(one) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 def _ranks_differ(trainer: Trainer) -> bool:

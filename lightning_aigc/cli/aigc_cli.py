@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
 
 # Imported so that YAML may name every one of our classes without its path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.checkpoint.ending import find_finished, finished_sentence
 from lightning_aigc.checkpoint.resume import LATEST
+from lightning_aigc.checkpoint.slurm import is_requeued
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
+from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
+from lightning_aigc.cli.kept_traceback import bug_within
 from lightning_aigc.errors import ConfigError, UserError
 
 KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry")  # words that Lightning takes for a checkpoint
@@ -30,6 +37,16 @@ class AIGCArgumentParser(LightningArgumentParser):
             super().error(message, ex)
         print(f"error: {readable_config_error(message, self)}", file=sys.stderr)
         raise SystemExit(2)
+
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As jsonargparse does, which drops blocks without a value before it looks at their names."""
+        config: Any = None
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # jsonargparse says what is wrong
+            config = yaml.safe_load(Path(str(cfg_path)).read_text(encoding="utf-8"))
+        for sentence in unknown_empty_blocks(config, self):
+            print(f"error: {sentence}", file=sys.stderr)
+            raise SystemExit(2)
+        return super().parse_path(cfg_path, *args, **kwargs)
 
 
 class SaveConfig(SaveConfigCallback):
@@ -105,6 +122,24 @@ class AIGCCLI(LightningCLI):
         if self._get(self.config, "ckpt_path") == LATEST and not has_one:
             found.insert(0, ExactSnapshot())
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A run that is over is left as it is: not even its loggers open a file."""
+        if subcommand == "fit" and self._is_over():
+            return
+        super()._run_subcommand(subcommand)
+
+    def _is_over(self) -> bool:
+        given = self._get(self.config, "ckpt_path")
+        if given != LATEST and not (given is None and is_requeued()):
+            return False
+        found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        root = Path(self.trainer.default_root_dir)
+        directories = [one.directory for one in found if isinstance(one, ExactSnapshot) and one.directory]
+        finished = find_finished(self.trainer, self.model, Path(directories[0] if directories else root / "snapshots"))
+        if finished is not None:
+            rank_zero_info(finished_sentence(finished, root))
+        return finished is not None
+
     def _check_values(self) -> None:
         """What the types let through and the Trainer would answer with a traceback."""
         trainer, threads, ckpt_path = (self._get(self.config, key) for key in ("trainer", "threads", "ckpt_path"))
@@ -135,7 +170,8 @@ class AIGCCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, TypeError, MisconfigurationException) as error:
-            raise user_error_within(error) from error
+            root = Path(self._get(self.config, "trainer").default_root_dir)
+            raise bug_within(error, root) or user_error_within(error) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         if self._get(self.config, "dry_run"):

@@ -197,13 +197,13 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
         name, group = found["name"] or found["option"], found["group"]
         if group and body.startswith("Group"):
             path = (*path, group)
-        return Leaf(0, path, class_path, _unknown(name, class_path, ".".join(path), parser))
+        return Leaf(0, path, class_path, unknown_key(name, class_path, ".".join(path), parser))
     if found := _UNRECOGNISED.match(body):
         name = found["name"].lstrip("-")
-        return Leaf(0, (), None, _unknown(name, None, "", parser))
+        return Leaf(0, (), None, unknown_key(name, None, "", parser))
     if found := _NO_CLASS.search(body):
         name = found["name"] or found["module"] or found["attribute"]
-        near = get_close_matches(name.split(".")[-1], _known_classes(), n=1)
+        near = get_close_matches(name.split(".")[-1], sorted(known_classes()), n=1)
         if near == [name]:
             return Leaf(1, path, class_path, f"{name}{_OTHER_KIND}")
         return Leaf(1, path, class_path, f"there is no class {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
@@ -214,10 +214,11 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
     return Leaf(1 if path else 4, path, class_path, body)
 
 
-def _unknown(name: str, class_path: str | None, where: str, parser: argparse.ArgumentParser) -> str:
+def unknown_key(name: str, class_path: str | None, where: str, parser: argparse.ArgumentParser) -> str:
+    """That the class, or the block `where`, has no such key, and what the nearest right one is."""
     last = name.split(".")[-1]
     owner = class_path.rpartition(".")[2] if class_path else where or "the config"
-    known = _init_args(class_path) if class_path else _option_names(parser, where)
+    known = _init_args(class_path) if class_path else option_names(parser, where)
     if last in OTHER_DIALECTS and (OTHER_DIALECTS[last] in known or not _looks_local(OTHER_DIALECTS[last])):
         return f"{owner} has no key {name!r}; it is called {OTHER_DIALECTS[last]} here"
     for block, owner_class in BLOCKS.items():
@@ -248,7 +249,7 @@ def _init_args(class_path: str) -> list[str]:
         return []
 
 
-def _option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
+def option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
     """Dotted option names of a parser and its sub-parsers; below `group` where one is given."""
     names: set[str] = set()
     parsers = [parser, *getattr(parser, "_subcommand_parsers", {}).values()]
@@ -263,22 +264,22 @@ def _option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
     return [*names, *{n.split(".")[0] for n in names}]
 
 
-def _known_classes() -> list[str]:
-    """Names of every class that YAML can name without its path."""
+def known_classes() -> dict[str, type]:
+    """Every class that YAML can name without its path, by that name."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins import Precision
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    found: set[str] = set()
+    found: dict[str, type] = {}
     queue: list[Any] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler, Precision]
     while queue:
         for cls in queue.pop().__subclasses__():
             if cls.__name__ not in found and not cls.__name__.startswith("_"):
-                found.add(cls.__name__)
+                found[cls.__name__] = cls
                 queue.append(cls)
-    return sorted(found)
+    return found
 
 
 def _type_name(text: str) -> str:

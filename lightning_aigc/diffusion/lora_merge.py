@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +16,9 @@ from lightning_aigc.diffusion import lora_bytes, lora_file, lora_layouts
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.errors import ModelError
 
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+"""The floating-point names of safetensors."""
+
 
 def merge_into_pipeline(
     lora_path: str | Path, pipeline_dir: str | Path, output_dir: str | Path, strength: float = 1.0
@@ -22,7 +26,8 @@ def merge_into_pipeline(
     """Write `pipeline_dir` with the LoRA added to its weights into `output_dir`; returns `output_dir`.
 
     strength: 0 leaves the base model, 1 is the LoRA as trained; for DoRA too it blends the two weights.
-    The folder appears whole or not at all, in the precision of `pipeline_dir`.
+    The folder appears whole or not at all; each part's file is in the precision of its file in `pipeline_dir`, and
+    `from_pretrained` without a dtype loads all parts in float32, so that they fit together whatever those are.
     Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline has not.
     """
     from diffusers import DiffusionPipeline
@@ -34,7 +39,7 @@ def merge_into_pipeline(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ModelError(f"got output {output_dir}, which is there already; name a new or empty folder")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True)
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
     _check_fit(lora_path, layers, pipeline)
@@ -47,6 +52,7 @@ def merge_into_pipeline(
         with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as temporary:
             unfinished = Path(temporary) / "pipeline"
             pipeline.save_pretrained(unfinished)
+            _load_in_float32(unfinished)
             if output_dir.exists():
                 output_dir.rmdir()
             shutil.move(unfinished, output_dir)
@@ -95,12 +101,28 @@ def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) ->
             )
 
 
+def _load_in_float32(folder: Path) -> None:
+    """Let transformers load its parts as diffusers loads the others where no dtype is asked for.
+
+    transformers 5 goes by the dtype in `config.json`, diffusers takes float32: a half-precision text encoder would meet
+    a float32 U-Net. This goes when diffusers hands one dtype to all parts.
+    """
+    for path in folder.glob("*/config.json"):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if "architectures" in config:  # transformers writes it, diffusers does not
+            config.pop("torch_dtype", None)
+            path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+
+
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """The dtype of a component's first stored floating-point tensor; float32 where it cannot be told."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """The narrowest dtype that holds all floating-point tensors of a component's files; float32 if it has none."""
+    found: torch.dtype | None = None
+    for path in folder.glob("*.safetensors"):
+        if "." in path.stem:  # model.fp16.safetensors, a variant that is not what was loaded
+            continue
         with safetensors.safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
-                dtype: torch.dtype = file.get_tensor(key).dtype
-                if dtype.is_floating_point:
-                    return dtype
-    return torch.float32
+                dtype = DTYPES.get(file.get_slice(key).get_dtype())
+                if dtype is not None:
+                    found = dtype if found is None else torch.promote_types(found, dtype)
+    return found or torch.float32

@@ -395,7 +395,6 @@ class NPUSparseStrategy(DDPStrategy):
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
         if self.is_global_zero:
             self._checkpoint.remove(self.checkpoint_io, filepath)
 

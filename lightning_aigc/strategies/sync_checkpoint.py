@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_aigc.gradient_sync.factory import AnySync
 from lightning_aigc.gradient_sync.plain import LocalSteps
@@ -22,6 +25,8 @@ class SyncCheckpoint:
         self._read: Callable[[Iterable[int]], list[dict[str, Any]]] = _nothing  # no lambda: spawn pickles a strategy
         self._saved_ranks = 0
         self._error = ""
+        self._written: dict[str, Any] = {}
+        """The step of each file that some rank was asked to write, until it is removed."""
 
     def save(self, checkpoint_io: Any, sync: AnySync, checkpoint: dict[str, Any], filepath: Any) -> dict[str, Any]:
         """Write this rank's file.
@@ -32,6 +37,8 @@ class SyncCheckpoint:
         state = sync.state_dict() | {"global_step": written["global_step"]}
         if isinstance(sync, LocalSteps):  # the ranks' optimizers step apart, and the checkpoint has one of them
             state["optimizer_states"] = checkpoint.get("optimizer_states")
+        for rank in range(sync.groups.world_size):
+            self._written[_path(filepath, rank)] = written["global_step"] or 0
         checkpoint_io.save_checkpoint(state, _path(filepath, sync.groups.rank))
         return {**checkpoint, self.KEY: written}
 
@@ -103,7 +110,29 @@ class SyncCheckpoint:
         return sync.load_state_dict(states)
 
     def remove(self, checkpoint_io: Any, filepath: Any) -> None:
-        checkpoint_io.remove_checkpoint(_folder(filepath))
+        """Remove a checkpoint and its files. An IO that writes behind training does so once the other ranks' files of
+        the checkpoints that stay are durable: rank 0 knows of its own only."""
+        folder = _folder(filepath)
+        self._written = {path: step for path, step in self._written.items() if not path.startswith(f"{folder}/")}
+        remove_once = getattr(checkpoint_io, "remove_once", None)
+        for path in (filepath, folder):
+            if remove_once is None:
+                checkpoint_io.remove_checkpoint(path)
+            else:
+                remove_once(path, functools.partial(_are_written, dict(self._written)))
+
+
+def _are_written(steps: dict[str, Any]) -> bool:
+    found = {path: _step_in(path) for path in steps}  # a newer one in its place will do
+    return all(found[path] is not None and found[path] >= step for path, step in steps.items())
+
+
+def _step_in(path: str) -> Any:
+    """The step that a file of a rank is of; None where there is none yet. Its tensors are not read."""
+    try:
+        return torch.load(path, weights_only=True, mmap=True)["global_step"]
+    except (OSError, RuntimeError, KeyError):
+        return None
 
 
 def _nothing(ranks: Iterable[int]) -> list[dict[str, Any]]:

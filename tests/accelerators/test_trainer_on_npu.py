@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.ranks import meeting_point
+
 PRELUDE = """
 import csv, json, sys
 import lightning_aigc
@@ -150,13 +152,15 @@ def run(code: str, folder: Path) -> tuple[list[Any], str]:
     script = folder / "script.py"
     script.write_text(code)
     paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with meeting_point() as where:
+        done = subprocess.run(
+            [sys.executable, str(script), str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment | where,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rows*.json"))], done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
+import contextlib
 import json
 import os
 import subprocess
@@ -24,7 +25,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_aigc.callbacks import CLIPConvergenceGuard
+from fakes.killed_trainings import KillAt, Killed
+from fakes.ranks import meeting_point
+from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
 from lightning_aigc.callbacks.clip_convergence_guard import Check, improvement
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
@@ -165,6 +168,49 @@ def test_its_state_resumes_and_is_plain(tmp_path: Path) -> None:
     assert (resumed.best_step, trainer.global_step) == (whole.best_step, BEST_STEP + 6)
 
 
+@pytest.mark.parametrize(
+    "every_n_steps", [2, 4], ids=["the last check was before the kill", "the last check is the end's"]
+)
+def test_a_resumed_guard_draws_the_whole_runs_before_and_after(tmp_path: Path, every_n_steps: int) -> None:
+    class KillAtEnd(KillAt):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            trainer.callbacks[0]._opened().store.wait()
+            self.kill(trainer)
+
+    def go(root: Path, *callbacks: Any, **more: Any) -> CLIPConvergenceGuard:
+        watching = guard(stop=False, every_n_steps=every_n_steps)
+        with contextlib.suppress(Killed):
+            trainer = Trainer(
+                max_steps=6, callbacks=[ExactSnapshot(2), *callbacks, watching], accelerator="cpu", logger=False,
+                enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+                default_root_dir=root,
+            )  # fmt: skip
+            loader = DataLoader(TensorDataset(torch.ones(80, 4)), batch_size=4)
+            trainer.fit(Painter(), loader, **more)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ExactSnapshot):
+                callback.abandon()
+        return watching
+
+    go(tmp_path / "whole")
+    go(tmp_path / "run", KillAtEnd(-1))
+    assert not (tmp_path / "run" / "guard" / "before_after.png").exists()
+    resumed = go(tmp_path / "run", ckpt_path="latest")
+    sheets = [(tmp_path / root / "guard" / "before_after.png").read_bytes() for root in ("whole", "run")]
+    assert sheets[0] == sheets[1]
+    assert [check.step for check in resumed.checks] == list(range(0, 7, every_n_steps)) + [6] * (every_n_steps == 4)
+
+
+def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) -> None:
+    first = guard()
+    first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, [0.1] * 4, [0.1] * 4)], 0
+    other = guard(num_images=1)
+    other._prompts = PROMPTS
+    with pytest.warns(UserWarning, match="begins anew: other pictures"):
+        other.load_state_dict(first.state_dict())
+    assert other.checks == []
+
+
 def test_a_score_that_is_not_finite_never_becomes_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([[0.4, 0.4], [0.5, 0.5], [torch.nan, 0.9]])
     monkeypatch.setattr(
@@ -298,10 +344,12 @@ def test_two_ranks_share_the_pictures_and_decide_alike(tmp_path: Path) -> None:
     here = Path(__file__).parent
     paths = os.pathsep.join(str(here.parents[1] / part) for part in ("", "kernels", "tests"))
     (tmp_path / "script.py").write_text(TWO_RANKS)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with meeting_point() as where:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
+            capture_output=True, text=True, timeout=240,
+            env=os.environ | where | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     alone = guard(num_images=3)

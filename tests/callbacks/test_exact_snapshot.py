@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from fakes.killed_trainings import KillAt, Net, Noisy, train
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint import find_snapshots
+from lightning_aigc.checkpoint import agreement, find_snapshots
 from lightning_aigc.checkpoint.host_buffer import HostBuffer
-from lightning_aigc.errors import ConfigError, SnapshotError
+from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and workers
@@ -95,6 +96,64 @@ def test_an_early_stop_comes_at_the_same_step(tmp_path: Path) -> None:
     train(tmp_path, [ExactSnapshot(1), stopper(), KillAt(14)])
     resumed = train(tmp_path, [ExactSnapshot(1), stopper()], ckpt_path="latest")
     assert torch.equal(resumed.flat(), plain) and resumed.trainer.current_epoch < 3
+
+
+class KillAtEnd(KillAt):
+    """Ends the run, as SIGKILL would, once its last snapshot is durable and its end has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.callbacks[0]._opened().store.wait()
+        self.kill(trainer)
+
+
+class Ends(Callback):
+    """Counts what follows the last step."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.called.append(f"epoch {trainer.current_epoch}")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.called.append("end")
+
+
+STOPPER = {"patience": 0, "mode": "max", "check_on_train_epoch_end": True}
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 0])
+@pytest.mark.parametrize(
+    ("arguments", "stoppers"),
+    [({"max_epochs": 3}, 0), ({"max_epochs": -1, "max_steps": 7}, 0), ({"max_epochs": 9}, 1), ({"max_epochs": 8}, 2)],
+    ids=["epochs", "steps", "early stop", "stop within an epoch"],
+)
+def test_a_run_killed_after_its_last_step_has_its_end_once_and_no_more_steps(
+    tmp_path: Path, every_n_steps: int, arguments: dict[str, Any], stoppers: int
+) -> None:
+    class StopAt(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step >= 6
+
+    def more() -> list[Callback]:
+        return [[], [EarlyStopping("loss_epoch", **STOPPER)], [StopAt()]][stoppers]  # type: ignore[arg-type]
+
+    whole, ends = Ends(), Ends()
+    plain = train(tmp_path / "whole", [whole, *more()], **arguments)
+    train(tmp_path, [ExactSnapshot(every_n_steps), *more(), KillAtEnd()], **arguments)
+    resumed = train(tmp_path, [ExactSnapshot(1), ends, *more()], ckpt_path="latest", **arguments)
+    assert torch.equal(resumed.flat(), plain.flat())
+    assert resumed.trainer.global_step == plain.trainer.global_step and ends.called == whole.called[-2:]
+    written = find_snapshots(tmp_path / "snapshots")[0]
+    assert written.facts["is_finished"]
+    before = (written.path / "manifest.json").stat().st_mtime_ns
+    over = Ends()
+    again = train(tmp_path, [ExactSnapshot(1), over, *more()], ckpt_path="latest", **arguments)
+    assert torch.equal(again.flat(), plain.flat()) and over.called == []
+    assert (written.path / "manifest.json").stat().st_mtime_ns == before
 
 
 def test_a_finished_run_goes_on_when_it_may_take_more_steps(tmp_path: Path) -> None:
@@ -244,6 +303,71 @@ def test_a_signal_leaves_a_snapshot_and_the_command_that_goes_on(
     assert 'go on with: trainer.fit(..., ckpt_path="latest")' in caplog.text
     signal.signal(number, before)
     assert torch.equal(train(tmp_path, [ExactSnapshot(0)], ckpt_path="latest").flat(), whole)
+
+
+class BadPicture(Callback):
+    """These ranks meet an error as they get to one micro-batch."""
+
+    def __init__(self, batch: int, ranks: Sequence[int]) -> None:
+        self.batch, self.ranks = batch, ranks
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == self.batch and trainer.global_rank in self.ranks:
+            raise ModelError("the latents of cup.png are not finite")
+
+
+def failing_work(rank: int, folder: str, bad: list[int]) -> list[Any]:
+    """What each rank raised, after how many seconds."""
+    agreement.WAIT_S = 2.0
+    start = time.monotonic()
+    try:
+        train(Path(folder), [ExactSnapshot(2), BadPicture(11, bad)], devices=2, strategy="ddp", accumulate=2)
+    except Exception as error:
+        return [type(error).__name__, time.monotonic() - start]
+    return ["went on", 0.0]
+
+
+def resuming_work(rank: int, folder: str) -> list[Any]:
+    options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "accumulate": 2}
+    whole = train(Path(folder, "whole"), **options).flat()
+    return [whole, train(Path(folder), [ExactSnapshot(0)], ckpt_path="latest", **options).flat()]
+
+
+def test_an_error_that_all_ranks_meet_leaves_a_snapshot(tmp_path: Path) -> None:
+    rows = run_ranks(failing_work, 2, tmp_path / "ranks", str(tmp_path), [0, 1], gloo=False)
+    assert [kind for kind, _ in rows] == ["ModelError", "ModelError"]
+    assert steps_of(tmp_path) == [2, 4, 5]
+    assert [path.name for path in (tmp_path / "snapshots").glob(".*")] == [".lock"]
+    for whole, resumed in run_ranks(resuming_work, 2, tmp_path / "again", str(tmp_path), gloo=False):
+        assert torch.equal(whole, resumed)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_error_of_one_rank_leaves_the_last_snapshot_and_hangs_no_rank(tmp_path: Path, bad: int) -> None:
+    rows = run_ranks(failing_work, 2, tmp_path / "ranks", str(tmp_path), [bad], gloo=False, may_die=[0, 1])
+    assert rows[bad][0] == "ModelError" and rows[bad][1] < 20
+    assert rows[1 - bad] is None or rows[1 - bad][0] != "went on"
+    assert steps_of(tmp_path) == [2, 4]
+
+
+def votes_work(rank: int, folder: str) -> list[Any]:
+    """Whether these ranks agree, and after how many seconds: alike, apart, one against it, and one that never comes."""
+    rows: list[Any] = []
+    for case, votes in enumerate([["a", "a"], ["a", "b"], ["a", None], [None, "a"], ["a"]]):
+        place = Path(folder, str(case))
+        place.mkdir(exist_ok=True)
+        (place / ".lock").write_text('{"run": "0123abcd"}')
+        if rank < len(votes):
+            start = time.monotonic()
+            rows.append([agreement.all_agree(place, rank, 2, votes[rank], wait_s=1.0), time.monotonic() - start])
+    return rows
+
+
+def test_ranks_agree_only_on_the_same_and_wait_for_nobody_for_long(tmp_path: Path) -> None:
+    first, second = run_ranks(votes_work, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
+    assert [is_agreed for is_agreed, _ in first] == [True, False, False, False, False]
+    assert [is_agreed for is_agreed, _ in second] == [True, False, False, False]
+    assert max(seconds for _, seconds in first + second) < 5
 
 
 class Hang(Callback):

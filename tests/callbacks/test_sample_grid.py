@@ -8,7 +8,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import contextlib
 import json
 import random
-import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fakes.ranks import meeting_point
 from lightning_aigc.callbacks import sample_grid
 from lightning_aigc.callbacks.image_checks import check_images
 from lightning_aigc.callbacks.picture_sheet import draw_sheet, wrap
@@ -302,12 +302,12 @@ def test_a_fast_dev_run_draws_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="forks after a backward pass, which a CUDA build refuses")
 def test_with_two_ranks_only_rank_zero_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     module = Counting()
     grid = SampleGrid(["a"], every_n_steps=2)
-    make_trainer(tmp_path, grid, max_steps=4, devices=2, strategy="ddp_fork").fit(module, data())
+    with meeting_point() as where:
+        for name, value in where.items():
+            monkeypatch.setenv(name, value)
+        make_trainer(tmp_path, grid, max_steps=4, devices=2, strategy="ddp_fork").fit(module, data())
     assert steps_of(tmp_path) == [0, 2, 4]
     assert sorted(path.name for path in tmp_path.glob("*.txt")) == ["rank0.txt", "trained0.txt", "trained1.txt"]
     assert (tmp_path / "rank0.txt").read_text() == "xxx"

@@ -183,6 +183,79 @@ SCALARS = st.one_of(
     st.sampled_from(["", "1e-4", "three", "auto", "cosine", "embedded:sd", "AdamW", "ImageCaptionData", "é", "a.b.C"]),
     st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=8),
 )
+EMPTY_BLOCKS = {
+    "at the top": ("modle: {}", "the config has no key 'modle'; did you mean model?"),
+    "empty below too": ("modle: {init_args: {}}", "the config has no key 'modle'; did you mean model?"),
+    "of the trainer": ("trainer: {calbacks: {}}", "trainer has no key 'calbacks'; did you mean callbacks?"),
+    "an argument": (
+        "model: {class_path: StableDiffusionLoRA, init_args: {rnak: {}}}",
+        "no key 'rnak'; did you mean rank?",
+    ),
+    "in a list": (
+        "trainer: {callbacks: [{class_path: RunReport, init_args: {promts: {}}}]}",
+        "trainer.callbacks[0].init_args: RunReport has no key 'promts'; did you mean prompts?",
+    ),
+    "beside a class": (
+        "data: {class_path: ImageCaptionData, init_agrs: {}}",
+        "data has no key 'init_agrs'; did you mean init_args?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY_BLOCKS)
+def test_an_unknown_block_without_a_value_is_no_less_wrong(case: str, mistake: Callable[..., str]) -> None:
+    text, said = EMPTY_BLOCKS[case]
+    assert said in mistake(text=text)
+
+
+def test_blocks_without_a_value_that_are_known_pass(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("trainer: {}\nmodel: {init_args: {}}\n")
+    assert command("fit", "-c", DEMO, "-c", path, "--print_config").code == 0
+
+
+BUGS = """
+from lightning.pytorch import Callback, LightningModule
+
+def deeper(kind):
+    return None + 1 if kind == "type" else {}["gone"] if kind == "key" else None.foo
+
+class Buggy(Callback):
+    def __init__(self, kind: str = "type") -> None:
+        deeper(kind)
+
+class BuggyModel(LightningModule):
+    def __init__(self, kind: str = "type") -> None:
+        super().__init__()
+        deeper(kind)
+"""
+
+
+@pytest.mark.parametrize("kind", ["type", "key", "attribute"])
+@pytest.mark.parametrize("block", ["model", "trainer.callbacks"])
+def test_a_bug_in_a_users_own_class_is_one_line_and_its_traceback_a_file(
+    kind: str, block: str, mistake: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_bugs.py").write_text(BUGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_bugs", raising=False)
+    if block == "model":
+        text = f"model: {{class_path: own_bugs.BuggyModel, init_args: {{kind: {kind}}}}}"
+    else:
+        text = f"trainer: {{callbacks: [{{class_path: own_bugs.Buggy, init_args: {{kind: {kind}}}}}]}}"
+    line = mistake(text=text)
+    kept = tmp_path / "run" / "traceback.txt"
+    assert line.endswith(f"(own_bugs.py:5); its traceback is in {kept}")
+    assert f"{kind.capitalize()}Error" in line
+    assert "in deeper\n" in kept.read_text() and kept.read_text().startswith("Traceback (most recent call last)")
+    # Where the run's folder cannot be written, it goes where it can.
+    kept.unlink()
+    kept.mkdir()
+    elsewhere = Path(mistake(text=text).rpartition(" is in ")[2])
+    assert "in deeper\n" in elsewhere.read_text()
+    elsewhere.unlink()
+
+
 VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),

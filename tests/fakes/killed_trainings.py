@@ -73,9 +73,12 @@ class KillAt(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx == self.batch:
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                callback.on_exception = lambda *_: None
-            raise Killed
+            self.kill(trainer)
+
+    def kill(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.on_exception = lambda *_: None
+        raise Killed
 
 
 def train(

@@ -5,14 +5,14 @@ They are forked from a server that has imported torch once, so that a start cost
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,18 @@ def run_ranks(
     context.set_forkserver_preload(IMPORTED_ONCE)
     # A function of a test module has no name that a new process could import.
     place = (str(Path(sys.modules[work.__module__].__file__ or "").resolve()), work.__name__)
-    port = str(free_port())
-    given = [(rank, ranks, str(folder), port, gloo, environment or {}, place, arguments) for rank in range(ranks)]
-    processes = [context.Process(target=_rank, args=one, daemon=True) for one in given]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for rank in stuck:
-        processes[rank].kill()
+    with meeting_point() as where:
+        shared = where | (environment or {})
+        given = [(rank, ranks, str(folder), gloo, shared, place, arguments) for rank in range(ranks)]
+        processes = [context.Process(target=_rank, args=one, daemon=True) for one in given]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in stuck:
+            processes[rank].kill()
     errors = [path.read_text() for path in sorted(folder.glob("rank*.error"))]
     assert not errors, "\n".join(errors)
     assert not stuck, f"ranks {stuck} had not ended after {timeout_s} s"
@@ -73,7 +74,6 @@ def _rank(
     rank: int,
     ranks: int,
     folder: str,
-    port: str,
     gloo: bool,
     environment: dict[str, str],
     place: tuple[str, str],
@@ -83,7 +83,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    where = {"NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
     where |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= where | environment
     try:
@@ -101,8 +101,16 @@ def _rank(
         raise
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def meeting_point() -> Iterator[dict[str, str]]:
+    """The variables by which ranks find one another: a store that this process keeps open.
+
+    The system gives it a port of its own. A port that is looked up first and bound by rank 0 seconds later may be
+    another session's by then.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    # As under torchrun: no rank opens a store of its own.
+    yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    del store

@@ -9,7 +9,6 @@ import copy
 import doctest
 import json
 import pickle
-import socket
 from pathlib import Path
 
 import open_clip
@@ -232,8 +231,8 @@ def test_a_weights_file_overrides_the_folders_own(folder: Path, tmp_path: Path, 
     torch.testing.assert_close(negated, -CLIPSimilarity(str(folder)).scores(images, PROMPTS)["clip_t"])
 
 
-def score_share(rank: int, folder: str, port: int, images: torch.Tensor, results: mp.SimpleQueue) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def score_share(rank: int, folder: str, where: str, images: torch.Tensor, results: mp.SimpleQueue) -> None:
+    torch.distributed.init_process_group("gloo", where, rank=rank, world_size=2)
     metric = CLIPSimilarity(folder, reference_images=images[:2])
     share = slice(0, 3) if rank == 0 else slice(3, 4)  # uneven: a mean of means would differ
     metric.update(images[share], PROMPTS[share])
@@ -242,12 +241,10 @@ def score_share(rank: int, folder: str, port: int, images: torch.Tensor, results
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_together_score_what_one_scores(folder: Path, images: torch.Tensor) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_two_ranks_together_score_what_one_scores(folder: Path, images: torch.Tensor, tmp_path: Path) -> None:
     results = mp.get_context("fork").SimpleQueue()
-    mp.start_processes(score_share, (str(folder), port, images, results), nprocs=2, start_method="fork")
+    where = f"file://{tmp_path}/store"
+    mp.start_processes(score_share, (str(folder), where, images, results), nprocs=2, start_method="fork")
     single = CLIPSimilarity(str(folder), reference_images=images[:2])
     single.update(images, PROMPTS)
     wanted = {key: value.item() for key, value in single.compute().items()}

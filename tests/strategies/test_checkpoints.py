@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from fakes.given_gradients import MODES
 from fakes.ranks import run_ranks
 from fakes.small_lightning import Small, fit
+from lightning_aigc.checkpoint import checkpoint_io
 from lightning_aigc.strategies import NPUSparseStrategy
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 
@@ -114,6 +117,30 @@ def later(path: Path) -> Path:
     return Path(str(path).replace("epoch=0", "epoch=1"))
 
 
+def slow_sidecars(rank: int, folder: str) -> list[list[bool]]:
+    """For each removal of an old checkpoint on rank 0: whether rank 1's file of the newer one was there."""
+    found: list[bool] = []
+    if rank == 0:
+        stock = shutil.rmtree
+
+        def rmtree(path: Any) -> None:
+            newer = Path(str(path).replace("epoch=0", "epoch=1") if "epoch=0" in str(path) else folder)
+            found.append((newer / "rank1.ckpt").exists() or newer == Path(folder))
+            stock(path)
+
+        shutil.rmtree = rmtree  # type: ignore[assignment]
+    else:
+        write = checkpoint_io.write_torch_file
+        checkpoint_io.write_torch_file = lambda *arguments: (time.sleep(0.5), write(*arguments))  # type: ignore[assignment]
+    run(
+        rank,
+        2,
+        {"mode": "int3", "checkpoint_io": checkpoint_io.SnapshotCheckpointIO()},
+        **saving(Path(folder, "c"), save_top_k=1),
+    )
+    return found
+
+
 def other_number(rank: int, ranks: int, folder: str, write: bool) -> dict[str, Any]:
     """Save on these many ranks, or resume on them what others have saved."""
     results = {}
@@ -197,6 +224,12 @@ def test_going_on_from_local_steps_every_rank_takes_the_same_optimizer_state(bot
     said, after = both[0]["from local"]
     assert any("the checkpoint was written in mode local, this run is in int4" in line for line in said)
     assert all(torch.equal(a, b) for a, b in zip(after, both[1]["from local"][1], strict=True))
+
+
+def test_an_old_checkpoint_stays_until_every_ranks_part_of_the_newer_one_is_durable(tmp_path: Path) -> None:
+    found, _ = run_ranks(slow_sidecars, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
+    assert found == [True]
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"epoch=1.ckpt", "epoch=1.ckpt.sync"}
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2)])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fakes import fake_npu
-from fakes.ranks import free_port, run_ranks
+from fakes.ranks import meeting_point, run_ranks
 from fakes.small_lightning import Small, fit
 from lightning_aigc.gradient_sync.topology import Reading, parse_topology
 from lightning_aigc.strategies import device_order
@@ -60,13 +60,15 @@ def trained(folder: Path, *names: str, launcher: tuple[str, ...] = ()) -> dict[s
     script = folder / "script.py"
     script.write_text(SCRIPT)
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(folder), *names],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with meeting_point() as where:
+        done = subprocess.run(
+            [sys.executable, *launcher, str(script), str(folder), *names],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environment | ({} if launcher else where),
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in (0, 1)] for name in names}
 
@@ -87,7 +89,7 @@ def test_every_registered_name_trains_on_two_ranks(names: tuple[str, ...], tmp_p
 
 
 def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}")
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     assert_trained_alike(trained(tmp_path, "npu_sparse", launcher=launcher)["npu_sparse"])
 
 
