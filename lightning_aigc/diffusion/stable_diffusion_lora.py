@@ -266,7 +266,7 @@ class StableDiffusionLoRA(LightningModule):
         pixels = pixels_B3HW.to(self.device, vae.dtype)
         at_once = max(1, PIXELS_ENCODED_AT_ONCE // (pixels.shape[-2] * pixels.shape[-1]))
         with float32_region(self.device):
-            encoded = [vae.encode(some).latent_dist.parameters.float() for some in pixels.split(at_once)]
+            encoded = [vae.encode(some).latent_dist.parameters.float() for some in torch.split(pixels, at_once)]
         return torch.cat(encoded)
 
     @torch.no_grad()

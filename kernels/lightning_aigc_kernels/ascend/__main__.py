@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_aigc_kernels.ascend.chips import GATE_TARGETS
 from lightning_aigc_kernels.ascend.errors import AscendError, AscendLowerError
 from lightning_aigc_kernels.ascend.gate import complaints, kernel_cases
-from lightning_aigc_kernels.ascend.lower import lower
+from lightning_aigc_kernels.ascend.lower import Lowered, lower
 from lightning_aigc_kernels.ascend.toolchain import require_toolchain
 
 ROW = "{:17} {:16} {:46} {:>9} {:>6} {:>5} {:>6} {:>7}  {}"
