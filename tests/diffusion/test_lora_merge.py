@@ -100,15 +100,15 @@ def test_a_stranger_loads_and_draws_whatever_dtypes_the_base_had(tmp_path: Path)
 
 
 def test_a_part_of_two_dtypes_keeps_both_and_a_variant_beside_it_does_not_count(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "float16", "float32", "float32")
+    base = make_base(tmp_path / "base", "float16", "float32", "float16")
     path = base / "unet" / "diffusion_pytorch_model.safetensors"
     state = safetensors.torch.load_file(path)
     last = sorted(state)[-1]
     wide = state[last].float() + 1e-7
     safetensors.torch.save_file(state | {last: wide}, path)
-    half = {key: value.half() for key, value in state.items()}
-    safetensors.torch.save_file(half, base / "vae" / "diffusion_pytorch_model.fp16.safetensors")
+    variant = {key: value.float() for key, value in state.items()}
+    safetensors.torch.save_file(variant, base / "vae" / "diffusion_pytorch_model.wide.safetensors")
     merged = merge_into_pipeline(make_lora(tmp_path / "l.safetensors", base), base, tmp_path / "merged")
     stored = safetensors.torch.load_file(merged / "unet" / "diffusion_pytorch_model.safetensors")
     assert torch.equal(stored[last], wide)
-    assert dtypes_in(merged / "vae" / "diffusion_pytorch_model.safetensors") == {torch.float32}
+    assert dtypes_in(merged / "vae" / "diffusion_pytorch_model.safetensors") == {torch.float16}
