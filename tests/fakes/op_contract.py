@@ -84,7 +84,9 @@ def assert_passes_gradcheck(case: Case) -> None:
         return case.fused(**(case.tensors | dict(zip(case.trained, given, strict=True))))
 
     inputs = tuple(leaf.clone().requires_grad_() for leaf in leaves if leaf is not None)
-    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+    # Convolutions' backward adds up in any order on a card.
+    scatter = 0.0 if torch.get_default_device().type == "cpu" else 1e-10
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True, nondet_tol=scatter)
 
 
 def assert_no_worse_than_eager(
