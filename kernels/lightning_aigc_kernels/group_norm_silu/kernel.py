@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_aigc_kernels.bit_bisection import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.group_norm_silu import split
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
+from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope_and_offset
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
 # 960 programs divide evenly among 40 and 48 vector cores; the interpreter's row makes small tensors loop in every loop.
@@ -51,19 +52,6 @@ def slab_mean_and_m2(x_ptr, length, BLOCK: tl.constexpr):
         mean += delta * share
         m2 += tl.sum(centred * centred, 0) + delta * delta * share * start
     return mean, m2
-
-
-@triton.jit
-def slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside, MODULATED: tl.constexpr):
-    """weight * (1 + scale) and bias * (1 + scale) + shift of these channels of a sample: z is their line over xhat."""
-    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if MODULATED:
-        amplify = 1.0 + tl.load(scale_row + channel, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.load(shift_row + channel, mask=inside, other=0.0).to(tl.float32)
-        weight = weight * amplify
-        bias = bias * amplify + shift
-    return weight, bias
 
 
 @triton.jit
@@ -116,19 +104,6 @@ def group_norm_silu_forward(
                 if SILU:
                     z = z * tl.sigmoid(z)
                 tl.store(y_ptr + start + offsets, z.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def normalised_and_dz(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset, SILU: tl.constexpr):
-    """Of one tile: the normalised x, and the gradient of the number that enters the activation."""
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    dz = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    xhat = (x - mean) * rstd
-    if SILU:
-        z = xhat * slope[:, None] + offset[:, None]
-        gate = tl.sigmoid(z)
-        dz = dz * gate * (1.0 + z * (1.0 - gate))
-    return xhat, dz
 
 
 @triton.jit

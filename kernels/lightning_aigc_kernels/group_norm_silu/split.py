@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
+from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope_and_offset
 from lightning_aigc_kernels.launch import (
     KernelCase,
     LaunchConfig,
@@ -53,19 +54,6 @@ def tile_of(tile, across, channels, pixels, BLOCK_K: tl.constexpr, BLOCK_P: tl.c
     rows = tl.minimum(channels - (tile // across) * BLOCK_K, BLOCK_K)
     columns = tl.minimum(pixels - (tile % across) * BLOCK_P, BLOCK_P)
     return channel, offsets, inside, (rows * columns).to(tl.float32)
-
-
-@triton.jit
-def affine_of_tile(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside, MODULATED: tl.constexpr):
-    """weight * (1 + scale) and bias * (1 + scale) + shift of a tile's channels."""
-    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    if MODULATED:
-        amplify = 1.0 + tl.load(scale_row + channel, mask=inside, other=0.0).to(tl.float32)
-        shift = tl.load(shift_row + channel, mask=inside, other=0.0).to(tl.float32)
-        weight = weight * amplify
-        bias = bias * amplify + shift
-    return weight, bias
 
 
 @triton.jit
@@ -154,7 +142,7 @@ def forward_result(
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
         channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
-        slope, offset = affine_of_tile(
+        slope, offset = slope_and_offset(
             weight_ptr + first_channel,
             bias_ptr + first_channel,
             scale_row,
@@ -168,19 +156,6 @@ def forward_result(
         if SILU:
             z = z * tl.sigmoid(z)
         tl.store(y_ptr + start + offsets, z.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def tile_gradient(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset, SILU: tl.constexpr):
-    """Of one tile: the normalised x, and the gradient of the number that enters the activation times the slope."""
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    dz = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    xhat = (x - mean) * rstd
-    if SILU:
-        z = xhat * slope[:, None] + offset[:, None]
-        gate = tl.sigmoid(z)
-        dz = dz * gate * (1.0 + z * (1.0 - gate))
-    return xhat, dz * slope[:, None]
 
 
 @triton.jit
@@ -222,7 +197,7 @@ def backward_shares(
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
         channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
-        slope, offset = affine_of_tile(
+        slope, offset = slope_and_offset(
             weight_ptr + first_channel,
             bias_ptr + first_channel,
             scale_row,
@@ -231,7 +206,8 @@ def backward_shares(
             channel < channels,
             MODULATED,
         )
-        xhat, dxhat = tile_gradient(x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU)
+        xhat, dz = normalised_and_dz(x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU)
+        dxhat = dz * slope[:, None]
         total += tl.sum(tl.sum(dxhat, 1), 0)
         total_xhat += tl.sum(tl.sum(dxhat * xhat, 1), 0)
     shares_ptr += slab * 2 * SPLITS + split
@@ -281,7 +257,7 @@ def backward_result(
     first = split * tiles_a_split
     for tile in range(first, tl.minimum(first + tiles_a_split, tiles)):
         channel, offsets, inside, _ = tile_of(tile, across, channels, pixels, BLOCK_K, BLOCK_P)
-        slope, offset = affine_of_tile(
+        slope, offset = slope_and_offset(
             weight_ptr + first_channel,
             bias_ptr + first_channel,
             scale_row,
@@ -290,7 +266,8 @@ def backward_result(
             channel < channels,
             MODULATED,
         )
-        xhat, dxhat = tile_gradient(x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU)
+        xhat, dz = normalised_and_dz(x_ptr + start, dy_ptr + start, offsets, inside, mean, rstd, slope, offset, SILU)
+        dxhat = dz * slope[:, None]
         dx = rstd * (dxhat - mean_dxhat - xhat * mean_dxhat_xhat)
         tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
