@@ -1,6 +1,6 @@
 """A LoRA file of ours in kohya sd-scripts' own network class, beside the same file in diffusers.
 
-    python benchmarks/kohya_load.py SD_SCRIPTS/networks/lora.py runs/demo/zorp.safetensors [--commit HASH] [--output FILE]
+    python benchmarks/kohya_load.py SD_SCRIPTS/networks/lora.py runs/demo/zorp.safetensors [--commit HASH] [--output F]
 
 sd-scripts' `create_network_from_weights` puts the file onto the embedded Stable Diffusion's U-Net, diffusers loads it
 with `load_lora_weights`; both see the same noise, timestep and text. The two modules of sd-scripts' own that its file

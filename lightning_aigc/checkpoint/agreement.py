@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -51,9 +52,11 @@ def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wai
 
 
 def _put(path: Path, text: str) -> None:
+    """Write a vote whole; nothing where rank 0 has closed the run and removed the votes, which nobody reads then."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    with contextlib.suppress(FileNotFoundError):
+        unfinished.write_text(text)
+        unfinished.replace(path)
 
 
 def _get(path: Path) -> str | None:

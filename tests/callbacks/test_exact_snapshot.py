@@ -6,6 +6,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
 import os
+import shutil
 import signal
 import threading
 import time
@@ -350,6 +351,13 @@ def test_an_error_of_one_rank_leaves_the_last_snapshot_and_hangs_no_rank(tmp_pat
     assert rows[bad][0] == "ModelError" and rows[bad][1] < 20
     assert rows[1 - bad] is None or rows[1 - bad][0] != "went on"
     assert steps_of(tmp_path) == [2, 4]
+
+
+def test_a_rank_that_votes_after_the_run_was_closed_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 decides, closes and removes the votes while this one is about to take its own back."""
+    (tmp_path / ".lock").write_text('{"run": "0123abcd"}')
+    monkeypatch.setattr(agreement.time, "sleep", lambda _: shutil.rmtree(tmp_path / ".agree.0123abcd", True))
+    assert not agreement.all_agree(tmp_path, 1, 2, "step 4", wait_s=0.05)
 
 
 def votes_work(rank: int, folder: str) -> list[Any]:
