@@ -106,7 +106,9 @@ def norms(tensors: Sequence[Tensor], dtypes: Set[torch.dtype] = frozenset()) -> 
     """
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
     dtypes = dtypes or {tensor.dtype for tensor in tensors}
-    found: Sequence[Tensor] = torch._foreach_norm(tensors, 2, dtype=torch.float32 if torch.float16 in dtypes else None)
+    found: Sequence[Tensor] = torch._foreach_norm(
+        list(tensors), 2, dtype=torch.float32 if torch.float16 in dtypes else None
+    )
     if len(dtypes) > 1:
         found = [norm.float() for norm in found]
     try:
