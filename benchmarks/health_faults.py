@@ -35,6 +35,7 @@ from fakes.faults import FAULTS, alerts_of, first_alert, is_right
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("net", "sd"), help="unset: both")
+    parser.add_argument("--checks", nargs="*", help="those whose faults are run; unset: all")
     parser.add_argument(
         "--seed", type=int, default=1, help="of weights and draws; 0 is the tests', on which the table was made"
     )
@@ -48,7 +49,7 @@ def main() -> None:
         lambda: {"past": 0, "right": 0, "most_steps": 0, "short": 0, "quiet": 0, "wrong": [], "runs": set()}
     )
     for fault in FAULTS:
-        if given.model not in (None, fault.model):
+        if given.model not in (None, fault.model) or (given.checks and fault.check not in given.checks):
             continue
         fault.seed = given.seed
         row = rows[fault.check, fault.model]

@@ -17,7 +17,7 @@ CHECKS: tuple[Check, ...] = ("no_gradient", "vanishing", "exploding", "saturated
 SETTLED_LORA = 0.03
 """Norm of B over that of A below which A's gradient, which is proportional to B, may be as small as it likes."""
 
-SHIFTED_LOOKS = 3
+SHIFTED_LOOKS = (3, 5, 7)
 """Looks whose median tells a norm that has grown for good from the spread of single ones."""
 NORM_PER_LOSS = 5.0
 """Norm that a gradient may have for each unit of the first loss: a loss that is summed has large gradients."""
@@ -139,7 +139,7 @@ def _too_large(
     elif history.is_spike(norm, limits.exploding_z, limits.exploding_ratio):
         said = f"its gradient's norm is {norm:.3g}, {norm / history.median():.0f} times its median"
     elif history.has_shifted(norm, limits.exploding_z, limits.exploding_ratio, SHIFTED_LOOKS):
-        said = f"its gradient's norm is {norm:.3g}, and at the last {SHIFTED_LOOKS} looks it was far above its median"
+        said = f"its gradient's norm is {norm:.3g}, and at the last looks it was far above its median before"
     else:
         return []
     return [exploding(now.names[i], said, remedies)]

@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SCALED_DEVIATION = 1.4826
 """A median absolute deviation times this is the standard deviation of a normal distribution."""
@@ -62,18 +62,29 @@ class History:
         """Whether a value is both `z` deviations above the median and `ratio` times it."""
         return value > ratio * self.median() and self.z(value) > z  # the ratio costs next to nothing
 
-    def has_shifted(self, value: float, z: float, ratio: float, count: int) -> bool:
-        """Whether the median of the last `count` values, this one among them, is as far off as a spike must be.
+    def has_shifted(self, value: float, z: float, ratio: float, counts: Sequence[int]) -> bool:
+        """Whether the median of the last values, this one among them, is as far off as a spike must be.
 
-        The median of many varies less than a single value, so a shift shows where a spike is lost in the spread.
+        The median of many varies less than a single value, so a shift shows where a spike is lost in the spread; the
+        wider the spread, the more values it takes. They are compared with the values before them.
+
+        Args:
+            counts: Numbers of last values that are tried, the smallest first.
         """
-        if len(self._logs) < self.shortest + count or not math.isfinite(value) or value <= 0:
+        if not self._logs or not math.isfinite(value) or value <= 0:
             return False
-        far = math.log(ratio) + self._middle()
-        last = [*itertools.islice(reversed(self._logs), count - 1), math.log(value)]
-        if sum(log > far for log in last) * 2 <= count:
+        last = [math.log(value), *itertools.islice(reversed(self._logs), counts[-1] - 1)]
+        # Costs next to nothing, and is seldom true.
+        if not statistics.median(last[: counts[0]]) > self._middle() + math.log(ratio) / 2:
             return False
-        return self.z(math.exp(statistics.median(last))) * math.sqrt(count) > z * MEDIAN_SPREAD
+        return any(self._is_off(last[:count], z, ratio) for count in counts if len(self._logs) >= self.shortest + count)
+
+    def _is_off(self, last: Sequence[float], z: float, ratio: float) -> bool:
+        before = list(itertools.islice(self._logs, len(self._logs) - len(last) + 1))
+        middle, now = statistics.median(before), statistics.median(last)
+        spread = SCALED_DEVIATION * statistics.median(abs(log - middle) for log in before)
+        far = (now - middle) / max(spread, SMALLEST_SPREAD)
+        return now > middle + math.log(ratio) and far * math.sqrt(len(last)) > z * MEDIAN_SPREAD
 
     def state(self) -> list[float]:
         return list(self._logs)

@@ -11,7 +11,7 @@ from lightning_aigc.callbacks.health.history import History
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
-SHIFTED_LOSSES = 5
+SHIFTED_LOSSES = (5, 9, 13)
 """Losses whose median tells one that has grown for good from the spread of single ones."""
 
 

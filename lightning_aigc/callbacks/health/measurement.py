@@ -6,7 +6,7 @@ Legend: P parameters, S sampled entries of each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -98,17 +98,21 @@ def measure(named: Named, alike_share: float = 0.9) -> Measurement:
     return look.read(look.numbers.tolist())
 
 
-def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of each tensor, float32 [P], fused where their device can; half precision does not overflow."""
+def norms(tensors: Sequence[Tensor], dtypes: Set[torch.dtype] = frozenset()) -> Tensor:
+    """The L2 norm of each tensor, float32 [P], fused where their device can; half precision does not overflow.
+
+    Args:
+        dtypes: Theirs, where they are known: to ask each tensor takes its time.
+    """
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
-    dtypes = {tensor.dtype for tensor in tensors}
+    dtypes = dtypes or {tensor.dtype for tensor in tensors}
     found: Sequence[Tensor] = torch._foreach_norm(
         list(tensors), 2, dtype=torch.float32 if torch.float16 in dtypes else None
     )
     if len(dtypes) > 1:
         found = [norm.float() for norm in found]
     try:
-        return torch.stack(list(found)).float()
+        return torch.stack(found).float()  # type: ignore[arg-type]
     except RuntimeError:  # on several devices: to ask each tensor first takes longer than the norms
         return torch.stack([norm.to(found[0].device) for norm in found]).float()
 

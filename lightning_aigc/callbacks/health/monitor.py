@@ -203,6 +203,8 @@ class GradientHealthMonitor(Callback):
 
     def _loss(self) -> Tensor | None:
         """The window's loss, still scaled: Lightning divides each batch's by how many there are."""
+        if len(self._losses) == 1:
+            return self._losses[0]
         return torch.stack([loss.float().reshape(()) for loss in self._losses]).sum() if self._losses else None
 
     def _examples_of_step(self, pl_module: LightningModule) -> tuple[Tensor, Tensor] | None:
@@ -211,6 +213,8 @@ class GradientHealthMonitor(Callback):
         if not self._has_examples:
             self._has_examples = True
             self._watch.course(0).losses.timesteps = int(getattr(pl_module, "num_train_timesteps", 1000))
+        if len(self._examples) == 1:
+            return self._examples[0]
         losses, timesteps = (torch.cat([pair[i].reshape(-1) for pair in self._examples]) for i in (0, 1))
         return losses, timesteps
 
@@ -218,6 +222,8 @@ class GradientHealthMonitor(Callback):
 
     def _give(self, trainer: Trainer, alerts: list[Alert]) -> None:
         """Say what is news on this rank."""
+        if not alerts:
+            return
         rank = trainer.global_rank
         alerts = [dataclasses.replace(alert, rank=rank) for alert in alerts]
         self.alerts += alerts

@@ -21,7 +21,7 @@ class Parcel:
         if not self._parts:
             return {}
         device = next(iter(self._parts.values())).device
-        numbers = cat([part.to(device) for part in self._parts.values()]).tolist()
+        numbers = cat([p if p.device == device else p.to(device) for p in self._parts.values()]).tolist()
         opened, at = {}, 0
         for name, part in self._parts.items():
             opened[name] = numbers[at : at + part.numel()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,40 @@ from lightning_aigc.callbacks.health.parcel import Parcel
 PROBED, PROBE_SAMPLES = 64, 16
 """Gradients, and values of each, of the sample that says whether all are finite where their norms would take too long.
 Backward carries what is not finite on to everything before it."""
+GRADIENT = operator.attrgetter("grad")
+
+
+class Gradients:
+    """The gradients of one optimizer's parameters. What does not change from step to step is looked up once.
+
+    Args:
+        named: The parameters.
+        is_exact: Whether to take all of them, and not a sample.
+    """
+
+    def __init__(self, named: Named, is_exact: bool) -> None:
+        self.named, self.is_exact = named if is_exact else named[:: max(1, len(named) // PROBED)], is_exact
+        self._parameters = [p for _, p in self.named]
+        self._dtypes = {p.dtype for p in self._parameters}  # a gradient has its parameter's
+        self._may_be_sparse = True
+
+    @torch.no_grad()
+    def size_or_probe(self, is_due: bool) -> Tensor | None:
+        """The norm of all gradients, or for large models a number that is finite if a sample of them is.
+
+        Whether a gradient is sparse is asked at a look, and at the first step.
+        """
+        if is_due or self._may_be_sparse:
+            gradients = gradients_of(self.named)
+            self._may_be_sparse = any(g.is_sparse for p in self._parameters if (g := p.grad) is not None)
+        else:
+            gradients = [g for g in map(GRADIENT, self._parameters) if g is not None]
+        if not gradients:
+            return None
+        if self.is_exact:
+            norm: Tensor = torch.linalg.vector_norm(norms(gradients, self._dtypes))
+            return norm
+        return sample_rows(gradients, PROBE_SAMPLES).sum()
 
 
 def read_step(
@@ -19,7 +55,7 @@ def read_step(
     full: Look | None,
     frozen: Tensor | None,
     *,
-    is_exact: bool,
+    gradients: Gradients,
     loss: Tensor | None,
     examples: tuple[Tensor, Tensor] | None,
     scale: Tensor | None,
@@ -28,7 +64,7 @@ def read_step(
     parcel = Parcel()
     parcel.add("loss", loss)
     parcel.add("scale", scale)
-    parcel.add("gradient", _size_or_probe(course.named, is_exact))
+    parcel.add("gradient", gradients.size_or_probe(full is not None))
     parcel.add("ratios", course.ratios)
     if examples is not None:
         parcel.add("losses", examples[0])
@@ -37,14 +73,3 @@ def read_step(
         parcel.add("look", full.numbers)
         parcel.add("frozen", frozen)
     return parcel.open()
-
-
-def _size_or_probe(named: Named, is_exact: bool) -> Tensor | None:
-    """The norm of all gradients, or for large models a number that is finite if a sample of them is."""
-    gradients = gradients_of(named if is_exact else named[:: max(1, len(named) // PROBED)])
-    if not gradients:
-        return None
-    if is_exact:
-        norm: Tensor = torch.linalg.vector_norm(norms(gradients))
-        return norm
-    return sample_rows(gradients, PROBE_SAMPLES).sum()

@@ -23,7 +23,7 @@ from lightning_aigc.callbacks.health.measurement import Look, Measurement, Named
 from lightning_aigc.callbacks.health.names import frozen, lora_pairs, trained
 from lightning_aigc.callbacks.health.origin import Replayed, finding_of_loss, finding_of_module, finding_of_parameter
 from lightning_aigc.callbacks.health.ranks import check_ranks
-from lightning_aigc.callbacks.health.reading import read_step
+from lightning_aigc.callbacks.health.reading import Gradients, read_step
 from lightning_aigc.callbacks.health.record import Record
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.scaling import LossScale
@@ -64,6 +64,7 @@ class Watch:
         self.frozen = FrozenSamples(frozen(named), self.named)
         self.deltas = lora.Deltas(model)
         self.is_exact = sum(p.numel() for _, p in self.named) <= EXACT_BELOW
+        self.gradients = [Gradients(course.named, self.is_exact) for course in self.courses]
 
     def course(self, number: int) -> Course:
         """What is remembered of an optimizer."""
@@ -108,7 +109,9 @@ class Watch:
         inverse = scale.reciprocal() if scale is not None and is_scaled else None
         full = Look(named, self.limits.alike_share, inverse) if is_due else None
         changed = self.frozen.changed() if is_due else None
-        read = read_step(course, full, changed, is_exact=self.is_exact, loss=loss, examples=examples, scale=scale)
+        read = read_step(
+            course, full, changed, gradients=self.gradients[optimizer], loss=loss, examples=examples, scale=scale
+        )
 
         alerts: list[Alert] = []
         scale_now = read["scale"][0] if scale is not None else 1.0

@@ -130,13 +130,29 @@ def test_a_shift_shows_in_the_median_of_several_where_single_values_vary_too_muc
     history = History(100, shortest=20)
     for value in draws[:40]:
         history.add(value)
-    assert not any(history.has_shifted(value, 6, 5, count=5) for value in draws[40:])
+    assert not any(history.has_shifted(value, 6, 5, counts=(5,)) for value in draws[40:])
     shifted = []
     for value in draws[40:50]:
-        shifted.append(history.has_shifted(30 * value, 6, 5, count=5))
+        shifted.append(history.has_shifted(30 * value, 6, 5, counts=(5,)))
         history.add(30 * value)
     assert not any(history.is_spike(30 * value, 6, 5) for value in draws[40:44])
     assert shifted[:2] == [False, False] and all(shifted[4:])
+
+
+def test_a_wide_spread_takes_more_values_to_show_a_shift_and_shows_none_without_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.randn(400, generator=generator).mul(1.2).exp().tolist()
+    healthy, shifted = History(100, shortest=20), []
+    for value in draws:
+        assert not healthy.has_shifted(value, 6, 5, counts=(5, 9, 13))
+        healthy.add(value)
+    history = History(100, shortest=20)
+    for value in draws[:40]:
+        history.add(value)
+    for value in draws[40:60]:
+        shifted.append((history.has_shifted(30 * value, 6, 5, (5,)), history.has_shifted(30 * value, 6, 5, (5, 9, 13))))
+        history.add(30 * value)
+    assert sum(both for _, both in shifted) >= 8 > sum(few for few, _ in shifted)
 
 
 def test_a_frozen_copy_that_follows_its_trained_twin_is_no_error_and_any_other_move_is() -> None:

@@ -47,7 +47,7 @@ class Fault:
     every: int = 10
     says: bool = True
     is_missed: bool = False
-    """Known not to be told above an info: it is lost in the spread of a diffusion gradient at batch 2."""
+    """On some seeds not told above an info: it is lost in the spread of a diffusion gradient at batch 2."""
     also: str = ""
     """Another check that is right: a loss of 30 times has gradients of 30 times."""
     seed: int = 0
