@@ -9,17 +9,20 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
+.PHONY: demo test test-long test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
 	embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
 
 test: $(READY)  ## every test that needs no accelerator, but for the long ones
-	$(BIN)/python -m pytest -q -m "not long"
+	$(BIN)/python -m pytest -q -m "not long and not table"
 
 test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes
 	$(BIN)/python -m pytest -q -m long
+
+test-tables: $(READY)  ## every fault and every healthy training that the monitor is held to: half an hour, not in CI
+	$(BIN)/python -m pytest -q -m table
 
 # The kernels' toolchains exclude one another, so each has a venv; --confcutdir leaves out the fixtures that need lightning.
 KERNEL_TESTS := -m pytest -q --confcutdir=tests/kernels
@@ -32,8 +35,8 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	.venv-ascend/bin/python $(KERNEL_TESTS) tests/kernels/ascend
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
-test-torch211: .venv-torch211/ready  ## the tests under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long" --ignore tests/kernels --ignore tests/tiny
+test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table" $(addprefix tests/,precision diffusion checkpoint strategies callbacks)
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes

@@ -19,7 +19,7 @@ QUICK_NAMES = {str(fault) for fault in QUICK}
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(f, id=str(f), marks=[] if str(f) in QUICK_NAMES else pytest.mark.long) for f in FAULTS],
+    [pytest.param(f, id=str(f), marks=[] if str(f) in QUICK_NAMES else pytest.mark.table) for f in FAULTS],
 )
 def test_the_first_alert_is_the_faults_own_and_short_of_a_threshold_there_is_none(fault: Fault, tmp_path: Path) -> None:
     alerts = alerts_of(fault, tmp_path)

@@ -51,7 +51,7 @@ def test_what_once_gave_a_false_warning_gives_none(name: str, tmp_path: Path) ->
     assert [alert.line() for alert in warnings_of(kind, tmp_path)] == []
 
 
-@pytest.mark.long
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_no_healthy_training_gives_a_warning(kind: Kind, tmp_path: Path) -> None:
