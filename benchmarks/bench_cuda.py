@@ -184,17 +184,17 @@ def sections() -> list[Section]:
     small_demo += ["--model.init_args.num_inference_steps", "2", "--trainer.callbacks.init_args.num_images", "2"]
     return [
         Section(
-            "tests", 1, 200,
+            "tests", 1, 260,
             [
-                tests("tests/kernels/ops", "--device", "cuda"),
-                tests("tests/kernels/triton"),
                 tests("tests/cuda", "tests/checkpoint/test_snapshots_of_devices.py"),
+                tests("tests/kernels/triton"),
+                tests("tests/kernels/ops", "--device", "cuda"),
             ],
             [tests("tests/kernels/ops/test_geglu.py", "--device", "cpu"), tests("tests/cuda")],
             lambda rows: tests_bars(rows), tests_of,
         ),
         Section(
-            "bandwidth", 1, 90,
+            "bandwidth", 1, 60,
             [script(bandwidth, *to), script(bandwidth, *to, "--trained", "--shapes", "2")],
             [script(bandwidth, *to, "--dtype", "float32", "--shapes", "1", "--repeats", "1")],
             bandwidth_bars,
@@ -210,28 +210,17 @@ def sections() -> list[Section]:
             [
                 script(
                     memory, "{work}", *to, "--batch", "4", "--timed_steps", "20", "--variants", "diffusers",
-                    "off", "off-uncached", "lean", "lean-uncached", "max", "max-uncached", "diffusers-float32",
+                    "lean", "lean-uncached", "max", "max-uncached", "off", "diffusers-float32", "off-uncached",
                 ),
             ],
             [],  # Stable Diffusion 1.5 at its real size: not for a CPU in minutes
             script_bars,
         ),
         Section(
-            "unet_step sdxl", 2, 150,
-            [
-                script(unet, *to, *levels, *few, "--model", "sdxl", "--pixels", "1024"),
-                script(unet, *to, *levels, *few, "--model", "sdxl", "--pixels", "1024", "--batch", "4"),
-            ],
+            "unet_step sdxl", 2, 140,
+            [script(unet, *to, *levels, *few, "--model", "sdxl", "--pixels", "1024")],
             [script(unet, *to, *levels, *tiny, "--model", "sdxl")],
             level_bars,
-        ),
-        Section(
-            "compile sd15", 2, 200,
-            [
-                script(unet, *to, *compiled, *few),
-                script(unet, *to, *compiled, *few, "--batch", "4"),
-            ],
-            [],  # minutes of a C++ compiler on a CPU
         ),
         Section(
             "demo", 2, 150, [[*fit]], [[*fit, *small_demo]], lambda rows: demo_bars(rows), demo_of,
@@ -255,6 +244,20 @@ def sections() -> list[Section]:
             ],
             [],  # a U-Net of SD 1.5's size; health_cost.py has CPU rows of its own
             monitor_bars,
+        ),
+        Section(
+            "compile sd15", 2, 200,
+            [
+                script(unet, *to, *compiled, *few),
+                script(unet, *to, *compiled, *few, "--batch", "4"),
+            ],
+            [],  # minutes of a C++ compiler on a CPU
+        ),
+        Section(
+            "unet_step sdxl batch 4", 2, 150,
+            [script(unet, *to, *levels, *few, "--model", "sdxl", "--pixels", "1024", "--batch", "4")],
+            [],  # the same code as batch 1
+            level_bars,
         ),
         Section(
             "compile sdxl", 2, 240,
