@@ -124,6 +124,11 @@ class SnapshotCheckpointIO(CheckpointIO):
         if self._executor is not None:
             self._executor.submit(lambda: None).result()
 
+    def _note(self, error: SnapshotError) -> None:
+        """Keep the first error until it is raised: what fails after it often fails because of it."""
+        if self._error is None:
+            self._error = error
+
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
@@ -139,8 +144,9 @@ class SnapshotCheckpointIO(CheckpointIO):
         except Exception as error:
             self._last_is_durable = False
             reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._error = SnapshotError(f"the checkpoint {target} could not be written: {reason}")
-            self._error.__cause__ = error
+            failure = SnapshotError(f"the checkpoint {target} could not be written: {reason}")
+            failure.__cause__ = error
+            self._note(failure)
 
     def _remove(self, path: Path, is_durable: Callable[[], bool] | None = None) -> None:
         if not self._last_is_durable:
@@ -158,7 +164,7 @@ class SnapshotCheckpointIO(CheckpointIO):
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            self._error = SnapshotError(f"the old checkpoint {path} could not be removed: {error.strerror}")
+            self._note(SnapshotError(f"the old checkpoint {path} could not be removed: {error.strerror}"))
 
 
 def _becomes(is_so: Callable[[], bool]) -> bool:

@@ -166,6 +166,17 @@ def test_a_trainer_stops_with_the_reason(tmp_path: Path, monkeypatch: pytest.Mon
         run(tmp_path / "run", broken, epochs=3)
 
 
+def test_the_first_of_several_errors_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
+    io = SnapshotCheckpointIO()
+    io._submit(lambda: time.sleep(0.3))  # both fail before anybody looks
+    for name in ("first.ckpt", "second.ckpt"):
+        io.save_checkpoint({"a": torch.ones(3)}, tmp_path / name)
+    with pytest.raises(SnapshotError, match=r"first\.ckpt could not be written: No such file"):
+        io.wait()
+    io.teardown()  # said once
+
+
 def test_shared_storages_are_copied_once_and_stay_shared(io: SnapshotCheckpointIO, tmp_path: Path) -> None:
     whole = torch.arange(50_000.0)
     layer = nn.Linear(100, 100)
