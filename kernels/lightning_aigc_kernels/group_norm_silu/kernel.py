@@ -243,8 +243,9 @@ def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> t
     Raises: ValueError for a strided x, or channels that do not divide into the groups.
     """
     samples, channels, pixels, length = _sizes(x, groups)
-    if length and samples and split.is_worth_it(x, groups, channels, pixels):
-        return split.forward(x, affine, groups, channels, pixels, eps, silu)
+    cut = split.shared(x, groups, channels, pixels) if length and samples else None
+    if cut is not None:
+        return split.forward(x, cut, affine, groups, channels, pixels, eps, silu)
     y = torch.empty_like(x)
     mean_NG = torch.empty(samples, groups, dtype=torch.float32, device=x.device)
     rstd_NG = torch.empty_like(mean_NG)
@@ -299,16 +300,19 @@ def backward(
         raise ValueError(f"dy must be contiguous {tuple(x.shape)}, got {tuple(dy.shape)}, strides {dy.stride()}")
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], got {density}; use 1 to keep every gradient")
-    dx = torch.empty_like(x)
     if length == 0 or samples == 0:
         given = (affine.weight, affine.bias, *(affine.modulation or (None, None)))
         dweight, dbias, dscale, dshift = (
             torch.zeros(of.shape, dtype=of.dtype, device=of.device) if need_affine and of is not None else None
             for of in given
         )
-        return dx, dweight, dbias, dscale, dshift
-    if not need_affine and density == 1 and split.is_worth_it(x, groups, channels, pixels):
-        return split.backward(dy, x, mean_NG, rstd_NG, affine, groups, channels, pixels, silu), None, None, None, None
+        return torch.empty_like(x), dweight, dbias, dscale, dshift
+    may_share = not need_affine and density == 1
+    cut = split.shared(x, groups, channels, pixels, is_backward=True) if may_share else None
+    if cut is not None:
+        dx = split.backward(dy, x, cut, mean_NG, rstd_NG, affine, groups, channels, pixels, silu)
+        return dx, None, None, None, None
+    dx = torch.empty_like(x)
     of_samples, modulation = [], []
     if need_affine:
         of_samples = [torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for _ in range(2)]

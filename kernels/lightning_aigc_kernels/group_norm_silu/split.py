@@ -299,16 +299,19 @@ class Cut:
         return {"SPLITS": self.splits, "BLOCK_K": self.block_k, "BLOCK_P": self.block_p, **self.config.options}
 
 
-def is_worth_it(x: Tensor, groups: int, channels: int, pixels: int) -> bool:
-    """Whether several programs should share a slab of x; `forward` and `backward` want it true."""
-    return x.device.type in FORWARD and Cut(x, groups, channels, pixels, FORWARD).splits > 1
+def shared(x: Tensor, groups: int, channels: int, pixels: int, *, is_backward: bool = False) -> Cut | None:
+    """How several programs share a slab of x, for `forward` or `backward`; None where one takes a whole slab."""
+    table = BACKWARD if is_backward else FORWARD
+    if x.device.type not in table:
+        return None
+    cut = Cut(x, groups, channels, pixels, table)
+    return cut if cut.splits > 1 else None
 
 
 def forward(
-    x: Tensor, affine: Affine, groups: int, channels: int, pixels: int, eps: float, silu: bool
+    x: Tensor, cut: Cut, affine: Affine, groups: int, channels: int, pixels: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kernel.forward`, for x that it has checked."""
-    cut = Cut(x, groups, channels, pixels, FORWARD)
     y = torch.empty_like(x)
     mean_NG = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
     rstd_NG = torch.empty_like(mean_NG)
@@ -325,6 +328,7 @@ def forward(
 def backward(
     dy: Tensor,
     x: Tensor,
+    cut: Cut,
     mean_NG: Tensor,
     rstd_NG: Tensor,
     affine: Affine,
@@ -334,7 +338,6 @@ def backward(
     silu: bool,
 ) -> Tensor:
     """dx as `kernel.backward` gives it, for tensors that it has checked."""
-    cut = Cut(x, groups, channels, pixels, BACKWARD)
     dx = torch.empty_like(x)
     shares = torch.empty(cut.slabs, 2, cut.splits, dtype=torch.float32, device=x.device)
     sizes = groups, channels, pixels, *cut.sizes, *affine.strides

@@ -112,7 +112,9 @@ def test_programs_that_share_a_slab_give_what_one_gives(
     channels, pixels = shape[1] // groups, math.prod(shape[2:])
     small = {device.type: LaunchConfig(64, 65_535)}
     monkeypatch.setattr(split, "FORWARD", small), monkeypatch.setattr(split, "BACKWARD", small)
-    assert split.is_worth_it(x, groups, channels, pixels) == (programs > shape[0] * groups)
+    for is_backward in (False, True):
+        cut = split.shared(x, groups, channels, pixels, is_backward=is_backward)
+        assert (cut is not None) == (programs > shape[0] * groups)
     y, mean, rstd = kernel.forward(x, affine, groups, EPS, silu)
     torch.testing.assert_close((mean, rstd), statistics, rtol=1e-5, atol=1e-6)
     dx, *nothing = kernel.backward(dy, x, mean, rstd, affine, groups, silu, False, 1.0)
