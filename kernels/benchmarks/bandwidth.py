@@ -59,19 +59,24 @@ def seconds_of(calls: Sequence[Callable[[], object]], device: str, repeats: int)
         call()
     host = (time.perf_counter() - started) / len(calls)
     torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
-    kept = []
+    graph, kept = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for call in calls:
             kept.append(call())  # results that were freed would share one place, and stay in the cache
+    return replay_seconds(graph, repeats) / len(calls), host
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Median seconds that the card takes for a captured graph, after warm-up."""
+    times = []
     for _ in range(repeats + 3):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
         graph.replay()
         last.record()
         torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) / 1000 / len(calls))
-    return statistics.median(times[3:]), host
+        times.append(first.elapsed_time(last) / 1000)
+    return statistics.median(times[3:])
 
 
 def copy_rate(shape: tuple[int, ...], count: int, dtype: torch.dtype, device: str, repeats: int) -> float:

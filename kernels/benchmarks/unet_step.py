@@ -32,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bandwidth import replay_seconds
 from diffusers import UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
@@ -204,21 +205,15 @@ def device_time_s(unet: nn.Module, given: dict[str, object], replays: int) -> fl
     with torch.cuda.stream(stream):
         one_step(unet, given, "cuda")
     torch.cuda.current_stream().wait_stream(stream)
-    graph, times = torch.cuda.CUDAGraph(), []
+    graph, seconds = torch.cuda.CUDAGraph(), None
     try:
         with torch.cuda.graph(graph):
             unet(**given).sample.float().square().mean().backward()
-        for _ in range(replays + 2):
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            graph.replay()
-            last.record()
-            torch.cuda.synchronize()
-            times.append(first.elapsed_time(last) / 1000)
+        seconds = replay_seconds(graph, replays)
     except RuntimeError as error:
         print(f"no CUDA graph of the step: {str(error).splitlines()[0]}", file=sys.stderr)
     unet.zero_grad(set_to_none=True)
-    return statistics.median(times[2:]) if times else None
+    return seconds
 
 
 def main() -> None:
