@@ -220,8 +220,7 @@ class SaveToo(Callback):
         self.state_bytes = 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        assert self.snapshots._store is not None
-        self.snapshots._store.wait()
+        self.snapshots.wait()
         assert isinstance(pl_module, Lora)
         self.times.append(timed(lambda: trainer.save_checkpoint(self.path), pl_module.device.type))
         os.sync()

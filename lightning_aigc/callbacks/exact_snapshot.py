@@ -238,6 +238,10 @@ class ExactSnapshot(Callback):
     ) -> None:
         self._finish_copy()
 
+    def wait(self) -> None:
+        """Return when the last snapshot of this run is durable; raises what its writing raised."""
+        self._opened().store.wait()
+
     def _finish_copy(self) -> None:
         if self._taker is not None:
             self._taker.finish_copy()
@@ -252,7 +256,7 @@ class ExactSnapshot(Callback):
         taker = self._opened()
         assert self._moment is not None
         taker.save(trainer, self._moment, at_once=True)
-        taker.store.wait()
+        self.wait()
         trainer.strategy.barrier("snapshot")
         self._close()
         rank_zero_info(f"\nstep {self._moment.step} is kept whole; go on with: {how_to_go_on()}")
