@@ -49,9 +49,9 @@ from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from lightning_aigc.callbacks import AdaptiveLR
-from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.evaluation_mode import undisturbed
 from lightning_aigc.metrics import CLIPSimilarity
 
 RESULTS = Path(__file__).parent / "results" / "adaptive_lr_grid.jsonl"

@@ -17,8 +17,8 @@ from lightning_aigc.callbacks.image_checks import check_images
 from lightning_aigc.callbacks.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
 from lightning_aigc.callbacks.picture_sheet import as_shown, draw_sheet
 from lightning_aigc.callbacks.sample_grid import HOW_TO_SAMPLE, is_trial, log_picture, sample_pairs, write_png
-from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
+from lightning_aigc.evaluation_mode import undisturbed
 from lightning_aigc.metrics import CLIPSimilarity
 
 

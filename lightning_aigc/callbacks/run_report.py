@@ -22,9 +22,9 @@ from lightning_aigc.callbacks.loss_curve import LossCurve
 from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth, thumbnail
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.save_lora import SaveLoRA
-from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SamplingTooSlow, UserError
+from lightning_aigc.evaluation_mode import undisturbed
 
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.image_checks import check_images
 from lightning_aigc.callbacks.picture_sheet import draw_sheet
-from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
+from lightning_aigc.evaluation_mode import undisturbed
 
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_aigc.checkpoint.window import effective_batch_size, scale_to_mean
+from lightning_aigc.accumulation import effective_batch_size, scale_to_mean
 
 
 class WholeWindows(Callback):

@@ -4,10 +4,9 @@ from lightning_aigc.checkpoint.catalog import Snapshot, find_snapshots, newest_c
 from lightning_aigc.checkpoint.checkpoint_io import SnapshotCheckpointIO
 from lightning_aigc.checkpoint.store import SnapshotStore
 from lightning_aigc.checkpoint.tree import pack, unpack
-from lightning_aigc.checkpoint.window import AccumulationWindow
+from lightning_aigc.renamed import renamed
 
 __all__ = [
-    "AccumulationWindow",
     "Snapshot",
     "SnapshotCheckpointIO",
     "SnapshotStore",
@@ -16,3 +15,5 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+__getattr__ = renamed(__name__, {"AccumulationWindow": "lightning_aigc.accumulation.AccumulationWindow"})

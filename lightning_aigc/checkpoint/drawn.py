@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_aigc.checkpoint.rng import Draws
+from lightning_aigc.rng import CPU, RandomStates, from_plain, random_states, restore_random_states, to_plain
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The random states that drawing samples starts from: the global ones, and those of a loader's own generators."""
+
+    states: RandomStates
+    generators: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def take(cls, generators: Iterable[torch.Generator] = ()) -> Draws:
+        return cls(random_states(CPU), tuple(generator.get_state() for generator in generators))
+
+    def restore(self, generators: Sequence[torch.Generator] = ()) -> None:
+        restore_random_states(self.states)
+        for generator, state in zip(generators, self.generators, strict=True):
+            generator.set_state(state)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"states": to_plain(self.states), "generators": list(self.generators)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Draws:
+        return cls(from_plain(plain["states"], CPU), tuple(plain["generators"]))
 
 
 class Drawn:

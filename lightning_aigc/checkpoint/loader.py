@@ -22,8 +22,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_aigc.checkpoint.drawn import Drawn
-from lightning_aigc.checkpoint.rng import Draws
+from lightning_aigc.checkpoint.drawn import Drawn, Draws
 from lightning_aigc.checkpoint.worker import Stamped, WorkerStart
 
 Place = dict[str, Any]

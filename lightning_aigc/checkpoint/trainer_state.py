@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_aigc.checkpoint import loader as loaders
 from lightning_aigc.checkpoint.epoch_metrics import restore_epoch_metrics, take_epoch_metrics
-from lightning_aigc.checkpoint.rng import from_plain, to_plain
-from lightning_aigc.devices import RandomStates, random_states, restore_random_states
+from lightning_aigc.rng import RandomStates, from_plain, random_states, restore_random_states, to_plain
 
 State = dict[str, Any]
 OF_EACH_RANK = ("callbacks",)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from lightning_aigc.checkpoint.rng import set_from_bytes, to_bytes
+from lightning_aigc.rng import set_from_bytes, to_bytes
 
 
 class WorkerStart:

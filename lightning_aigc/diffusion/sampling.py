@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.errors import SamplingTooSlow
+from lightning_aigc.evaluation_mode import evaluating
 
 LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four pictures of 512 px, one of 1024 px
 
@@ -48,20 +49,6 @@ class TimeLimit:
                 f"{self._pictures} sample pictures would take about {math.ceil(expected_s / 60)} minutes here, so"
                 f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
             )
-
-
-@contextlib.contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Within: eval mode without gradients; afterwards each submodule has its own mode again."""
-    training = [m for module in modules for m in module.modules() if m.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_aigc.devices import grad_scaler, random_states
+from lightning_aigc.devices import grad_scaler
 from lightning_aigc.precision.arguments import (
     MemoryArgument,
     MemoryLevel,
@@ -24,6 +24,7 @@ from lightning_aigc.precision.arguments import (
     protection_within,
 )
 from lightning_aigc.precision.overflow import SkippedSteps
+from lightning_aigc.rng import random_states
 
 if TYPE_CHECKING:
     from lightning_aigc.precision.swaps import Swapped

@@ -13,9 +13,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_aigc.devices import RandomStates
 from lightning_aigc.precision.non_finite import NonFinite, first_non_finite, non_finite_parameters
 from lightning_aigc.precision.replay import loss_of, one_line, step_arguments, without_trace
+from lightning_aigc.rng import RandomStates
 
 MANY_SKIPS = 5
 """Skipped steps in a row from which the line says what to change."""

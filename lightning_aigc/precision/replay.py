@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_aigc.devices import RandomStates, random_states, restore_random_states
+from lightning_aigc.rng import RandomStates, random_states, restore_random_states
 
 
 class DrawnBatch(Iterator[Any]):

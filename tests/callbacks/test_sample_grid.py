@@ -26,8 +26,8 @@ from lightning_aigc.callbacks import sample_grid
 from lightning_aigc.callbacks.image_checks import check_images
 from lightning_aigc.callbacks.picture_sheet import draw_sheet, wrap
 from lightning_aigc.callbacks.sample_grid import SampleGrid
-from lightning_aigc.callbacks.undisturbed import undisturbed
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
+from lightning_aigc.evaluation_mode import undisturbed
 
 PROMPTS = ["a red cup", "zwei blaue Katzen, 猫 ünï, " + "very " * 60 + "long", "x" * 300]
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRando
 
 from fakes.killed_trainings import Noisy
 from lightning_aigc.checkpoint import loader as loaders
-from lightning_aigc.checkpoint.rng import Draws
+from lightning_aigc.checkpoint.drawn import Draws
 from lightning_aigc.checkpoint.tree import pack, unpack
 
 EPOCHS, BATCHES = 3, 12

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_aigc.callbacks.health.alert import Finding
 from lightning_aigc.callbacks.health.measurement import Named
 from lightning_aigc.callbacks.health.remedies import Remedies
-from lightning_aigc.devices import RandomStates, have_host_states_changed, random_states, tensor_states
 from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
 from lightning_aigc.precision.replay import DrawnBatch, arguments_for, loss_of, one_line, without_trace
+from lightning_aigc.rng import RandomStates, have_host_states_changed, random_states, tensor_states
 
 KEPT_BATCHES = 8
 """Batches of an accumulation window that can be run again, the last ones; they stay on the device until its end."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.checkpoint.window import AccumulationWindow
+from lightning_aigc.accumulation import AccumulationWindow
 from lightning_aigc.errors import ConfigError
 
 BATCHES = torch.randn(10, 4, 3, generator=torch.Generator().manual_seed(2))

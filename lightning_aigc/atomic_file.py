@@ -1,0 +1,67 @@
+"""Write a file whole or not at all: beside its place first, then renamed onto it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def _open_new(path: Path) -> BinaryIO:
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part").open("xb")
+
+
+@contextlib.contextmanager
+def atomic_file(
+    path: Path,
+    *,
+    durable: bool = True,
+    sync_parent: bool = True,
+    open_temporary: Callable[[Path], BinaryIO] = _open_new,
+) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` when the block ends, and disappears when the block raises.
+
+    Args:
+        durable: fsync the content before the rename, so that a power cut leaves the old file or the new one.
+        sync_parent: fsync the folder too, so that the new name is durable; a caller that writes many files into one
+            folder may do that once, with `sync_folder`.
+        open_temporary: opens the temporary file of a path, in the same folder.
+    Raises: OSError; what was at `path` before is still there then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_temporary(path) as file:
+        temporary = Path(file.name)
+        try:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    if durable and sync_parent:
+        sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write UTF-8 text atomically. Raises: OSError."""
+    with atomic_file(path, durable=durable) as file:
+        file.write(text.encode())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no such call
+            raise
+    finally:
+        os.close(folder)
