@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint import SnapshotStore, newest_complete, pack
+from lightning_aigc.checkpoint import SnapshotWriter, newest_complete, pack
 
 RANK = 64
 BLOCKS = ((320, 5), (640, 5), (1280, 6))
@@ -119,14 +119,14 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tensors, _ = pack(state)
     state_bytes = sum(tensor.nbytes for tensor in tensors.values())
     late = {tensor.data_ptr() for tensor in tensors.values()}
-    store = SnapshotStore(folder / "snapshots", keep_last=2)
+    store = SnapshotWriter(folder / "snapshots", keep_last=2)
     store.open()
 
     train_for(0.2, device)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before_mib = resident_mib("VmRSS")
     for step in range(3):
-        store.save(step, None, state, late=late)
+        store.save(step, None, state, deferred=late)
         store.finish_copy()
         store.wait()
     host_copies = (resident_mib("VmHWM") - before_mib) * 2**20 / state_bytes
@@ -150,7 +150,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         store.wait()
         rates["alone"].append(train_for(0.3, device))
         start = time.perf_counter()
-        store.save(2 * step + 1, None, state, late=late)
+        store.save(2 * step + 1, None, state, deferred=late)
         rates["beside_a_snapshot"].append(train_for(0.3, device))
         store.finish_copy()
         times["blocked_late"].append(store.blocked_s)
@@ -184,7 +184,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 class Lora(LightningModule):
     """Trains such matrices, with a forward that takes as long as `forward_s` says, and keeps their average."""
 
-    late_snapshot_keys = ("ema",)
+    deferred_snapshot_keys = ("ema",)
 
     def __init__(self, forward_s: float) -> None:
         super().__init__()

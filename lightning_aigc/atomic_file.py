@@ -30,9 +30,8 @@ def atomic_file(
         sync_parent: fsync the folder too, so that the new name is durable; a caller that writes many files into one
             folder may do that once, with `sync_folder`.
         open_temporary: opens the temporary file of a path, in the same folder.
-    Raises: OSError; what was at `path` before is still there then.
+    Raises: OSError, also if the folder is missing; what was at `path` before is still there then.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with open_temporary(path) as file:
         temporary = Path(file.name)
         try:

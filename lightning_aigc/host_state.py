@@ -1,11 +1,18 @@
-"""Nested state with its tensors on the CPU."""
+"""Nested state copied to host memory."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.devices import accelerator_module
+
+StorageKey: TypeAlias = tuple[torch.device, int]
+"""Device and address of a storage; two devices may use one address."""
 
 
 def to_cpu(value: Any, *, clone: bool = False) -> Any:
@@ -24,3 +31,81 @@ def to_cpu(value: Any, *, clone: bool = False) -> Any:
     if type(value) in (list, tuple):
         return type(value)(to_cpu(item, clone=clone) for item in value)
     return value
+
+
+def host_bytes(size: int, *, pinned: bool) -> Tensor:
+    """Allocate host memory, page-locked where asked and possible."""
+    if pinned:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:  # the limit of locked memory; pageable memory is slower and works
+            pass
+    return torch.empty(size, dtype=torch.uint8)
+
+
+class HostCopy:
+    """A deep copy of a nested state in host memory, with storages shared as they were; `size` bytes, known before."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._tensors = _tensors_in(state)
+        storages = {_key(t): t.untyped_storage().nbytes() for t in self._tensors if _is_plain(t)}
+        self.size = sum(storages.values()) + sum(
+            t.numel() * t.element_size() for t in self._tensors if not _is_plain(t)
+        )
+
+    def take(self) -> Any:
+        """Copy the state. Nothing is allocated on a device."""
+        storages: dict[StorageKey, torch.UntypedStorage] = {}
+        memo: dict[int, Any] = {id(tensor): _copied(tensor, storages) for tensor in self._tensors}
+        for device in {tensor.device for tensor in self._tensors}:
+            module: Any = accelerator_module(device)
+            if module is not None:
+                module.current_stream(device).synchronize()
+        return copy.deepcopy(self._state, memo)
+
+
+def _tensors_in(state: Any) -> list[Tensor]:
+    found, seen, left = [], set(), [state]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            left.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            left.extend(value)
+        else:
+            continue
+        seen.add(id(value))
+    return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is a view of a storage and nothing more."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _key(tensor: Tensor) -> StorageKey:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _copied(tensor: Tensor, storages: dict[StorageKey, torch.UntypedStorage]) -> Tensor:
+    flat = tensor.detach()
+    if not _is_plain(tensor):
+        return flat.to("cpu", copy=True)
+    storage = flat.untyped_storage()
+    host = storages.get(_key(flat))
+    if host is None:
+        is_pinned = accelerator_module(flat.device) is not None
+        memory = host_bytes(storage.nbytes(), pinned=is_pinned)
+        source = torch.empty(0, dtype=torch.uint8, device=flat.device).set_(storage)
+        host = storages[_key(flat)] = memory.copy_(source, non_blocking=True).untyped_storage()
+    view = torch.empty(0, dtype=flat.dtype).set_(host, flat.storage_offset(), flat.shape, flat.stride())
+    return nn.Parameter(view, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else view

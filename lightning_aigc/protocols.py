@@ -66,6 +66,15 @@ class DeclaresSnapshotArguments(Protocol):
 
 
 @runtime_checkable
+class BringsSnapshots(Protocol):
+    """Adds its own ExactSnapshot in `configure_callbacks`, so that the command line need not."""
+
+    def brings_snapshots(self, trainer: Any) -> bool:
+        """Whether it will, for this Trainer."""
+        ...
+
+
+@runtime_checkable
 class HasDeferredSnapshotKeys(Protocol):
     """Names keys of its checkpoint whose tensors change in `optimizer_step` or later, never in forward or backward.
 

@@ -1,4 +1,4 @@
-"""One snapshot on its way to disk: every rank writes its files, and rank 0's manifest makes them a snapshot."""
+"""Commit of one snapshot: every rank writes its files, then rank 0 writes the manifest that makes them a snapshot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_aigc.checkpoint.files import CHUNK, Written, sealed, sync_folder, unsealed, write_file
-from lightning_aigc.checkpoint.folders import MANIFEST, complete_folders, publish, tidy, unfinished_name
-from lightning_aigc.checkpoint.host_buffer import HostBuffer
-from lightning_aigc.checkpoint.lock import run_in
-from lightning_aigc.checkpoint.tensor_file import Layout
+from lightning_aigc.atomic_file import sync_folder
+from lightning_aigc.checkpoint.coordination import run_id_of
+from lightning_aigc.checkpoint.safetensors_file import Layout
+from lightning_aigc.checkpoint.staging import HostBuffer
+from lightning_aigc.checkpoint.storage import (
+    CHUNK,
+    MANIFEST,
+    FileDigest,
+    complete_folders,
+    publish,
+    sealed,
+    tidy,
+    unfinished_name,
+    unsealed,
+    write_file,
+)
 from lightning_aigc.errors import SnapshotError
 
 FORMAT = 1
@@ -25,14 +36,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """A state in host memory, and the stem of its two files."""
+    """A state in host memory and the stem of its two files."""
 
     stem: str
     tree: Any
     layout: Layout
     buffer: HostBuffer
 
-    def write(self, folder: Path) -> dict[str, Written]:
+    def write(self, folder: Path) -> dict[str, FileDigest]:
         tensors = write_file(
             folder / f"{self.stem}.safetensors",
             (self.layout.header(), *self.buffer.chunks(self.layout.size, CHUNK)),
@@ -43,7 +54,7 @@ class Part:
 
 @dataclass
 class Attempt:
-    """One try at one snapshot. Its folder's name is of this try alone, so that no file of another is ever in it."""
+    """One attempt at one snapshot, in a folder whose name no other attempt has."""
 
     directory: Path
     step: int
@@ -52,7 +63,7 @@ class Attempt:
     world_size: int
     timeout_s: float
     run: str | None
-    """The name of the run that has the folder; None until it is read from there."""
+    """The id of the run that has locked the folder; None until it is read from there."""
     parts: list[Part] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -60,12 +71,14 @@ class Attempt:
         """Return once the snapshot is durable.
 
         Returns: bytes in this rank's files.
-        Raises: OSError or SnapshotError, and the snapshot is none.
+        Raises: OSError or SnapshotError; then there is no snapshot.
         """
         folder = self._folder()
         folder.mkdir(exist_ok=True)
-        files: dict[str, Written] = {}
-        for part in reversed(self.parts):  # rankK.json is the last: with it, all that this rank has to write is there
+        files: dict[str, FileDigest] = {}
+        for part in reversed(
+            self.parts
+        ):  # rankK.json comes last: its presence says that the rank has written everything
             files |= part.write(folder)
         sync_folder(folder)
         if self.rank == 0:
@@ -75,13 +88,13 @@ class Attempt:
         return sum(written.size for name, written in files.items() if self._is_own(name))
 
     def abandon(self, reason: str) -> None:
-        """Remove what was written, and let the other ranks know."""
-        self.run = self.run or run_in(self.directory)
+        """Remove what was written and tell the other ranks."""
+        self.run = self.run or run_id_of(self.directory)
         if self.run is None:
             return
         folder = self._folder()
         own = "*" if self.rank == 0 else f"rank{self.rank}.*"
-        with contextlib.suppress(OSError):  # the reason given is the first one, and the next `open` tidies up
+        with contextlib.suppress(OSError):  # `reason` matters more, and the next `open` tidies up
             for path in folder.glob(own):
                 path.unlink()
             if self.world_size == 1:
@@ -92,13 +105,13 @@ class Attempt:
 
     def _folder(self) -> Path:
         if self.run is None:
-            self.run = self._poll(lambda: run_in(self.directory), "rank 0 has not opened the folder")
+            self.run = self._poll(lambda: run_id_of(self.directory), "rank 0 has not opened the folder")
         return self.directory / unfinished_name(self.step, self.run, self.number)
 
     def _is_own(self, name: str) -> bool:
         return name.startswith(f"rank{self.rank}.") or (self.rank == 0 and not name.startswith("rank"))
 
-    def _commit(self, folder: Path, files: dict[str, Written]) -> dict[str, Written]:
+    def _commit(self, folder: Path, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         for rank in range(1, self.world_size):
             files = files | self._poll(
                 lambda rank=rank: self._files_of(folder, rank),  # type: ignore[misc]
@@ -114,20 +127,20 @@ class Attempt:
         }
         manifest = write_file(folder / MANIFEST, [sealed(fields, indent=1)])
         sync_folder(folder)
-        tidy(self.directory, besides=folder)  # now the other ranks wait for this attempt alone
+        tidy(self.directory, besides=folder)  # by now the other ranks wait for this attempt only
         publish(folder, self.step)
         return files | {MANIFEST: manifest}
 
-    def _files_of(self, folder: Path, rank: int) -> dict[str, Written] | None:
+    def _files_of(self, folder: Path, rank: int) -> dict[str, FileDigest] | None:
         _stop_if_failed(folder, rank)
         tree, tensors = folder / f"rank{rank}.json", folder / f"rank{rank}.safetensors"
         if not tree.exists():
             return None
         data = tree.read_bytes()
-        says = Written(**unsealed(data, str(tree))["tensors"])
+        says = FileDigest(**unsealed(data, str(tree))["tensors"])
         if (size := tensors.stat().st_size) != says.size:
             raise SnapshotError(f"{tensors} has {size} bytes, rank {rank} wrote {says.size}")
-        return {tensors.name: says, tree.name: Written.of(data)}
+        return {tensors.name: says, tree.name: FileDigest.of(data)}
 
     def _wait_for_rank_0(self, folder: Path) -> None:
         missing_since: float | None = None
@@ -161,7 +174,7 @@ class Attempt:
 
 
 def amend_facts(folder: Path, facts: dict[str, Any]) -> None:
-    """Add to what a complete snapshot's manifest says, durably and whole or not at all.
+    """Add facts to a complete snapshot's manifest, durably and atomically.
 
     Raises: OSError; SnapshotError if the manifest is torn.
     """
@@ -169,7 +182,7 @@ def amend_facts(folder: Path, facts: dict[str, Any]) -> None:
     fields = unsealed(manifest.read_bytes(), str(manifest))
     del fields["crc32"]
     fields["facts"] |= facts
-    manifest.with_name(f"{MANIFEST}.tmp").unlink(missing_ok=True)  # of one who was killed here
+    manifest.with_name(f"{MANIFEST}.tmp").unlink(missing_ok=True)  # left by a process that was killed here
     write_file(manifest, [sealed(fields, indent=1)])
     sync_folder(folder)
 

@@ -1,25 +1,130 @@
-"""Which snapshot a run goes on from, what is told about it, and how the user goes on after an interruption."""
+"""Resuming: which snapshot a fit starts from, how it is loaded into the Trainer, and the command that resumes a run."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lightning_aigc.checkpoint.catalog import Snapshot
-from lightning_aigc.checkpoint.folders import MANIFEST, complete_folders
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_aigc.checkpoint import lightning_loops, training_state
+from lightning_aigc.checkpoint.dataloader import stateful
+from lightning_aigc.checkpoint.lightning_loops import LoopState
+from lightning_aigc.checkpoint.preemption import is_requeued
+from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots, newest_complete
+from lightning_aigc.checkpoint.resharding import reshard
+from lightning_aigc.checkpoint.run_config import device_name, differences, limits_of, training_config
+from lightning_aigc.checkpoint.storage import MANIFEST, complete_folders, name_of
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.protocols import HasSnapshotState
 
 LATEST = "latest"
 
 
+def choose_snapshot(trainer: Trainer, directory: Path, path: Any) -> Snapshot | None:
+    """The snapshot that a ckpt_path names, or the newest complete one if it asks for `latest`; the same on every rank.
+
+    Returns: None if it asks for neither, or if there is none, which is logged.
+    Raises: SnapshotError if the named one is damaged.
+    """
+    if is_snapshot(path):
+        snapshot = Snapshot.at(Path(path))
+        snapshot.verify()
+        return snapshot
+    if path != LATEST and not (path is None and is_requeued()):
+        return None
+    found = newest_complete(directory, rank_zero_warn) if trainer.is_global_zero else None
+    chosen = trainer.strategy.broadcast(None if found is None else str(found.path))
+    if chosen is None:
+        rank_zero_info(f"nothing to resume in {directory}: the run starts at its beginning")
+        return None
+    return found or Snapshot.at(Path(chosen))
+
+
+class ResumeSession:
+    """Loads one snapshot into a Trainer, from its files to the first batch; call the methods in their order here.
+
+    Args: is_named: the user named the snapshot, so that a different configuration is a warning and not an error.
+    """
+
+    def __init__(self, trainer: Trainer, snapshot: Snapshot, *, is_named: bool) -> None:
+        self.snapshot = snapshot
+        self._trainer, self._must_match = trainer, not is_named
+        rank, world_size = trainer.global_rank, trainer.world_size
+        for note in resume_caveats(snapshot, world_size, device_name(trainer)):
+            rank_zero_warn(f"not bit for bit the run of the snapshot: {note}")
+        is_same = snapshot.world_size == world_size
+        self._own = snapshot.rank(rank) if is_same else reshard(snapshot, rank, world_size)
+
+    def load(self) -> None:
+        """Hand Lightning its checkpoint, and the strategy its state."""
+        trainer, snapshot, own = self._trainer, self.snapshot, self._own
+        checkpoint = snapshot.shared() | own["checkpoint"]
+        lightning_loops.load_checkpoint(trainer, checkpoint, own["moment"]["loops"], str(snapshot.path))
+        strategy = trainer.strategy
+        if own["strategy"] is not None and isinstance(strategy, HasSnapshotState):
+            strategy.load_snapshot_state(lambda k: snapshot.rank(k)["strategy"], snapshot.world_size)
+        self.compare_config("before")
+        rank_zero_info(f"resuming from {snapshot.path}: step {snapshot.step}")
+
+    def compare_config(self, when: Literal["before", "after"]) -> None:
+        """Compare the configuration: first without the optimizers, which Lightning makes last, then those alone.
+
+        Raises: ConfigError with each key that differs, unless the user named the snapshot.
+        """
+        now = training_config(self._trainer, self._trainer.lightning_module)
+        lines = [
+            line
+            for line in differences(self.snapshot.facts.get("config", {}), now)
+            if line.startswith("optimizer") == (when == "after")
+        ]
+        if not lines:
+            return
+        text = "the snapshot is of a run with another configuration:\n  " + "\n  ".join(lines)
+        if self._must_match:
+            raise ConfigError(
+                f"{text}\nset them as they were, or, to resume with them anyway, name the snapshot:"
+                f" --ckpt_path {self.snapshot.path}"
+            )
+        rank_zero_warn(text)
+
+    def load_loaders(self, loaders: list[Any]) -> None:
+        """Give the training loaders their states."""
+        # Lightning assumes that a loader without state_dict starts over; resume_caveat has said what may differ.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        moment = self._own["moment"]
+        for loader, saved in zip(loaders, moment["places"], strict=True):
+            if isinstance(loader, stateful.ResumableLoader):
+                state = loader.state_after(moment["cycle"]["index"]) if saved is None else stateful.from_plain(saved)
+                loader.load_snapshot_state(state)
+
+    def is_of_this_run(self, directory: Path) -> bool:
+        """Whether the snapshot lies in this run's folder and was written by as many ranks."""
+        is_here = self.snapshot.path == directory / name_of(self.snapshot.step)
+        return is_here and self.snapshot.world_size == self._trainer.world_size
+
+    def finish(self, local_buffers: training_state.LocalBuffers) -> LoopState:
+        """Restore the rest; the next batch is the one that the killed run did not finish. Returns: the loops' state."""
+        trainer = self._trainer
+        training_state.restore(trainer, self._own, local_buffers)
+        loop_state = LoopState.from_plain(self._own["moment"], trainer.strategy.root_device)
+        # An early stop remains in force, unless the user has changed the limits since.
+        if loop_state.should_stop and self.snapshot.facts.get("limits") == limits_of(trainer, trainer.lightning_module):
+            trainer.should_stop = True
+        return loop_state
+
+
 def is_snapshot(path: Any) -> bool:
-    """Whether an address is the folder of one snapshot, and no file of Lightning's."""
+    """Whether an address is the folder of one snapshot rather than a checkpoint of Lightning."""
     return bool(path) and "://" not in str(path) and (Path(path) / MANIFEST).is_file()
 
 
-def how_to_go_on(arguments: list[str] | None = None) -> str:
-    """The command that continues the run of these arguments, `sys.argv` by default."""
+def resume_command(arguments: list[str] | None = None) -> str:
+    """The command that resumes the run of these arguments, `sys.argv` by default."""
     program, *words = sys.argv if arguments is None else arguments
     if "fit" not in words:
         return f'trainer.fit(..., ckpt_path="{LATEST}")'
@@ -32,25 +137,34 @@ def how_to_go_on(arguments: list[str] | None = None) -> str:
     return f"{start} {shlex.join(kept)} --resume"
 
 
-def set_aside(directory: Path, after_step: int) -> Path | None:
-    """Move the snapshots of an earlier run that lie beyond this run's start out of the way of its own.
-
-    Returns: the folder that has them now; None if there were none.
-    """
+def set_aside(directory: Path, after_step: int) -> None:
+    """Move an earlier run's snapshots of later steps than this run's start into a folder of their own, and log it."""
     beyond = [path for step, path in complete_folders(directory) if step > after_step]
     if not beyond:
-        return None
+        return
     number = 1
     while (aside := directory / f"earlier-{number}").exists():
         number += 1
     aside.mkdir()
     for path in beyond:
         path.rename(aside / path.name)
-    return aside
+    rank_zero_info(
+        f"snapshots of an earlier run beyond this one's start are in {aside} now; delete them when you no longer need"
+        " them, or stop and use --resume to resume from them"
+    )
 
 
-def what_is_not_exact(snapshot: Snapshot, world_size: int, device: str) -> list[str]:
-    """Sentences on what cannot go on bit for bit on this hardware."""
+def report_last(directory: Path) -> None:
+    """Log the last snapshot and the command that resumes from it."""
+    last = next(iter(find_snapshots(directory)), None)
+    if last is None:
+        rank_zero_info("there is no snapshot to resume from")
+    else:
+        rank_zero_info(f"the last snapshot is of step {last.step}; resume from it with: {resume_command()}")
+
+
+def resume_caveats(snapshot: Snapshot, world_size: int, device: str) -> list[str]:
+    """Sentences on what cannot be bitwise equal on this hardware."""
     notes = []
     if snapshot.world_size != world_size:
         notes.append(

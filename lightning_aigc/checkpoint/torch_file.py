@@ -1,4 +1,4 @@
-"""Files of torch.save: written whole or not at all, and read without running any code in them."""
+"""Files of torch.save: written atomically and durably, and read without running code in them."""
 
 from __future__ import annotations
 
@@ -14,38 +14,30 @@ from typing import Any, BinaryIO
 import torch
 from lightning.fabric.utilities.cloud_io import _load
 
-from lightning_aigc.checkpoint.files import sync_folder
+from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.errors import SnapshotError
 
 _UNFINISHED = ".{}.snapshot.tmp"
 
 
 def write_torch_file(state: Any, path: Path) -> None:
-    """Write under another name, fsync, rename, fsync the folder.
+    """Write a file atomically and durably.
 
     Raises: OSError, or whatever pickling raises; what was at `path` before is there still.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(_UNFINISHED.format(path.name))
-    with _open_locked(unfinished) as file:
+    with atomic_file(path, open_temporary=_open_locked) as file:
         try:
-            try:
-                torch.save(state, file)  # by its path, it would keep the interpreter's lock for as long as it writes
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
-            file.flush()
-            os.fsync(file.fileno())
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
+            torch.save(state, file)  # given a path it would hold the interpreter's lock while it writes
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
             raise
-    sync_folder(path.parent)
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """The lock says to `remove_unfinished` of another rank that somebody is at it."""
+def _open_locked(target: Path) -> BinaryIO:
+    """Open the temporary file of `target` under a lock, which tells another rank's `remove_unfinished` to keep it."""
+    path = target.with_name(_UNFINISHED.format(target.name))
     while True:
         file = path.open("wb")
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -55,7 +47,7 @@ def _open_locked(path: Path) -> BinaryIO:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs left half written; of a live one nothing."""
+    """Remove what killed runs left unfinished; a live run's files are locked and stay."""
     for path in folder.glob(_UNFINISHED.format("*")):
         with path.open("rb") as file:
             try:
@@ -66,10 +58,10 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def read_torch_file(path: Path, map_location: Any) -> Any:
-    """What was saved, of tensors and plain types alone.
+    """Read tensors and plain types.
 
-    Raises: FileNotFoundError, saying what a broken link points at; SnapshotError if the file is torn or holds code,
-        none of which is run.
+    Raises: FileNotFoundError, with the target of a broken link; SnapshotError if the file is damaged or holds code,
+        which is never run.
     """
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(

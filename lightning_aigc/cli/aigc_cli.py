@@ -11,20 +11,20 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
 # Imported so that YAML may name every one of our classes without its path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint.ending import find_finished, finished_sentence
+from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
-from lightning_aigc.checkpoint.slurm import is_requeued
+from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.kept_traceback import bug_within
 from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.protocols import BringsSnapshots
 
 KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry")  # words that Lightning takes for a checkpoint
 
@@ -115,10 +115,9 @@ class AIGCCLI(LightningCLI):
     def before_fit(self) -> None:
         """Snapshots for a module that does not bring its own."""
         found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        saves = any(isinstance(one, ModelCheckpoint) for one in found)  # not with enable_checkpointing: false
         module = self.model
-        has_own = isinstance(module, diffusion.StableDiffusionLoRA) and saves and module.args.checkpoints_total_limit
-        has_one = has_own or any(isinstance(one, ExactSnapshot) for one in found)
+        brings_one = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
+        has_one = brings_one or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_one:
             found.insert(0, ExactSnapshot())
 
@@ -134,8 +133,9 @@ class AIGCCLI(LightningCLI):
             return False
         found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         root = Path(self.trainer.default_root_dir)
-        directories = [one.directory for one in found if isinstance(one, ExactSnapshot) and one.directory]
-        finished = find_finished(self.trainer, self.model, Path(directories[0] if directories else root / "snapshots"))
+        directories = [c.directory for c in found if isinstance(c, ExactSnapshot) and c.directory]
+        directory = Path(directories[0] if directories else root / "snapshots")
+        finished = find_finished(self.trainer, self.model, self.datamodule, directory)
         if finished is not None:
             rank_zero_info(finished_sentence(finished, root))
         return finished is not None

@@ -43,6 +43,10 @@ class ImageCaptionData(LightningDataModule):
     Nothing in the user's folders is ever written, renamed or deleted.
     """
 
+    snapshot_ignored_arguments = frozenset(
+        ("cache_dir", "num_workers", "pin_memory", "prefetch_factor", "max_image_pixels")
+    )
+
     def __init__(
         self,
         train_data_dir: str | None = None,

@@ -17,6 +17,7 @@ import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
@@ -92,7 +93,14 @@ class StableDiffusionLoRA(LightningModule):
         output_name: Name of the LoRA file, without its ending.
     """
 
-    late_snapshot_keys = ("ema",)
+    deferred_snapshot_keys = ("ema",)
+    snapshot_ignored_arguments = frozenset(
+        (
+            "max_train_steps", "output_name", "validation_prompts", "validation_steps", "num_validation_images",
+            "validation_seed", "num_inference_steps", "guidance_scale", "sample_time_limit_s", "checkpointing_steps",
+            "checkpoints_total_limit", "gradient_checkpointing",
+        )
+    )  # fmt: skip
     """Keys of the checkpoint that `optimizer_step` alone writes: ExactSnapshot copies them beside the next batch."""
 
     def __init__(
@@ -371,6 +379,11 @@ class StableDiffusionLoRA(LightningModule):
         if schedule is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def brings_snapshots(self, trainer: Any) -> bool:
+        """Whether `configure_callbacks` adds ExactSnapshot: not with enable_checkpointing: false."""
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
+        return bool(saves and self.args.checkpoints_total_limit)
 
     def configure_callbacks(self) -> list[Callback]:
         from lightning_aigc.diffusion.default_callbacks import default_callbacks

@@ -147,7 +147,7 @@ class NPUSparseStrategy(DDPStrategy):
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._optimizer_steps = 0
         self._checkpoint = SyncCheckpoint()
-        self._is_left_apart = False
+        self._is_without_averaging = False
         self._store: Store | None = None
 
     @property
@@ -363,18 +363,18 @@ class NPUSparseStrategy(DDPStrategy):
         self._checkpoint.expect(lambda rank: read(rank)["sync"], self.global_rank, self.world_size, saved_ranks)
 
     @contextmanager
-    def left_apart(self) -> Iterator[None]:
+    def without_averaging(self) -> Iterator[None]:
         """Within: to look at the parameters does not average them."""
-        self._is_left_apart = True
+        self._is_without_averaging = True
         try:
             yield
         finally:
-            self._is_left_apart = False
+            self._is_without_averaging = False
 
     # Checkpoints: every rank's own state lies beside the file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if isinstance(self._sync, LocalSteps) and not self._is_left_apart:
+        if isinstance(self._sync, LocalSteps) and not self._is_without_averaging:
             self._sync.average()  # all ranks come here, and one of them writes
         return super().lightning_module_state_dict()
 

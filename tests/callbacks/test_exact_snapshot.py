@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from fakes.killed_trainings import KillAt, Net, Noisy, train
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint import agreement, find_snapshots
-from lightning_aigc.checkpoint.host_buffer import HostBuffer
+from lightning_aigc.checkpoint import coordination, find_snapshots
+from lightning_aigc.checkpoint.staging import HostBuffer
 from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -106,7 +106,7 @@ class KillAtEnd(KillAt):
         super().__init__(-1)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.callbacks[0]._opened().store.wait()
+        trainer.callbacks[0]._opened().writer.wait()
         self.kill(trainer)
 
 
@@ -301,7 +301,7 @@ def test_a_signal_leaves_a_snapshot_and_the_command_that_goes_on(
     with caplog.at_level("INFO"), pytest.raises(SystemExit) as stop:
         train(tmp_path, [ExactSnapshot(0), SignalTo(number, 7)])
     assert stop.value.code == code
-    assert 'go on with: trainer.fit(..., ckpt_path="latest")' in caplog.text
+    assert 'resume with: trainer.fit(..., ckpt_path="latest")' in caplog.text
     signal.signal(number, before)
     assert torch.equal(train(tmp_path, [ExactSnapshot(0)], ckpt_path="latest").flat(), whole)
 
@@ -321,7 +321,7 @@ class BadPicture(Callback):
 
 def failing_work(rank: int, folder: str, bad: list[int]) -> list[Any]:
     """What each rank ended with, and how many seconds after its own error."""
-    agreement.WAIT_S = 2.0
+    coordination.VOTE_WAIT_S = 2.0
     picture = BadPicture(11, bad)
     try:
         train(Path(folder), [ExactSnapshot(2), picture], devices=2, strategy="ddp", accumulate=2)
@@ -356,8 +356,8 @@ def test_an_error_of_one_rank_leaves_the_last_snapshot_and_hangs_no_rank(tmp_pat
 def test_a_rank_that_votes_after_the_run_was_closed_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 decides, closes and removes the votes while this one is about to take its own back."""
     (tmp_path / ".lock").write_text('{"run": "0123abcd"}')
-    monkeypatch.setattr(agreement.time, "sleep", lambda _: shutil.rmtree(tmp_path / ".agree.0123abcd", True))
-    assert not agreement.all_agree(tmp_path, 1, 2, "step 4", wait_s=0.05)
+    monkeypatch.setattr(coordination.time, "sleep", lambda _: shutil.rmtree(tmp_path / ".agree.0123abcd", True))
+    assert not coordination.all_agree(tmp_path, 1, 2, "step 4", wait_s=0.05)
 
 
 def votes_work(rank: int, folder: str) -> list[Any]:
@@ -369,7 +369,7 @@ def votes_work(rank: int, folder: str) -> list[Any]:
         (place / ".lock").write_text('{"run": "0123abcd"}')
         if rank < len(votes):
             start = time.monotonic()
-            rows.append([agreement.all_agree(place, rank, 2, votes[rank], wait_s=1.0), time.monotonic() - start])
+            rows.append([coordination.all_agree(place, rank, 2, votes[rank], wait_s=1.0), time.monotonic() - start])
     return rows
 
 
@@ -541,7 +541,7 @@ def test_the_best_snapshot_outlives_the_last_ones_and_a_resume(tmp_path: Path) -
 
 def test_a_best_that_is_never_logged_is_said_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("lightning_aigc.callbacks.exact_snapshot.rank_zero_warn", said.append)
+    monkeypatch.setattr("lightning_aigc.checkpoint.snapshot_taker.rank_zero_warn", said.append)
     train(tmp_path, [ExactSnapshot(1, keep_best="val_los")])
     assert [text.startswith("ExactSnapshot.keep_best: val_los was never logged") for text in said] == [True]
     assert "loss_step" in said[0]
@@ -581,7 +581,7 @@ def test_a_weight_that_changes_while_it_is_copied_spoils_no_snapshot(tmp_path: P
 class Averaging(Net):
     """Has an average, and says that only its optimizer's step writes it."""
 
-    late_snapshot_keys = ("ema",)
+    deferred_snapshot_keys = ("ema",)
 
     def __init__(self) -> None:
         super().__init__()

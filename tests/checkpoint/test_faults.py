@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from fakes.snapshot_states import same, small_state
-from lightning_aigc.checkpoint import SnapshotStore, host_buffer, newest_complete
-from lightning_aigc.checkpoint import store as store_module
+from lightning_aigc.checkpoint import SnapshotWriter, newest_complete, staging
+from lightning_aigc.checkpoint import writer as writer_module
 from lightning_aigc.errors import SnapshotError
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SnapshotStore]:
+def store(tmp_path: Path) -> Iterator[SnapshotWriter]:
     """With one good snapshot, of step 1."""
-    store = SnapshotStore(tmp_path / "run")
+    store = SnapshotWriter(tmp_path / "run")
     store.open()
     store.save(1, small_state(1))
     store.wait()
@@ -46,7 +46,7 @@ def mounted(folder: Path, *options: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def assert_whole(store: SnapshotStore, step: int) -> None:
+def assert_whole(store: SnapshotWriter, step: int) -> None:
     newest = newest_complete(store.directory, lambda line: pytest.fail(line))
     assert newest is not None and newest.step == step and same(newest.rank(0), small_state(step))
     assert sorted(path.name for path in store.directory.iterdir() if path.name.startswith(".")) == [".lock"]
@@ -56,7 +56,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()
     with mounted(folder, "-t", "tmpfs", "-o", "size=1m", "none"):
-        store = SnapshotStore(folder)
+        store = SnapshotWriter(folder)
         store.open()
         store.save(1, small_state(1))
         store.wait()
@@ -71,7 +71,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert_whole(store, 3)
 
 
-def test_a_limit_on_file_sizes(store: SnapshotStore) -> None:
+def test_a_limit_on_file_sizes(store: SnapshotWriter) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -83,7 +83,7 @@ def test_a_limit_on_file_sizes(store: SnapshotStore) -> None:
     assert_whole(store, 1)
 
 
-def test_a_folder_that_turns_read_only_while_training(store: SnapshotStore) -> None:
+def test_a_folder_that_turns_read_only_while_training(store: SnapshotWriter) -> None:
     with mounted(store.directory, "--bind", "-o", "ro", str(store.directory)):
         store.save(2, small_state(2))
         with pytest.raises(SnapshotError, match="Read-only file system"):
@@ -98,7 +98,7 @@ def test_a_read_only_folder_is_refused_before_training(tmp_path: Path) -> None:
         mounted(tmp_path, "--bind", "-o", "ro", str(tmp_path)),
         pytest.raises(SnapshotError, match=r"no snapshots can be written to .*: Read-only file system"),
     ):
-        SnapshotStore(tmp_path / "run").open()
+        SnapshotWriter(tmp_path / "run").open()
 
 
 def test_a_file_system_without_locks_is_used_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_used_and_said(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    store = SnapshotStore(tmp_path)
+    store = SnapshotWriter(tmp_path)
     with pytest.warns(UserWarning, match="is on a file system without locks"):
         store.open()
     store.save(1, small_state(1))
@@ -115,13 +115,13 @@ def test_a_file_system_without_locks_is_used_and_said(tmp_path: Path, monkeypatc
 
 
 def test_no_host_memory_is_said_and_the_next_save_goes_on(
-    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+    store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(size: int, *, pinned: bool) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_buffer, "host_bytes", none_left)
+        patch.setattr(staging, "host_bytes", none_left)
         with pytest.raises(SnapshotError, match="no host memory for the 4 MiB of a snapshot: DefaultCPUAllocator"):
             store.save(2, {"large": torch.ones(10**6)})
     store.save(3, small_state(3))
@@ -132,10 +132,10 @@ def test_no_host_memory_is_said_and_the_next_save_goes_on(
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
     with pytest.raises(SnapshotError, match=r"no snapshots can be written to .*: File exists"):
-        SnapshotStore(tmp_path / "run").open()
+        SnapshotWriter(tmp_path / "run").open()
 
 
-def test_a_folder_that_was_deleted_while_training(store: SnapshotStore) -> None:
+def test_a_folder_that_was_deleted_while_training(store: SnapshotWriter) -> None:
     shutil.rmtree(store.directory)
     store.save(2, small_state(2))
     with pytest.raises(SnapshotError, match="No such file or directory"):
@@ -143,7 +143,7 @@ def test_a_folder_that_was_deleted_while_training(store: SnapshotStore) -> None:
 
 
 def test_a_failure_is_told_once_without_waiting_and_the_next_save_goes_on(
-    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+    store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(file: int) -> None:
         raise OSError(5, "Input/output error")
@@ -162,11 +162,11 @@ def test_a_failure_is_told_once_without_waiting_and_the_next_save_goes_on(
     assert_whole(store, 3)
 
 
-def test_a_failed_late_copy_lets_training_go_on(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_late_copy_lets_training_go_on(store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(copies: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(store_module.Copies, "finish", broken)
+    monkeypatch.setattr(writer_module.StagingCopies, "finish", broken)
     store.save(2, small_state(2))
     store.finish_copy()
     with pytest.raises(SnapshotError, match="RuntimeError: the device is gone; step 1 is whole"):
@@ -175,12 +175,12 @@ def test_a_failed_late_copy_lets_training_go_on(store: SnapshotStore, monkeypatc
 
 
 def test_an_old_snapshot_that_cannot_be_removed_does_not_spoil_the_new_one(
-    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+    store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*arguments: Any) -> None:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(store_module, "rotate", busy)
+    monkeypatch.setattr(writer_module, "rotate", busy)
     store.save(2, small_state(2))
     with pytest.raises(
         SnapshotError, match="step 2 is whole, but an older one could not be removed: Device or resource"

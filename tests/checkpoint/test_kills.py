@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fakes.snapshot_writer import checkpoint_forever, hold, start, state_of, write_forever
-from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotStore, newest_complete
+from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotWriter, newest_complete
 from lightning_aigc.errors import SnapshotError
 
 KILLS = 40
@@ -69,7 +69,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(with_child: bool, tmp_p
     owner = start(partial(hold, with_child=with_child), str(tmp_path / "run"), str(ready))
     while not ready.exists():
         time.sleep(0.01)
-    store = SnapshotStore(tmp_path / "run")
+    store = SnapshotWriter(tmp_path / "run")
     with pytest.raises(SnapshotError, match=rf"is in use by process {owner.pid} on \S+: two runs cannot write"):
         store.open()
     owner.kill()
@@ -80,7 +80,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(with_child: bool, tmp_p
 
 
 def test_two_runs_of_one_process_are_refused_too(tmp_path: Path) -> None:
-    first, second = SnapshotStore(tmp_path), SnapshotStore(tmp_path)
+    first, second = SnapshotWriter(tmp_path), SnapshotWriter(tmp_path)
     first.open()
     with pytest.raises(SnapshotError, match="is in use by process"):
         second.open()

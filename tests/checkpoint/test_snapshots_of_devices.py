@@ -11,7 +11,7 @@ import torch
 from fakes import fake_npu
 from fakes.ranks import run_ranks
 from fakes.snapshot_states import same
-from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotStore, find_snapshots
+from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotWriter, find_snapshots
 
 
 def on_fake_npu(rank: int, folder: str) -> list[Any]:
@@ -19,7 +19,7 @@ def on_fake_npu(rank: int, folder: str) -> list[Any]:
     torch.manual_seed(0)
     on_host = {"a": torch.randn(3, 5), "b": torch.randn(6, 4).bfloat16().T, "c": torch.tensor(7), "e": torch.empty(0)}
     state = {name: tensor.to("npu") for name, tensor in on_host.items()} | {"host": torch.ones(2)}
-    store = SnapshotStore(Path(folder, "snapshots"))
+    store = SnapshotWriter(Path(folder, "snapshots"))
     store.open()
     store.save(1, state, {"bias": torch.nn.Parameter(torch.ones(3, device="npu"))})
     state["a"].zero_()
@@ -44,7 +44,7 @@ def test_a_state_on_npu_is_saved_as_on_the_cpu(tmp_path: Path) -> None:
 def test_work_queued_before_is_in_the_snapshot_and_work_queued_after_is_not(late: bool, tmp_path: Path) -> None:
     weights = torch.zeros(64 * 2**20, device="cuda")
     busy = torch.randn(4096, 4096, device="cuda")
-    store = SnapshotStore(tmp_path)
+    store = SnapshotWriter(tmp_path)
     store.open()
     for step in range(3):
         weights.fill_(step)
@@ -53,7 +53,7 @@ def test_work_queued_before_is_in_the_snapshot_and_work_queued_after_is_not(late
         weights.add_(0.5)  # queued behind all that
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        store.save(step, {"weights": weights}, late=[weights.data_ptr()] if late else ())
+        store.save(step, {"weights": weights}, deferred=[weights.data_ptr()] if late else ())
         if late:
             store.finish_copy()
         weights.fill_(-1)

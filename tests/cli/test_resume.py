@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.checkpoint import find_snapshots
-from lightning_aigc.checkpoint.config import differences, relevant
-from lightning_aigc.checkpoint.resume import how_to_go_on
+from lightning_aigc.checkpoint.resume import resume_command
+from lightning_aigc.checkpoint.run_config import differences, relevant
 
 Command = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,7 +76,7 @@ def test_an_interrupted_fit_ends_with_the_same_lora(
     with caplog.at_level("INFO"):
         said = command("fit", "-c", quick)
     assert said.code == 143 and not (tmp_path / "run" / "zorp.safetensors").exists()
-    assert f"go on with: lightning fit -c {quick} --resume" in caplog.text
+    assert f"resume with: lightning fit -c {quick} --resume" in caplog.text
     said = command("fit", "-c", quick, "--resume")
     assert said.code == 0, said.err
     one, other = lora(whole), lora(tmp_path / "run")
@@ -120,10 +120,10 @@ def test_resume_and_a_checkpoint_exclude_each_other(command: Command, quick: Pat
 
 
 def test_the_command_that_goes_on_is_the_one_that_was_given() -> None:
-    assert how_to_go_on(["/bin/lightning", "fit", "-c", "a b.yaml", "--ckpt_path", "x", "--ckpt_path=y"]) == (
+    assert resume_command(["/bin/lightning", "fit", "-c", "a b.yaml", "--ckpt_path", "x", "--ckpt_path=y"]) == (
         "lightning fit -c 'a b.yaml' --resume"
     )
-    assert how_to_go_on(["train.py"]) == 'trainer.fit(..., ckpt_path="latest")'
+    assert resume_command(["train.py"]) == 'trainer.fit(..., ckpt_path="latest")'
 
 
 def test_what_does_not_change_training_is_not_compared() -> None:
@@ -136,9 +136,11 @@ def test_what_does_not_change_training_is_not_compared() -> None:
     other = yaml.safe_load(yaml.safe_dump(config))
     other["trainer"] |= {"max_steps": 9, "logger": False, "default_root_dir": "b"}
     other["model"]["init_args"]["output_name"], other["data"]["init_args"]["num_workers"] = "y", 8
-    assert differences(relevant(config), relevant(other)) == []
+    ignored = {"model": ["output_name"], "data": ["num_workers"]}
+    assert differences(relevant(config, ignored), relevant(other, ignored)) == []
+    assert len(differences(relevant(config, {}), relevant(other, {}))) == 2
     other["data"]["init_args"]["seed"], other["seed_everything"] = 4, 2
-    assert differences(relevant(config), relevant(other)) == [
+    assert differences(relevant(config, ignored), relevant(other, ignored)) == [
         "seed_everything: 1 in the snapshot, 2 now",
         "data.init_args.seed: 3 in the snapshot, 4 now",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.callbacks import ExactSnapshot, RunReport, clip_convergence_guard, sample_grid
-from lightning_aigc.checkpoint import SnapshotStore
+from lightning_aigc.checkpoint import SnapshotWriter
 from lightning_aigc.diffusion import StableDiffusionLoRA, lora_file
 from lightning_aigc.metrics import CLIPSimilarity
 
@@ -42,7 +42,7 @@ def tell_phases(path: Path) -> None:
     tell(StableDiffusionLoRA, "save_lora", "LoRA")
     tell(lora_file, "write_atomically", "LoRA file")
     tell(RunReport, "_page", "report")
-    tell(SnapshotStore, "amend", "mark")
+    tell(SnapshotWriter, "amend", "mark")
     stock = ExactSnapshot.on_train_end
 
     def on_train_end(self: ExactSnapshot, *arguments: Any) -> None:

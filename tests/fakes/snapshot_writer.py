@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotStore, newest_complete
+from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotWriter, newest_complete
 
 
 def start(work: Callable[..., None], *arguments: Any) -> Any:
@@ -31,7 +31,7 @@ def state_of(step: int, version: int) -> dict[str, Any]:
 def write_forever(directory: str, told: str, version: int) -> None:
     """Go on at the newest snapshot, whose step is written once more; tell (step, version) of each that is durable."""
     torch.set_num_threads(1)
-    store = SnapshotStore(directory, keep_last=2)
+    store = SnapshotWriter(directory, keep_last=2)
     store.open()
     newest = newest_complete(directory, lambda line: None)
     file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -57,7 +57,7 @@ def checkpoint_forever(path: str, told: str, version: int) -> None:
 
 
 def hold(directory: str, ready: str, *, with_child: bool) -> None:
-    store = SnapshotStore(directory)
+    store = SnapshotWriter(directory)
     store.open()
     if with_child and os.fork() == 0:  # as a data worker, which may outlive its parent
         time.sleep(60)

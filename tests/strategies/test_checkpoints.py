@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from fakes.given_gradients import MODES
 from fakes.ranks import run_ranks
 from fakes.small_lightning import Small, fit
-from lightning_aigc.checkpoint import checkpoint_io
+from lightning_aigc.checkpoint import async_checkpoint_io
 from lightning_aigc.strategies import NPUSparseStrategy
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 
@@ -130,12 +130,12 @@ def slow_sidecars(rank: int, folder: str) -> list[list[bool]]:
 
         shutil.rmtree = rmtree  # type: ignore[assignment]
     else:
-        write = checkpoint_io.write_torch_file
-        checkpoint_io.write_torch_file = lambda *arguments: (time.sleep(0.5), write(*arguments))  # type: ignore[assignment]
+        write = async_checkpoint_io.write_torch_file
+        async_checkpoint_io.write_torch_file = lambda *arguments: (time.sleep(0.5), write(*arguments))  # type: ignore[assignment]
     run(
         rank,
         2,
-        {"mode": "int3", "checkpoint_io": checkpoint_io.SnapshotCheckpointIO()},
+        {"mode": "int3", "checkpoint_io": async_checkpoint_io.SnapshotCheckpointIO()},
         **saving(Path(folder, "c"), save_top_k=1),
     )
     return found

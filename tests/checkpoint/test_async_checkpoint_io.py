@@ -24,7 +24,7 @@ from torch import nn
 from fakes.ranks import run_ranks
 from fakes.small_lightning import Small, fit
 from fakes.snapshot_states import same
-from lightning_aigc.checkpoint import SnapshotCheckpointIO, checkpoint_io
+from lightning_aigc.checkpoint import SnapshotCheckpointIO, async_checkpoint_io
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -161,13 +161,13 @@ def test_a_trainer_stops_with_the_reason(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SnapshotError, match=r"cannot be written: Not a directory"):
         run(tmp_path / "file" / "run", SnapshotCheckpointIO(), epochs=1)
     broken = SnapshotCheckpointIO()
-    monkeypatch.setattr(checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
+    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
     with pytest.raises(SnapshotError, match=r"epoch=0-step=4\.ckpt could not be written: No such file"):
         run(tmp_path / "run", broken, epochs=3)
 
 
 def test_the_first_of_several_errors_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
+    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
     io = SnapshotCheckpointIO()
     io._submit(lambda: time.sleep(0.3))  # both fail before anybody looks
     for name in ("first.ckpt", "second.ckpt"):

@@ -1,4 +1,8 @@
-"""Files in safetensors format, written from memory as it lies and read tensor by tensor, each byte checked once."""
+"""Safetensors files, written from host memory without a copy and read tensor by tensor, each byte checksummed once.
+
+The safetensors library serializes from tensors and into tensors; a snapshot writes memory that it has laid out already,
+in chunks, and needs the crc32 of every byte.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +42,9 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies in a file's data: without gaps, each at a multiple of its element's size.
+    """Where each tensor lies in a file's data: without gaps, each at a multiple of its element size.
 
-    It holds no tensor, so that none of them lives until the file is written.
+    It holds no tensor, so that it keeps none of them alive until the file is written.
     """
 
     entries: dict[str, Any]
@@ -65,14 +69,14 @@ class Layout:
         return begin
 
     def header(self) -> bytes:
-        """What stands before the data: its length in 8 bytes, and JSON padded to a multiple of 8."""
+        """The bytes before the data: their length in 8 bytes, and JSON padded to a multiple of 8."""
         text = json.dumps({"__metadata__": {"format": "pt"}} | self.entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
 
 def read_tensors(file: BinaryIO, size: int, name: str) -> tuple[dict[str, Tensor], int]:
-    """The tensors of an open file of `size` bytes, in new memory of their own, and the crc32 of all its bytes.
+    """Read the tensors of an open file of `size` bytes into new memory; also returns the crc32 of all its bytes.
 
     Raises: SnapshotError, beginning with `name`, if it is no safetensors file; nothing in it is ever executed.
     """

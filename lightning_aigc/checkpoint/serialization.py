@@ -1,7 +1,8 @@
-"""A training state taken apart into named tensors and a skeleton that is plain JSON, and put together again.
+"""Serialization of a nested state as named tensors and a plain JSON skeleton.
 
-A dict is a JSON object, unless its keys are not all plain strings; what JSON cannot say is an object of one key with a
-dollar: {"$tensor": name}, {"$tuple": [...]}, {"$items": [[key, value], ...]}, {"$int": hex}, {"$float": its 8 bytes}.
+A dict becomes a JSON object if all its keys are plain strings. What JSON cannot express becomes an object with one key
+that starts with a dollar: {"$tensor": name}, {"$tuple": [...]}, {"$items": [[key, value], ...]}, {"$int": hex},
+{"$float": its 8 bytes}.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.checkpoint.tensor_file import DTYPES
+from lightning_aigc.checkpoint.safetensors_file import DTYPES
 from lightning_aigc.errors import SnapshotError
 
 EXACT_IN_JSON = 2**53
@@ -23,10 +24,10 @@ HELD = "None, bool, int, float, str, list, tuple, dict with str or int keys, and
 
 
 def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a nested state by their dotted path, and its skeleton; nothing is copied.
+    """Split a nested state into its tensors, by dotted path, and its skeleton; nothing is copied.
 
     A parameter comes back as a plain tensor and an OrderedDict as a dict; other subclasses of the types held are
-    refused, because they would come back as less than they were.
+    refused, because they would lose what they add.
 
     Raises: SnapshotError with the dotted path and the type of what cannot be held.
     """
@@ -35,7 +36,7 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
 
 
 def unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
-    """The state that `pack` took apart.
+    """Rebuild the state that `pack` split.
 
     Raises: SnapshotError if the two do not belong together.
     """
@@ -56,9 +57,9 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if kind is list:
-        return [_pack(one, _below(path, place), tensors) for place, one in enumerate(value)]
+        return [_pack(item, _below(path, index), tensors) for index, item in enumerate(value)]
     if kind is tuple:
-        return {"$tuple": [_pack(one, _below(path, place), tensors) for place, one in enumerate(value)]}
+        return {"$tuple": [_pack(item, _below(path, index), tensors) for index, item in enumerate(value)]}
     if kind is dict or kind is OrderedDict:
         return _pack_dict(value, path, tensors)
     raise SnapshotError(f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}; a snapshot holds {HELD}")
@@ -75,8 +76,8 @@ def _pack_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor]) -> 
             )
         elif key.startswith("$"):
             plain = False
-    packed = {key: _pack(one, _below(path, key), tensors) for key, one in value.items()}
-    return packed if plain else {"$items": [[_pack(key, path, tensors), one] for key, one in packed.items()]}
+    packed = {key: _pack(item, _below(path, key), tensors) for key, item in value.items()}
+    return packed if plain else {"$items": [[_pack(key, path, tensors), item] for key, item in packed.items()]}
 
 
 def _pack_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -92,7 +93,7 @@ def _pack_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
     tensors[name] = tensor
     if tensor.is_contiguous():
         return {"$tensor": name}
-    # channels_last and transposed ones come back as they lay; of an expanded one each element is written
+    # channels_last and transposed tensors keep their strides; of an expanded tensor each element is written
     return {"$tensor": name, "stride": list(torch.empty_like(tensor, device="meta").stride())}
 
 
@@ -102,20 +103,20 @@ def _below(path: str, key: Any) -> str:
 
 def _unpack(tensors: dict[str, Tensor], skeleton: Any) -> Any:
     if isinstance(skeleton, list):
-        return [_unpack(tensors, one) for one in skeleton]
+        return [_unpack(tensors, item) for item in skeleton]
     if not isinstance(skeleton, dict):
         return skeleton
     mark = next(iter(skeleton), "")
     if not mark.startswith("$"):
-        return {key: _unpack(tensors, one) for key, one in skeleton.items()}
+        return {key: _unpack(tensors, item) for key, item in skeleton.items()}
     content = skeleton[mark]
     match mark:
         case "$tensor":
             return _with_stride(tensors[content], skeleton.get("stride"))
         case "$tuple":
-            return tuple(_unpack(tensors, one) for one in content)
+            return tuple(_unpack(tensors, item) for item in content)
         case "$items":
-            return {_unpack(tensors, key): _unpack(tensors, one) for key, one in content}
+            return {_unpack(tensors, key): _unpack(tensors, item) for key, item in content}
         case "$int":
             return int(content, 16)
         case "$float":

@@ -11,10 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from lightning_aigc.checkpoint import host_buffer
-from lightning_aigc.checkpoint.files import write_file
-from lightning_aigc.checkpoint.host_buffer import HostBuffer
-from lightning_aigc.checkpoint.tensor_file import DTYPES, Layout, read_tensors
+from lightning_aigc.checkpoint import staging
+from lightning_aigc.checkpoint.safetensors_file import DTYPES, Layout, read_tensors
+from lightning_aigc.checkpoint.staging import HostBuffer
+from lightning_aigc.checkpoint.storage import write_file
 from lightning_aigc.errors import SnapshotError
 
 
@@ -53,7 +53,7 @@ def test_we_read_what_safetensors_wrote() -> None:
 
 
 def test_tensors_across_the_borders_of_slabs_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffer, "SLAB", 2**16)
+    monkeypatch.setattr(staging, "SLAB", 2**16)
     torch.manual_seed(1)
     tensors = {f"t{i}": torch.randn(1 + 9173 * i) for i in range(8)}
     tensors |= {

@@ -1,4 +1,4 @@
-"""What a loader's worker processes do for exact snapshots: send their random states along, and take them up again."""
+"""Worker processes of a resumable loader: they send their random states with each batch, and restore them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils.data import get_worker_info
 from lightning_aigc.rng import set_from_bytes, to_bytes
 
 
-class WorkerStart:
-    """The user's `worker_init_fn`; after it a worker that goes on takes up its random states.
+class WorkerInit:
+    """A `worker_init_fn` that calls the user's and then restores a resumed worker's random states.
 
-    Ctrl-C and a scheduler's SIGTERM reach every process of a job: a worker that ended at once would fail the batch
-    that the run wants to finish before its snapshot.
+    Ctrl-C and a scheduler's SIGTERM reach every process of a job. Workers ignore them, because a worker that ended
+    would fail the batch that the run finishes before its snapshot.
     """
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
@@ -42,8 +42,8 @@ def _end_on_sigterm_of_parent() -> None:
     os._exit(-signal.SIGTERM)
 
 
-class Stamped:
-    """The user's `collate_fn`, whose batches come as (batch, the worker's random states after it)."""
+class CollateWithRNG:
+    """A `collate_fn` that calls the user's and returns (batch, the worker's random states after it)."""
 
     def __init__(self, own: Callable[[Any], Any]) -> None:
         self.own = own

@@ -1,4 +1,4 @@
-"""The snapshots in a folder: found, verified and read. Nothing in them is ever executed."""
+"""Find, verify and read the snapshots in a folder. Nothing in them is ever executed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.checkpoint.commit import FORMAT
-from lightning_aigc.checkpoint.files import Written, chunks_of, unsealed
-from lightning_aigc.checkpoint.folders import MANIFEST, complete_folders, file_names
-from lightning_aigc.checkpoint.remote import fetched, is_remote, local_path
-from lightning_aigc.checkpoint.tensor_file import read_tensors, refuse_code
-from lightning_aigc.checkpoint.tree import unpack
+from lightning_aigc.checkpoint.safetensors_file import read_tensors, refuse_code
+from lightning_aigc.checkpoint.serialization import unpack
+from lightning_aigc.checkpoint.storage import (
+    MANIFEST,
+    FileDigest,
+    chunks_of,
+    complete_folders,
+    download,
+    file_names,
+    is_remote,
+    local_path,
+    unsealed,
+)
 from lightning_aigc.errors import SnapshotError
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot whose manifest could be read; its other files are verified when they are."""
+    """A snapshot whose manifest was read; its other files are verified when they are read."""
 
     path: Path
     step: int
     world_size: int
     facts: dict[str, Any]
-    files: Mapping[str, Written] = field(repr=False)
+    files: Mapping[str, FileDigest] = field(repr=False)
 
     @classmethod
     def at(cls, path: Path) -> Snapshot:
@@ -38,20 +46,20 @@ class Snapshot:
             )
         try:
             world_size = int(fields["world_size"])
-            files = {name: Written(**fields["files"][name]) for name in file_names(world_size)}
+            files = {name: FileDigest(**fields["files"][name]) for name in file_names(world_size)}
             return cls(path, int(fields["step"]), world_size, dict(fields["facts"]), files)
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotError(f"{manifest} is no manifest: {type(error).__name__}: {error}") from error
 
     def shared(self) -> Any:
-        """The state that all ranks have alike.
+        """Read the state that all ranks share.
 
         Raises: SnapshotError with the file and what is wrong with it.
         """
         return self._load("shared")
 
     def rank(self, rank: int) -> Any:
-        """The state that this rank alone has.
+        """Read the state of one rank.
 
         Raises: SnapshotError with the file and what is wrong with it.
         """
@@ -108,7 +116,7 @@ class Snapshot:
 
 
 def find_snapshots(directory: str | Path, *, allow_remote: bool = False) -> list[Snapshot]:
-    """Those whose manifest can be read, the newest first: the highest step, whatever the clock says.
+    """List the snapshots whose manifest can be read, the highest step first.
 
     Raises: SnapshotError for a remote address.
     """
@@ -118,16 +126,16 @@ def find_snapshots(directory: str | Path, *, allow_remote: bool = False) -> list
 def newest_complete(
     directory: str | Path, say: Callable[[str], None], *, allow_remote: bool = False
 ) -> Snapshot | None:
-    """The newest snapshot of which every byte checks out.
+    """The newest snapshot whose every byte matches its checksum.
 
-    Args: say: gets a line for each newer one that was passed over, with the file and what is wrong with it.
+    Args: say: gets a line for each newer snapshot that was skipped, with the file and what is wrong with it.
     Raises: SnapshotError for a remote address.
     """
     for snapshot in _found(_folder(directory, allow_remote), say):
         try:
             snapshot.verify()
         except SnapshotError as error:
-            say(f"{snapshot.path.name} is passed over: {error}")
+            say(f"{snapshot.path.name} is skipped: {error}")
         else:
             return snapshot
     return None
@@ -139,12 +147,12 @@ def _found(folder: Path, say: Callable[[str], None]) -> list[Snapshot]:
         try:
             found.append(Snapshot.at(path))
         except SnapshotError as error:
-            say(f"{path.name} is passed over: {error}")
+            say(f"{path.name} is skipped: {error}")
     return found
 
 
 def _folder(directory: str | Path, allow_remote: bool) -> Path:
-    return fetched(str(directory)) if allow_remote and is_remote(directory) else local_path(directory)
+    return download(str(directory)) if allow_remote and is_remote(directory) else local_path(directory)
 
 
 def _read(path: Path) -> bytes:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fakes.snapshot_states import same, small_state
-from lightning_aigc.checkpoint import Snapshot, SnapshotStore, find_snapshots, newest_complete
-from lightning_aigc.checkpoint.files import sealed
+from lightning_aigc.checkpoint import Snapshot, SnapshotWriter, find_snapshots, newest_complete
+from lightning_aigc.checkpoint.storage import sealed
 from lightning_aigc.errors import SnapshotError
 
 FILES = ["manifest.json", "rank0.json", "rank0.safetensors", "rank1.json", "rank1.safetensors", "shared.json"]
@@ -24,7 +24,7 @@ FILES += ["shared.safetensors"]
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Snapshots of steps 1 and 2, of two ranks."""
-    stores = [SnapshotStore(tmp_path, rank=k, world_size=2) for k in range(2)]
+    stores = [SnapshotWriter(tmp_path, rank=k, world_size=2) for k in range(2)]
     for store in stores:
         store.open()
     for step in (1, 2):
@@ -48,7 +48,7 @@ def assert_passed_over(run: Path, *words: str) -> None:
     newest, said = newest_and_words(run)
     assert newest is not None and newest.step == 1
     assert same(read_all(newest), [small_state(1), small_state(10), small_state(11)])
-    assert said.startswith("step-00000002 is passed over: ") and "\n" not in said
+    assert said.startswith("step-00000002 is skipped: ") and "\n" not in said
     assert all(word in said for word in words), said
 
 

@@ -1,4 +1,4 @@
-"""Snapshots of a training state that block training for a copy at most, and that no kill can tear."""
+"""SnapshotWriter: snapshots that block training for a copy at most, and that no kill can tear."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.checkpoint.commit import Attempt, Part, amend_facts
-from lightning_aigc.checkpoint.copies import Copies, Copy
-from lightning_aigc.checkpoint.folders import name_of, rotate, tidy
-from lightning_aigc.checkpoint.host_buffer import HostBuffer
-from lightning_aigc.checkpoint.lock import FolderLock
-from lightning_aigc.checkpoint.priority import give_way
-from lightning_aigc.checkpoint.remote import local_path
-from lightning_aigc.checkpoint.tensor_file import Layout
-from lightning_aigc.checkpoint.tree import pack
+from lightning_aigc.checkpoint.coordination import FolderLock
+from lightning_aigc.checkpoint.safetensors_file import Layout
+from lightning_aigc.checkpoint.serialization import pack
+from lightning_aigc.checkpoint.staging import Copy, HostBuffer, StagingCopies, lower_priority
+from lightning_aigc.checkpoint.storage import local_path, name_of, rotate, tidy
 from lightning_aigc.errors import SnapshotError
 
 
-class SnapshotStore:
-    """Writes a folder of snapshots; each rank has one of its own for the same folder.
+class SnapshotWriter:
+    """Writes the snapshots of one folder; each rank has its own writer for the same folder.
 
     Args:
         directory: The folder that holds `step-00000500` and so on; all ranks must see the same one.
         keep_last: Snapshots to keep, counted back from the newest step.
-        commit_timeout_s: How long rank 0 waits for the files of the others, and they for its word.
+        commit_timeout_s: How long rank 0 waits for the other ranks' files, and they for its manifest.
     Attributes:
         protected: Steps that are never removed.
-        blocked_s: How long the last `save`, and `finish_copy` after it, kept the caller.
-        copied_bytes: What the last `save` copied to the host.
+        blocked_s: How long the last `save`, and `finish_copy` after it, blocked the caller.
+        copied_bytes: What the last `save` copied to host memory.
         written_bytes: The size of this rank's files of the last snapshot.
     """
 
@@ -63,9 +60,9 @@ class SnapshotStore:
         self._last_durable: int | None = None
 
     def open(self) -> None:
-        """Make the folder; rank 0 takes it for this run and removes what a killed one left unfinished.
+        """Make the folder; rank 0 locks it for this run and removes what a killed run left unfinished.
 
-        Raises: SnapshotError if a live process has it, or if it cannot be written.
+        Raises: SnapshotError if a live process holds the lock, or if the folder cannot be written.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -82,17 +79,17 @@ class SnapshotStore:
         shared_state: Any = None,
         facts: dict[str, Any] | None = None,
         *,
-        late: Collection[int] = (),
+        deferred: Collection[int] = (),
     ) -> None:
         """Copy the states to the host and return; a thread writes them. Every rank calls it for the same steps.
 
-        Waits for the snapshot before; whether that one failed is for `error` and `wait` to say.
+        Waits for the previous snapshot; `error` and `wait` report whether that one failed.
 
         Args:
-            own_state: What this rank has of its own, for `pack`.
-            shared_state: What all ranks have alike; rank 0's is written.
+            own_state: This rank's state, for `pack`.
+            shared_state: The state that all ranks share; rank 0's is written.
             facts: Plain JSON for the manifest; rank 0's is written.
-            late: `data_ptr`s of tensors that the thread may copy; call `finish_copy` before they change.
+            deferred: `data_ptr`s of tensors that the thread may copy; call `finish_copy` before they change.
         Raises: SnapshotError if the states hold what a snapshot cannot.
         """
         start = time.perf_counter()
@@ -114,7 +111,7 @@ class SnapshotStore:
             to_copy = self._lay_out(work, f"rank{self.rank}", own_state)
             if self.rank == 0:
                 to_copy += self._lay_out(work, "shared", shared_state)
-            copies = Copies(to_copy, frozenset(late))
+            copies = StagingCopies(to_copy, frozenset(deferred))
         except Exception as error:
             work.abandon(_reason(error))
             raise
@@ -151,12 +148,12 @@ class SnapshotStore:
             raise SnapshotError(f"the manifest in {folder} cannot be amended: {_reason(error)}") from error
 
     def error(self) -> SnapshotError | None:
-        """What `wait` would raise, without waiting; handed over once."""
+        """Return what `wait` would raise, without waiting; once."""
         error, self._error = self._error, None
         return error
 
     def close(self) -> None:
-        """Let the last snapshot become durable and the folder go.
+        """Wait for the last snapshot and release the folder.
 
         Raises: SnapshotError as `wait` does.
         """
@@ -181,13 +178,13 @@ class SnapshotStore:
             self._thread.join()
             self._thread = None
 
-    def _write(self, copies: Copies, work: Attempt) -> None:
+    def _write(self, copies: StagingCopies, work: Attempt) -> None:
         try:
             try:
                 copies.finish()
             finally:
                 self._copied.set()
-            give_way()  # not before: training waits for the copy, and may soon
+            lower_priority()  # not earlier: training waits for the copy
             self.written_bytes = work.write()
             self._last_durable = work.step
             if self.rank == 0:

@@ -1,4 +1,4 @@
-"""Lightning's ordinary checkpoints, written beside training and whole or not at all."""
+"""SnapshotCheckpointIO: Lightning's ordinary checkpoints, written asynchronously and atomically."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_aigc.checkpoint.host_copy import HostCopy
-from lightning_aigc.checkpoint.priority import give_way
-from lightning_aigc.checkpoint.remote import is_remote, local_path
+from lightning_aigc.checkpoint.staging import lower_priority
+from lightning_aigc.checkpoint.storage import is_remote, local_path
 from lightning_aigc.checkpoint.torch_file import (
     read_remote_torch_file,
     read_torch_file,
@@ -22,6 +21,7 @@ from lightning_aigc.checkpoint.torch_file import (
     write_torch_file,
 )
 from lightning_aigc.errors import SnapshotError
+from lightning_aigc.host_state import HostCopy
 
 ROOM = 1.25
 """Copies of the largest checkpoint that may wait to be written: one, and the small files beside it."""
@@ -33,8 +33,8 @@ class SnapshotCheckpointIO(CheckpointIO):
     """`Trainer(plugins=[SnapshotCheckpointIO()])`: what ModelCheckpoint saves is copied to the host and written later.
 
     Files, names and format are those of Lightning's own. An old checkpoint is removed once the newer one is durable,
-    and stays if that one failed. A failure is raised by the next save, or at the end of the fit. To read a file that
-    was just saved outside of a fit, call `wait` first.
+    and stays if that one failed. A failure is raised by the next save, or at the end of the fit. Outside of a fit, call
+    `wait` before you read a file that was just saved.
 
     Args: allow_remote: load checkpoints from addresses such as s3://bucket/last.ckpt too; none is saved there.
     """
@@ -67,7 +67,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._writing.append((self._submit(self._write, copy.take(), target), copy.size))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """What a checkpoint holds, of tensors and plain types.
+        """Read a checkpoint of tensors and plain types.
 
         Raises: FileNotFoundError; SnapshotError for a file that is torn or holds code, and for a remote path.
         """
@@ -84,7 +84,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, link or folder, after all that was saved before is durable."""
+        """Remove a file, link or folder, once every earlier save is durable."""
         self._submit(self._remove, local_path(path).absolute())
 
     def remove_once(self, path: Any, is_durable: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._submit(self._remove, local_path(path).absolute(), is_durable)
 
     def wait(self) -> None:
-        """Return once all that was saved is durable.
+        """Return once every save is durable.
 
         Raises: SnapshotError with the reason why something is not; once.
         """
@@ -111,8 +111,10 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._raise()
 
     def _submit(self, work: Any, *arguments: Any) -> Future[None]:
-        if self._executor is None:  # Lightning may go on after a teardown; what runs is ended before the process is
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=give_way)
+        if (
+            self._executor is None
+        ):  # Lightning may save again after a teardown; the interpreter joins the thread at exit
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
         return self._executor.submit(work, *arguments)
 
     def _wait_for_room(self, size: int) -> None:

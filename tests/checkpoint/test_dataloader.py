@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
 from fakes.killed_trainings import Noisy
-from lightning_aigc.checkpoint import loader as loaders
-from lightning_aigc.checkpoint.drawn import Draws
-from lightning_aigc.checkpoint.tree import pack, unpack
+from lightning_aigc.checkpoint.dataloader import stateful
+from lightning_aigc.checkpoint.dataloader.sampler import LoaderRNG
+from lightning_aigc.checkpoint.serialization import pack, unpack
 
 EPOCHS, BATCHES = 3, 12
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,8 +56,8 @@ def epochs_of(loader: Any, stop: int | None = None) -> tuple[list[Tensor], Any]:
             batches.append(batch)
             torch.rand(2)
             if len(batches) == stop:
-                tensors, skeleton = pack(loaders.to_plain(loader.place()))
-                kept = (epoch, loaders.from_plain(unpack(tensors, skeleton)), Draws.take(loader.generators))
+                tensors, skeleton = pack(stateful.to_plain(loader.snapshot_state()))
+                kept = (epoch, stateful.from_plain(unpack(tensors, skeleton)), LoaderRNG.capture(loader.generators))
     return batches, kept
 
 
@@ -70,13 +70,13 @@ def test_the_rest_comes_after_a_place(name: str, workers: int, persistent: bool)
     plain, _ = epochs_of(make(**options))
     for stop in (5, BATCHES + 1):
         seed(0)
-        batches, (epoch, place, draws) = epochs_of(loaders.resumable(make(**options)), stop)
+        batches, (epoch, place, draws) = epochs_of(stateful.make_resumable(make(**options)), stop)
         assert all(map(torch.equal, batches, plain))
         seed(99)
-        loader = loaders.resumable(make(**options))
-        loader.go_to(place)
+        loader = stateful.make_resumable(make(**options))
+        loader.load_snapshot_state(place)
         running = iter(loader)
-        loader.arrive()
+        loader.start_pending()
         draws.restore(loader.generators)
         rest = []
         for number in range(epoch, EPOCHS):
@@ -92,7 +92,7 @@ def test_the_rest_comes_after_a_place(name: str, workers: int, persistent: bool)
 def test_the_loader_given_stays_as_it_is() -> None:
     loader = MAKERS["shuffled"](num_workers=2)
     before = dict(vars(loader))
-    twin = loaders.resumable(loader)
+    twin = stateful.make_resumable(loader)
     assert vars(loader) == before and type(loader) is DataLoader
     assert isinstance(twin, DataLoader) and twin.dataset is loader.dataset and len(twin) == len(loader)
 
@@ -103,15 +103,15 @@ class Stream(IterableDataset[Any]):
 
 
 def test_what_may_differ_is_named() -> None:
-    stream = loaders.what_may_differ(loaders.resumable(DataLoader(Stream())))
+    stream = stateful.resume_caveat(stateful.make_resumable(DataLoader(Stream())))
     assert stream is not None and "Stream is an IterableDataset without state_dict" in stream
-    assert "map object is no DataLoader" not in str(loaders.what_may_differ(loaders.resumable([1, 2])))
-    assert loaders.what_may_differ(loaders.resumable(MAKERS["shuffled"]())) is None
+    assert "map object is no DataLoader" not in str(stateful.resume_caveat(stateful.make_resumable([1, 2])))
+    assert stateful.resume_caveat(stateful.make_resumable(MAKERS["shuffled"]())) is None
 
 
 def test_an_iterable_is_read_again_up_to_the_place() -> None:
-    loader = loaders.resumable([1, 2, 3, 4])
-    loader.go_to(loader.place_after(2))
+    loader = stateful.make_resumable([1, 2, 3, 4])
+    loader.load_snapshot_state(loader.state_after(2))
     running = iter(loader)
-    loader.arrive()
+    loader.start_pending()
     assert list(running) == [3, 4] and len(loader) == 4

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ import safetensors.torch
 import torch
 
 from fakes.snapshot_states import same, small_state
-from lightning_aigc.checkpoint import SnapshotStore, find_snapshots, newest_complete
-from lightning_aigc.checkpoint import store as store_module
-from lightning_aigc.checkpoint.priority import NICE
+from lightning_aigc.checkpoint import SnapshotWriter, find_snapshots, newest_complete
+from lightning_aigc.checkpoint import writer as writer_module
+from lightning_aigc.checkpoint.staging import NICE
 from lightning_aigc.errors import SnapshotError
 
 
-def opened(directory: Path, **arguments: Any) -> SnapshotStore:
-    store = SnapshotStore(directory, **arguments)
+def opened(directory: Path, **arguments: Any) -> SnapshotWriter:
+    store = SnapshotWriter(directory, **arguments)
     store.open()
     return store
 
@@ -69,10 +70,10 @@ def test_late_tensors_are_copied_beside_training_until_finish_copy(
 ) -> None:
     store = opened(tmp_path)
     go = threading.Event()
-    finish = store_module.Copies.finish
-    monkeypatch.setattr(store_module.Copies, "finish", lambda copies: (go.wait(20), finish(copies))[1])
+    finish = writer_module.StagingCopies.finish
+    monkeypatch.setattr(writer_module.StagingCopies, "finish", lambda copies: (go.wait(20), finish(copies))[1])
     early, late = torch.zeros(1000), torch.zeros(1000)
-    store.save(1, {"early": early, "late": late}, late={late.data_ptr()})
+    store.save(1, {"early": early, "late": late}, deferred={late.data_ptr()})
     early += 1
     late += 2  # before the copy, so that the file shows who copied it when
     threading.Timer(0.05, go.set).start()
@@ -141,7 +142,8 @@ def test_every_file_and_name_is_synced_before_what_relies_on_it(
 ) -> None:
     store = opened(tmp_path)
     done: list[str] = []
-    sync, rename = os.fsync, Path.rename
+    sync = os.fsync
+    moves = {name: getattr(Path, name) for name in ("rename", "replace")}
 
     def short(path: Path) -> str:
         assert store._lock is not None
@@ -151,12 +153,13 @@ def test_every_file_and_name_is_synced_before_what_relies_on_it(
         done.append(f"sync {short(Path(f'/proc/self/fd/{file}').readlink())}")
         sync(file)
 
-    def renamed(path: Path, target: Path) -> Path:
+    def moved(move: Callable[[Path, Path], Path], path: Path, target: Path) -> Path:
         done.append(f"name {short(target)}")
-        return rename(path, target)
+        return move(path, target)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
+    for name, move in moves.items():
+        monkeypatch.setattr(Path, name, lambda path, target, move=move: moved(move, path, target))
     store.save(9, {})
     store.wait()
     files = ["shared.safetensors", "shared.json", "rank0.safetensors", "rank0.json"]
@@ -188,14 +191,15 @@ def test_a_step_that_comes_again_replaces_its_snapshot_and_the_old_one_stays_unt
     store.save(7, small_state(1))
     store.wait()
     seen: list[int] = []
-    rename = Path.rename
+    moves = {name: getattr(Path, name) for name in ("rename", "replace")}
 
-    def watched(path: Path, target: Path) -> Path:
+    def watched(move: Callable[[Path, Path], Path], path: Path, target: Path) -> Path:
         newest = newest_complete(tmp_path, lambda line: None)
         seen.append(newest.rank(0)["seed"] if newest else -1)
-        return rename(path, target)
+        return move(path, target)
 
-    monkeypatch.setattr(Path, "rename", watched)
+    for name, move in moves.items():
+        monkeypatch.setattr(Path, name, lambda path, target, move=move: watched(move, path, target))
     store.save(7, small_state(2))
     store.close()
     # five files and the folder; then the new one is there beside the old, which goes
@@ -301,7 +305,7 @@ def test_no_tensor_is_held_while_the_file_is_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "fsync", lambda file: (go.wait(20), sync(file))[1])
     gradient = torch.ones(1000)
     place = gradient.data_ptr()
-    store.save(1, {"gradient": gradient}, late={place})
+    store.save(1, {"gradient": gradient}, deferred={place})
     store.finish_copy()
     del gradient
     tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor and torch._C._has_storage(value)]
@@ -329,8 +333,8 @@ def test_the_thread_that_writes_gives_way_and_training_does_not(
 
 def test_using_it_wrongly_is_said(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match="keep_last must be at least 1, got 0"):
-        SnapshotStore(tmp_path, keep_last=0)
+        SnapshotWriter(tmp_path, keep_last=0)
     with pytest.raises(SnapshotError, match=r"open\(\) comes before save\(\)"):
-        SnapshotStore(tmp_path).save(1, {})
+        SnapshotWriter(tmp_path).save(1, {})
     with pytest.raises(SnapshotError, match="s3://bucket/run is a remote address"):
-        SnapshotStore("s3://bucket/run")
+        SnapshotWriter("s3://bucket/run")

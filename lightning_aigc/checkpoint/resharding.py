@@ -1,8 +1,8 @@
-"""A snapshot that was taken on another number of ranks: what a rank of this run starts with.
+"""Resharding: what a rank starts with from a snapshot that another number of ranks wrote.
 
-Gradients of an open window are averaged over the old ranks: summed up over the new ones they are the same again. The
-place in the epoch is the same share of it, at the same micro-batch of its window. A rank that had no counterpart draws
-from random states of its own.
+Gradients of an open accumulation window become their mean over the old ranks, so that their mean over the new ranks is
+the same. The position in the epoch becomes the same fraction of it, at the same micro-batch of a window. A rank without
+a counterpart gets new random states.
 """
 
 from __future__ import annotations
@@ -12,30 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.checkpoint.catalog import Snapshot
+from lightning_aigc.checkpoint.reader import Snapshot
 
 
-def for_other_ranks(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
-    """This rank's own state; its places are None, and its loops' counters say where the loaders are to begin."""
+def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's state; its loaders' states are None, and the loops' counters say where the loaders begin."""
     old = snapshot.world_size
     own: dict[str, Any] = snapshot.rank(rank % old)
     if own["gradients"]:
         of_all = [snapshot.rank(k)["gradients"] for k in range(old)]
-        own["gradients"] = {name: _mean([one[name] for one in of_all if name in one], old) for name in own["gradients"]}
+        own["gradients"] = {
+            name: _mean([gradients[name] for gradients in of_all if name in gradients], old)
+            for name in own["gradients"]
+        }
     moment = own["moment"]
     moment["places"] = [None] * len(moment["places"])
     current = moment["loops"]["epoch_loop.batch_progress"]["current"]
     batches = _scaled(current["ready"], old / world_size, own["accumulate_grad_batches"])
     moment["cycle"]["index"] = batches
     metrics = moment["metrics"]
-    for one in metrics["epoch"]:  # this rank's sums: other ranks have none, so schedules get the mean of until here
-        name = one["meta"]["name"] + ("_epoch" if one["meta"]["on_step"] else "")
-        metrics["callback"][name] = one["value"] if one["batch_size"] is None else one["value"] / one["batch_size"]
+    for metric in metrics["epoch"]:  # sums of one rank: schedules get its mean so far instead
+        name = metric["meta"]["name"] + ("_epoch" if metric["meta"]["on_step"] else "")
+        value, batch_size = metric["value"], metric["batch_size"]
+        metrics["callback"][name] = value if batch_size is None else value / batch_size
     metrics["epoch"] = []
     for name in current:
         current[name] = batches
     for state in moment["loops"]["state_dict"].get("combined_loader", ()):
-        if "position" in state:  # ImageCaptionData's
+        if "position" in state:  # a stateful loader that counts its batches, as ImageCaptionData does
             state["position"] = batches
     if rank >= old:
         moment["random"]["torch"] = torch.Generator().manual_seed(_seed(moment["random"]["torch"], rank)).get_state()

@@ -10,30 +10,30 @@ import pytest
 
 from fakes.ranks import run_ranks
 from fakes.snapshot_states import same, small_state
-from lightning_aigc.checkpoint import SnapshotStore, commit, find_snapshots, newest_complete
+from lightning_aigc.checkpoint import SnapshotWriter, commit, find_snapshots, newest_complete
 from lightning_aigc.errors import SnapshotError
 
 
-def ranks_of(directory: Path, count: int, timeout_s: float = 20) -> list[SnapshotStore]:
-    stores = [SnapshotStore(directory, rank=k, world_size=count, commit_timeout_s=timeout_s) for k in range(count)]
+def ranks_of(directory: Path, count: int, timeout_s: float = 20) -> list[SnapshotWriter]:
+    stores = [SnapshotWriter(directory, rank=k, world_size=count, commit_timeout_s=timeout_s) for k in range(count)]
     for store in reversed(stores):  # rank 0 is the last
         store.open()
     return stores
 
 
-def save(stores: list[SnapshotStore], step: int, seed: int = 0) -> None:
+def save(stores: list[SnapshotWriter], step: int, seed: int = 0) -> None:
     for store in stores:
         store.save(step, small_state(10 * seed + store.rank), "shared" if store.rank == 0 else None)
 
 
-def reason(store: SnapshotStore) -> str:
+def reason(store: SnapshotWriter) -> str:
     with pytest.raises(SnapshotError) as caught:
         store.wait()
     return str(caught.value)
 
 
 def several_steps(rank: int, ranks: int, folder: str) -> list[int]:
-    store = SnapshotStore(folder, rank=rank, world_size=ranks, keep_last=2)
+    store = SnapshotWriter(folder, rank=rank, world_size=ranks, keep_last=2)
     store.open()
     seen = []
     for step in range(4):
@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_older_snapshot_stays(tmp_pat
 
 
 def test_a_rank_whose_run_nobody_opened_says_so(tmp_path: Path) -> None:
-    store = SnapshotStore(tmp_path, rank=1, world_size=2, commit_timeout_s=0.1)
+    store = SnapshotWriter(tmp_path, rank=1, world_size=2, commit_timeout_s=0.1)
     store.open()
     store.save(1, {})
     assert "rank 0 has not opened the folder after 0.1 s" in reason(store)

@@ -1,0 +1,145 @@
+"""Processes that share a snapshot folder: a lock that one run holds, and a vote of its ranks by files.
+
+The kernel holds the lock, so it is free as soon as its owner is gone. Ranks vote by files, because after an error one
+of them may hang in a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+import warnings
+from pathlib import Path
+
+from lightning_aigc.atomic_file import write_text
+from lightning_aigc.errors import SnapshotError
+
+NAME = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_held: set[int] = set()
+VOTE_WAIT_S = 10.0
+"""How long a rank waits for the others' votes; ranks that fail alike are milliseconds to seconds apart."""
+NO = "no"
+YES = "yes"
+
+
+class FolderLock:
+    """Locks a folder for this run until `release`, or until the process ends for any reason.
+
+    Raises: SnapshotError with the pid and host of the live process that has it; OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.run = secrets.token_hex(4)
+        self._file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(self._file, directory)
+        except BaseException:
+            os.close(self._file)
+            raise
+        _held.add(self._file)
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "run": self.run}
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(owner).encode(), 0)
+
+    def release(self) -> None:
+        if self._file in _held:
+            _held.discard(self._file)
+            os.close(self._file)
+
+
+def _lock(file: int, directory: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = _read(directory / NAME)
+        raise SnapshotError(
+            f"{directory} is in use by process {owner.get('pid', '?')} on {owner.get('host', '?')}: two runs cannot "
+            "write snapshots into one folder; wait for that run, stop it, or give this one another folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"{directory} is on a file system without locks; make sure that no second run writes there", stacklevel=4
+        )
+
+
+def run_id_of(directory: Path) -> str | None:
+    """Read the id of the run that has locked this folder last; None before there is one."""
+    run = _read(directory / NAME).get("run")
+    return run if isinstance(run, str) else None
+
+
+def _read(path: Path) -> dict[str, object]:
+    with contextlib.suppress(OSError, ValueError):
+        owner = json.loads(path.read_bytes())
+        if isinstance(owner, dict):
+            return owner
+    return {}
+
+
+def _release_in_child() -> None:
+    # A data worker that outlives its killed parent by seconds would keep the lock for as long.
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wait_s: float | None = None) -> bool:
+    """Return whether every rank has cast this same vote, with the same answer on every rank. Callable once a run.
+
+    Rank 0 decides, and a rank that gave up waiting withdraws its vote. Answers can differ only if a rank stalls for
+    longer than the wait at that moment, so whatever the ranks then do together needs a timeout.
+
+    Args:
+        directory: the snapshot folder, which all ranks see and rank 0 has opened.
+        vote: None votes against.
+    """
+    wait_s = VOTE_WAIT_S if wait_s is None else wait_s
+    run = run_id_of(directory)
+    if run is None:
+        return False
+    folder = directory / f".agree.{run}"
+    own, decision = folder / f"rank{rank}", folder / "decision"
+    folder.mkdir(exist_ok=True)
+    _put(own, NO if vote is None else vote)
+    end, is_extended = time.monotonic() + wait_s, False
+    while True:
+        votes = [_get(folder / f"rank{k}") for k in range(world_size)]
+        said = _get(decision)
+        if rank == 0:
+            if None not in votes or NO in votes or time.monotonic() > end:
+                is_agreed = vote is not None and all(other == vote for other in votes)
+                _put(decision, YES if is_agreed else NO)
+                return is_agreed
+        elif said is not None or NO in votes:
+            return said == YES
+        elif None not in votes and not is_extended:
+            end, is_extended = time.monotonic() + wait_s, True  # rank 0 is about to decide
+        elif time.monotonic() > end:
+            _put(own, NO)
+            return _get(decision) == YES
+        time.sleep(0.02)
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a vote; do nothing if rank 0 has closed the run and removed the votes."""
+    with contextlib.suppress(FileNotFoundError):
+        write_text(path, text)
+
+
+def _get(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,1 @@
+"""Loaders that resume in the middle of an epoch."""

@@ -1,0 +1,142 @@
+"""Runs that are told to end: stop signals, and SLURM's requeue."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_aigc.errors import SnapshotError
+
+
+class StopSignals:
+    """Signal handlers of one training: the first signal is recorded, a second Ctrl-C ends the process at once.
+
+    Args: at_once: what a second Ctrl-C does before the process ends.
+    """
+
+    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
+        self.received = 0
+        """Number of the first signal; 0 before any."""
+        self._at_once = at_once
+        self._previous: dict[int, Any] = {}
+
+    def install(self, numbers: Iterable[int]) -> None:
+        """Install the handlers; does nothing outside of the main thread, where Python allows none."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.received = 0
+        for number in numbers:
+            self._previous[number] = signal.signal(number, self._record)
+
+    def remove(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+
+    def _record(self, number: int, _: Any) -> None:
+        if self.received and number == signal.SIGINT:
+            self._at_once()
+            os._exit(128 + number)
+        if not self.received:
+            self.received = number
+            again = "; Ctrl-C once more ends at once" if number == signal.SIGINT else ""
+            # print() may be what was interrupted
+            os.write(2, _line(number, again))
+
+
+def _line(number: int, again: str) -> bytes:
+    return f"\n{signal.Signals(number).name}: a snapshot follows this batch, then the run ends{again}\n".encode()
+
+
+def requeue_signal(trainer: Trainer) -> int | None:
+    """The number of the signal that asks for a requeue; None outside of SLURM or without auto_requeue."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return int(environment.requeue_signal or signal.SIGUSR1)
+    return None
+
+
+def is_requeued() -> bool:
+    """Whether SLURM has started this job again; the same command then resumes without being asked."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
+def requeue() -> None:
+    """Requeue this job, or this task of a job array, and report whether that worked.
+
+    Raises: SnapshotError if SLURM's job id is not a number.
+    """
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
+    if not re.fullmatch("[0-9_]+", job):
+        raise SnapshotError(f"SLURM's job id is {job!r}, wanted digits; requeue it by hand")
+    done = subprocess.run(["scontrol", "requeue", job], check=False)
+    rank_zero_info(f"SLURM job {job} is {'requeued' if done.returncode == 0 else 'not requeued: scontrol failed'}")
+
+
+def end_run(trainer: Trainer, number: int) -> None:
+    """Requeue the job if this signal asks for it, and raise what ends the run. Every rank calls it."""
+    if trainer.is_global_zero and number not in (signal.SIGINT, signal.SIGTERM):
+        requeue()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    # Lightning's launcher kills rank 0 as soon as another rank ends with an error.
+    raise SIGTERMException(128 + number if trainer.is_global_zero else 0)
+
+
+class StopPoll:
+    """Asks all ranks after each micro-batch which signal arrived, and rank 0 whether a timed snapshot is due.
+
+    Args:
+        on_signal: Whether to install signal handlers; without them no signal is ever reported.
+        every_n_seconds: Seconds between two timed snapshots; None for no timed ones.
+    """
+
+    def __init__(self, on_signal: bool, every_n_seconds: float | None) -> None:
+        self._on_signal, self._every_n_seconds = on_signal, every_n_seconds
+        self._signals = StopSignals()
+        self._group: Any = None
+
+    def start(self, trainer: Trainer) -> None:
+        """Install the handlers and, on several ranks, make the process group; every rank calls it."""
+        if trainer.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
+        if self._on_signal:
+            launcher: Any = trainer.strategy.launcher
+            self._signals = StopSignals(lambda: launcher.kill(signal.SIGKILL) if hasattr(launcher, "kill") else None)
+            requeue_number = requeue_signal(trainer)
+            extra = [] if requeue_number is None else [requeue_number]
+            self._signals.install([signal.SIGTERM, signal.SIGINT, *extra])
+
+    def ask(self, last_time: float) -> tuple[int, bool]:
+        """Return the signal that any rank received, 0 for none, and whether a timed snapshot is due.
+
+        Args: last_time: `time.monotonic()` of the last snapshot.
+        """
+        is_due = self._every_n_seconds is not None and time.monotonic() - last_time >= self._every_n_seconds
+        if self._group is None:
+            return self._signals.received, is_due
+        if not self._on_signal and self._every_n_seconds is None:
+            return 0, False
+        is_first = dist.get_rank() == 0
+        answer = torch.tensor([self._signals.received, int(is_due and is_first)], dtype=torch.int32)
+        dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
+        return int(answer[0]), bool(answer[1])
+
+    def stop(self) -> None:
+        """Restore the previous signal handlers."""
+        self._signals.remove()

@@ -1,0 +1,190 @@
+"""What a manifest says of its run: the configuration that decides the training, its limits, whether it has ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.cli import SaveConfigCallback
+
+from lightning_aigc.atomic_file import sync_folder
+from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots
+from lightning_aigc.errors import SnapshotError
+from lightning_aigc.protocols import DeclaresSnapshotArguments, WritesFinalFiles
+
+TRAINER_KEYS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "overfit_batches",
+    "precision",
+    "plugins",
+)
+MISSING = "(not set)"
+
+
+def training_config(trainer: Trainer, module: LightningModule, data: Any = None) -> dict[str, Any]:
+    """The configuration that decides the training, by dotted key: the CLI's, or else that of the objects themselves."""
+    data = data or getattr(trainer, "datamodule", None)
+    ignored = {
+        block: part.snapshot_ignored_arguments
+        for block, part in (("model", module), ("data", data))
+        if isinstance(part, DeclaresSnapshotArguments)
+    }
+    written = next((c for c in trainer.callbacks if isinstance(c, SaveConfigCallback)), None)  # type: ignore[attr-defined]
+    if written is not None:
+        config = yaml.safe_load(written.parser.dump(written.config, skip_none=False))
+        return relevant(config, ignored)
+    found: dict[str, Any] = {
+        "trainer": {name: getattr(trainer, name) for name in TRAINER_KEYS if hasattr(trainer, name)},
+        "model": {"class_path": type(module).__qualname__, "init_args": dict(module.hparams)},
+        "data": {"class_path": type(data).__qualname__, "init_args": dict(data.hparams)} if data is not None else {},
+        "optimizer": [_settings(optimizer) for optimizer in trainer.optimizers],
+    }
+    return relevant(found, ignored)
+
+
+def relevant(config: dict[str, Any], ignored: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """The part of a nested config that decides the training, by dotted key.
+
+    Args: ignored: for `model` and `data` the arguments that do not.
+    """
+    trainer = config.get("trainer") or {}
+    kept: dict[str, Any] = {"seed_everything": config.get("seed_everything")}
+    kept |= {"trainer": {key: trainer.get(key) for key in TRAINER_KEYS}}
+    for block in ("model", "data"):
+        whole = config.get(block) or {}
+        given = whole.get("init_args", {}) if isinstance(whole, dict) else {}
+        arguments = {key: value for key, value in given.items() if key not in ignored.get(block, ())}
+        kept[block] = {"class_path": whole.get("class_path"), "init_args": arguments}
+    if "optimizer" in config:
+        kept["optimizer"] = config["optimizer"]
+    return {key: value for key, value in _flat(kept).items() if value is not None}
+
+
+def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """One line per key whose values differ."""
+    keys = dict.fromkeys([*was, *now])
+    return [
+        f"{key}: {was.get(key, MISSING)} in the snapshot, {now.get(key, MISSING)} now"
+        for key in keys
+        if was.get(key, MISSING) != now.get(key, MISSING)
+    ]
+
+
+def _settings(optimizer: Any) -> dict[str, Any]:
+    values = {key: value for key, value in optimizer.defaults.items() if key != "lr"}  # a schedule may have changed lr
+    return {"class_path": type(optimizer).__qualname__, **values}
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {
+            k: v for key, item in value.items() for k, v in _flat(item, f"{path}.{key}" if path else str(key)).items()
+        }
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (dict, list)) for item in value):
+        return {k: v for index, item in enumerate(value) for k, v in _flat(item, f"{path}[{index}]").items()}
+    if isinstance(value, (list, tuple)):
+        return {path: [_plain(item) for item in value]}
+    return {path: _plain(value)}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+# The end of a run --------------------------------------------------------------------------------------------------
+
+
+def limits_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """The limits of a run as plain JSON: steps, epochs and seconds; -1 and None mean no limit."""
+    steps = trainer.max_steps
+    if steps == -1:
+        steps = module.hparams.get("max_train_steps") or -1
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    seconds = [callback._duration for callback in found if isinstance(callback, Timer)]
+    return {"max_steps": steps, "max_epochs": trainer.max_epochs, "max_time": seconds}
+
+
+def final_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """What the manifest of a finished run's last snapshot records: that it has finished, its limits, its final files.
+
+    The files of callbacks with `final_files(trainer, module)` are made durable first.
+    """
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    writers = [callback for callback in found if isinstance(callback, WritesFinalFiles)]
+    files = [path for writer in writers for path in writer.final_files(trainer, module)]
+    root = Path(trainer.default_root_dir)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return {
+        "is_finished": True,
+        "limits": limits_of(trainer, module),
+        "epochs": epochs.processed,
+        "final_files": [_relative(path, root) for path in files if _made_durable(path)],
+    }
+
+
+def is_over(snapshot: Snapshot, trainer: Trainer, module: LightningModule) -> bool:
+    """Whether nothing is left to do: the run finished, its files exist, and no limit was raised since."""
+    facts = snapshot.facts
+    root = Path(trainer.default_root_dir)
+    if not facts.get("is_finished") or not all((root / name).is_file() for name in facts.get("final_files", ())):
+        return False
+    limits = limits_of(trainer, module)
+    if limits == facts.get("limits"):  # also if an early stop or the time ended it
+        return True
+    steps, epochs = limits["max_steps"], limits["max_epochs"]
+    return bool(0 <= steps <= snapshot.step or (epochs is not None and 0 <= epochs <= facts.get("epochs", 0)))
+
+
+def find_finished(trainer: Trainer, module: LightningModule, data: Any, directory: Path) -> Snapshot | None:
+    """The newest snapshot of a run with this configuration, if that run is over."""
+    newest = next(iter(find_snapshots(directory)), None)
+    if newest is None or not is_over(newest, trainer, module):
+        return None
+    if differences(newest.facts.get("config", {}), training_config(trainer, module, data)):
+        return None
+    try:
+        newest.verify()
+    except SnapshotError:
+        return None
+    return newest
+
+
+def finished_sentence(snapshot: Snapshot, root: str | Path) -> str:
+    return (
+        f"the run in {root} is finished: {snapshot.step} steps, and its files are written; nothing to do"
+        " (a larger max_steps or max_epochs goes on from its end)"
+    )
+
+
+def _relative(path: Path, root: Path) -> str:
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path.absolute())
+
+
+def _made_durable(path: Path) -> bool:
+    """Make a file survive a power cut; whether it exists."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+    sync_folder(path.parent)
+    return True
+
+
+def device_name(trainer: Trainer) -> str:
+    """The device whose rounding decides the bits of a sum."""
+    device = trainer.strategy.root_device
+    name: str = device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return name

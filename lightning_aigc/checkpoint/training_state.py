@@ -1,0 +1,174 @@
+"""What a Trainer's state consists of beyond its loops, captured into a snapshot's two trees and restored.
+
+Lightning's checkpoint has weights, optimizers, schedules, loss scale and callbacks. It leaves out random states, the
+position in the data, the gradients of an open accumulation window, what is logged, and buffers in no state_dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_aigc.checkpoint.lightning_loops import LoopState, State, dump_checkpoint
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.protocols import HasSnapshotState
+
+SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
+PER_RANK_KEYS = ("callbacks",)
+"""Keys of Lightning's checkpoint whose values may differ between ranks, beside those of plugins and data modules."""
+
+
+def check_strategy(trainer: Trainer) -> None:
+    """Raises: ConfigError if the strategy shards the state, which a snapshot cannot hold."""
+    if type(trainer.strategy).__name__.startswith(SHARDED):
+        raise ConfigError(
+            f"ExactSnapshot cannot take the sharded state of {type(trainer.strategy).__name__}; use"
+            " trainer.strategy: ddp or npu_sparse, or leave ExactSnapshot out"
+        )
+
+
+def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers) -> tuple[State, State]:
+    """This rank's own state and the state that all ranks share, holding the Trainer's tensors themselves."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    with strategy.without_averaging() if isinstance(strategy, HasSnapshotState) else contextlib.nullcontext():
+        checkpoint = checkpoint_of(trainer)
+    own = {
+        "moment": loop_state.to_plain(),
+        "gradients": gradients(module) if loop_state.is_window_open else {},
+        "buffers": local_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
+        "in_eval": training_modes(trainer),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "strategy": strategy.snapshot_state() if isinstance(strategy, HasSnapshotState) else None,
+        "checkpoint": checkpoint if _ranks_differ(trainer) else per_rank_part(trainer, checkpoint),
+    }
+    return own, {} if _ranks_differ(trainer) else checkpoint
+
+
+def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
+    """Restore what Lightning did not load. Call it in `LoopHooks.on_epoch`."""
+    module = trainer.lightning_module
+    if _ranks_differ(trainer):  # DDP has broadcast rank 0's
+        module.load_state_dict(own["checkpoint"]["state_dict"], strict=False)
+    restore_gradients(module, own["gradients"])
+    restore_training_modes(trainer, own["in_eval"])
+    local_buffers.restore(module, own["buffers"])
+    trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
+    LoopState.from_plain(own["moment"], trainer.strategy.root_device).restore(trainer)
+
+
+def _ranks_differ(trainer: Trainer) -> bool:
+    return isinstance(trainer.strategy, HasSnapshotState) and trainer.strategy.ranks_differ
+
+
+def gradients(module: LightningModule) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def restore_gradients(module: LightningModule, saved: dict[str, Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if name in saved:
+            parameter.grad = (
+                saved[name].to(parameter.device, parameter.dtype).clone(memory_format=torch.preserve_format)
+            )
+
+
+class ChangeTracker:
+    """Whether the state has changed since the last complete micro-batch, as far as an exception may find it.
+
+    In-place writes of buffers are seen by their version counters; every other change is reported by `touch`.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._buffers = [] if module is None else list(module.buffers())
+        self._versions: list[int] = []
+        self._is_touched = True
+
+    def mark(self) -> None:
+        """A micro-batch is complete."""
+        self._versions, self._is_touched = [buffer._version for buffer in self._buffers], False
+
+    def touch(self) -> None:
+        """Something is about to change the state."""
+        self._is_touched = True
+
+    def none_since_mark(self) -> bool:
+        return not self._is_touched and self._versions == [buffer._version for buffer in self._buffers]
+
+
+class LocalBuffers:
+    """Buffers that Lightning's checkpoint does not restore: non-persistent ones, and on ranks above 0 all buffers,
+    because running statistics are per rank."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._start = {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+        self._known: set[str] = set()
+
+    def changed(self, module: LightningModule, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """Buffers not in `saved` that changed since this fit began, or had changed in the snapshot it resumed from."""
+        return {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if name not in saved and (name in self._known or self._start.get(name) != (id(buffer), buffer._version))
+        }
+
+    def restore(self, module: LightningModule, values: dict[str, Tensor]) -> None:
+        self._known |= values.keys()
+        buffers = dict(module.named_buffers())
+        for name, value in values.items():
+            if name in buffers and buffers[name].shape == value.shape:
+                with torch.no_grad():
+                    buffers[name].copy_(value)
+
+
+def checkpoint_of(trainer: Trainer) -> State:
+    """Lightning's checkpoint on every rank, without its loops and with only the plain part of its hyperparameters."""
+    checkpoint = dump_checkpoint(trainer)
+    for key in [
+        key
+        for key in checkpoint
+        if key.startswith(("hyper_parameters", "hparams_", "datamodule_hparams", "datamodule_hyper"))
+    ]:
+        checkpoint[key] = plain_part(checkpoint[key])
+    return checkpoint
+
+
+def plain_part(value: Any) -> Any:
+    """Copy a nested value without what is neither plain nor a tensor."""
+    if isinstance(value, dict):
+        kept = {k: plain_part(v) for k, v in value.items() if isinstance(k, (str, int))}
+        return {k: v for k, v in kept.items() if v is not NOT_PLAIN}
+    if isinstance(value, (list, tuple)):
+        return [v for v in map(plain_part, value) if v is not NOT_PLAIN]
+    return value if value is None or isinstance(value, (bool, int, float, str, Tensor)) else NOT_PLAIN
+
+
+NOT_PLAIN = object()
+
+
+def per_rank_part(trainer: Trainer, checkpoint: State) -> State:
+    """The part of the checkpoint that may differ between ranks."""
+    names = {
+        type(part).__qualname__
+        for part in (trainer.precision_plugin, getattr(trainer, "datamodule", None))
+        if part is not None
+    }
+    return {key: value for key, value in checkpoint.items() if key in PER_RANK_KEYS or key in names}
+
+
+def training_modes(trainer: Trainer) -> list[str]:
+    """Names of submodules in eval mode, with the strategy's wrapper, which Lightning leaves in it after validation."""
+    return [name for name, part in _wrapped(trainer).named_modules() if not part.training]
+
+
+def restore_training_modes(trainer: Trainer, in_eval: list[str]) -> None:
+    names = set(in_eval)
+    for name, part in _wrapped(trainer).named_modules():
+        part.training = name not in names
+
+
+def _wrapped(trainer: Trainer) -> nn.Module:
+    return trainer.strategy.model or trainer.lightning_module
