@@ -99,7 +99,7 @@ class SecondStep(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx == 1:
-            parts = pl_module._loaded()
+            parts = pl_module.loaded()
             parked = [*parts.text_encoders] if "prompt_embeds" in batch else []
             parked += [parts.vae] if "latent_moments" in batch else []
             self.watch = begin(self.device, parked)

@@ -13,9 +13,9 @@ PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_k
 
 # A room may import from rooms of a lower number only.
 FLOORS = {
-    "__main__": 6,
-    "cli": 5,
-    "diffusion": 4,
+    "__main__": 7,
+    "cli": 6,
+    "diffusion": 5,
     "data": 4,
     "callbacks": 4,
     "accelerators": 3,
@@ -40,9 +40,6 @@ FLOORS = {
 }
 # The scripts that make the embedded model may use what they like; nobody but `embedded` is used by others.
 FOR_ALL = {"tiny.embedded"}
-EXCEPTIONS = {
-    ("diffusion.default_callbacks", "callbacks"): "what every run has unless the user brought their own",
-}
 TOP = "lightning_aigc"
 
 
@@ -69,7 +66,7 @@ def wrong_imports(path: Path) -> list[str]:
         if parts[0] != TOP or len(parts) < 2 or parts[1] in (room, "__version__"):
             continue
         there = parts[1]
-        if ".".join(parts[1:3]) in FOR_ALL or (here, there) in EXCEPTIONS or room == "tiny":
+        if ".".join(parts[1:3]) in FOR_ALL or room == "tiny":
             continue
         if there not in FLOORS or room not in FLOORS or FLOORS[there] >= FLOORS[room]:
             wrong.append(f"{here} imports {name}")
@@ -100,12 +97,6 @@ def test_importing_the_package_mends_torchvision_and_registers_names_only() -> N
     at_once = {"_torchvision_import", "_registration", "_pytorch_lightning"}
     once_lightning_is_imported = {"accelerators", "strategies"}  # they register "npu" and "npu_sparse"
     assert {name.split(".")[1] for name in imported} <= at_once | once_lightning_is_imported
-
-
-def test_every_named_exception_is_still_needed() -> None:
-    for (module, room), reason in EXCEPTIONS.items():
-        path = PACKAGE / f"{module.replace('.', '/')}.py"
-        assert any(name.startswith(f"{TOP}.{room}") for name in imports_of(path)), f"drop it: {reason}"
 
 
 def test_the_walk_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

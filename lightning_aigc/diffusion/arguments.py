@@ -1,4 +1,4 @@
-"""Refuse arguments and checkpoints of a StableDiffusionLoRA that cannot work, before anything large is read."""
+"""Checks of a module's arguments and checkpoints, before anything large is read."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from lightning_aigc.diffusion.lora_targets import lora_config
 from lightning_aigc.errors import ModelError
 
 
-def check_arguments(args: Any, lora_alpha: float) -> None:
-    """Raises: ModelError that names the first argument out of range, or two that exclude each other."""
-    positive = ("rank", "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
-    for name in positive:
-        if args[name] < 1:
-            raise ModelError(f"model.init_args.{name} must be at least 1, got {args[name]}")
-    # Written so that NaN fails too.
-    for name in ("learning_rate", "text_encoder_lr", "snr_gamma", "lora_alpha", "huber_c", "max_train_steps"):
-        if args[name] is not None and not 0 < args[name] < math.inf:
-            raise ModelError(f"model.init_args.{name} must be above 0 and finite, got {args[name]}")
-    for name in ("prior_loss_weight", "noise_offset", "lr_warmup_steps", "guidance_scale"):
-        if not 0 <= args[name] < math.inf:
-            raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
-    for name in ("lora_dropout", "ema_decay"):
-        if not 0 <= args[name] < 1:
-            raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {args[name]}")
+def check_shared_arguments(args: Any) -> None:
+    """Check the arguments of every family. Raises: ModelError that names the first one out of range."""
+    _at_least_one(args, "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
+    _positive(args, "learning_rate", "max_train_steps")
+    _not_negative(args, "prior_loss_weight", "lr_warmup_steps", "guidance_scale")
+    _share(args, "ema_decay")
     if args.checkpoints_total_limit < -1:
         raise ModelError(
             f"model.init_args.checkpoints_total_limit must be at least -1 (all), got {args.checkpoints_total_limit}"
         )
-    if args.snr_gamma is not None and args.debiased_estimation:
-        raise ModelError("model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one")
     if args.vae_dtype not in ("float32", "bfloat16"):
         raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
+
+
+def check_objective(args: Any) -> None:
+    """Check the noise and loss arguments. Raises: ModelError that names one, or two that exclude each other."""
+    _positive(args, "snr_gamma", "huber_c")
+    _not_negative(args, "noise_offset")
+    if args.snr_gamma is not None and args.debiased_estimation:
+        raise ModelError("model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one")
+
+
+def check_lora(args: Any, lora_alpha: float) -> None:
+    """Check the LoRA's arguments. Raises: ModelError that names the first one out of range."""
+    _at_least_one(args, "rank")
+    _positive(args, "text_encoder_lr", "lora_alpha")
+    _share(args, "lora_dropout")
     lora_config(args.lora_targets, args.rank, lora_alpha)
 
 
@@ -53,3 +56,27 @@ def check_trained_weights(saved: Mapping[str, Tensor], trained: Mapping[str, Ten
             raise ModelError(
                 f"the checkpoint's {name} is {list(saved[name].shape)}, this model's {list(parameter.shape)}; {advice}"
             )
+
+
+def _at_least_one(args: Any, *names: str) -> None:
+    for name in names:
+        if args[name] < 1:
+            raise ModelError(f"model.init_args.{name} must be at least 1, got {args[name]}")
+
+
+def _positive(args: Any, *names: str) -> None:
+    for name in names:
+        if args[name] is not None and not 0 < args[name] < math.inf:  # written so that NaN fails too
+            raise ModelError(f"model.init_args.{name} must be above 0 and finite, got {args[name]}")
+
+
+def _not_negative(args: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= args[name] < math.inf:
+            raise ModelError(f"model.init_args.{name} must not be negative, got {args[name]}")
+
+
+def _share(args: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= args[name] < 1:
+            raise ModelError(f"model.init_args.{name} must be in 0..1 and below 1, got {args[name]}")

@@ -1,4 +1,4 @@
-"""Look at the averaged weights for a moment: an EMA's, or those of a schedule-free optimizer."""
+"""Averaged weights, an EMA's or a schedule-free optimizer's, swapped in for sampling and saving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_schedule_free(optimizer: Any) -> bool:
 
 @contextlib.contextmanager
 def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequence[Any]) -> Iterator[None]:
-    """Within: `trained` holds the average; afterwards the very bits that it held before."""
+    """Load the average into `trained` until the block ends, then restore the same bits."""
     free = [o for o in optimizers if is_schedule_free(o)]
     if ema is None and not free:
         yield

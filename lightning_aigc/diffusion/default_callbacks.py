@@ -1,38 +1,57 @@
-"""The callbacks that every LoRA run has unless the user brought their own."""
+"""The callbacks that every run has unless the user gave their own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
 from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid, SaveLoRA
 
-if TYPE_CHECKING:
-    from lightning_aigc.diffusion.stable_diffusion_lora import StableDiffusionLoRA
-
 ALL = 10**9
 
 
-def default_callbacks(module: StableDiffusionLoRA, trainer: Any) -> list[Callback]:
-    """Report, LoRA files, sample grids, one progress bar and snapshots by step, which `--resume` goes on from.
+@dataclass(frozen=True)
+class RunSettings:
+    """How often a run samples and saves, in optimizer steps."""
 
-    What the Trainer added by itself (its bar, its checkpoint at each epoch's end) makes room; what the user gave stays.
+    draws_samples: bool
+    validation_steps: int
+    num_validation_images: int
+    validation_seed: int
+    checkpointing_steps: int
+    checkpoints_total_limit: int
+    """-1 keeps all, 0 takes none."""
+
+
+def has_default_snapshots(trainer: Any, settings: RunSettings) -> bool:
+    """Whether the defaults include ExactSnapshot: not with enable_checkpointing: false."""
+    has_checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
+    return bool(has_checkpoints and settings.checkpoints_total_limit)
+
+
+def default_callbacks(trainer: Any, settings: RunSettings) -> list[Callback]:
+    """Report, LoRA files, sample grids, one progress bar, and snapshots by step, from which `--resume` resumes.
+
+    They replace what the Trainer added by itself, its bar and its checkpoint at each epoch's end; the user's stay.
     """
     if trainer.fast_dev_run:
         return []
-    args, given = module.args, trainer.callbacks
-    wanted: list[Callback] = [RunReport(), SaveLoRA(every_n_steps=args.checkpointing_steps)]
-    if module.validation_prompts:
+    given = trainer.callbacks
+    wanted: list[Callback] = [RunReport(), SaveLoRA(every_n_steps=settings.checkpointing_steps)]
+    if settings.draws_samples:
         wanted.append(
             SampleGrid(
-                every_n_steps=args.validation_steps, num_images=args.num_validation_images, seed=args.validation_seed
+                every_n_steps=settings.validation_steps,
+                num_images=settings.num_validation_images,
+                seed=settings.validation_seed,
             )
         )
-    if args.checkpoints_total_limit and any(isinstance(g, ModelCheckpoint) for g in given):
-        limit = args.checkpoints_total_limit
-        wanted.append(ExactSnapshot(args.checkpointing_steps, keep_last=ALL if limit < 0 else limit))
+    if has_default_snapshots(trainer, settings):
+        limit = settings.checkpoints_total_limit
+        wanted.append(ExactSnapshot(settings.checkpointing_steps, keep_last=ALL if limit < 0 else limit))
     wanted = [c for c in wanted if not any(isinstance(g, type(c)) for g in given)]
     for callback in list(given):
         if type(callback) in (TQDMProgressBar, RichProgressBar):

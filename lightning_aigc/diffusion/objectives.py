@@ -5,7 +5,8 @@ Legend: B batch, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from diffusers import DDPMScheduler
@@ -13,11 +14,32 @@ from diffusers.training_utils import compute_snr
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_aigc.errors import ModelError
+
 LossType = Literal["l2", "huber", "smooth_l1"]
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 
 # Debiased weights grow without bound as the noise vanishes; sd-scripts stops at the same ratio.
 MAX_DEBIASED_SNR = 1000.0
+
+
+def build_noise_schedule(
+    config: Mapping[str, Any], prediction_type: PredictionType | None, *, zero_terminal_snr: bool
+) -> DDPMScheduler:
+    """The DDPM schedule of a pipeline's scheduler config, with the prediction type and terminal SNR asked for.
+
+    Raises: ModelError for a zero terminal SNR with epsilon prediction.
+    """
+    overrides: dict[str, Any] = {} if prediction_type is None else {"prediction_type": prediction_type}
+    if zero_terminal_snr:
+        overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    schedule = DDPMScheduler.from_config(config, **overrides)
+    if zero_terminal_snr and schedule.config.prediction_type == "epsilon":
+        raise ModelError(
+            "model.init_args.zero_terminal_snr leaves no signal at the last step, where epsilon says nothing;"
+            " set model.init_args.prediction_type: v_prediction"
+        )
+    return schedule
 
 
 def training_target(schedule: DDPMScheduler, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
@@ -95,3 +117,15 @@ def draw_noise(latents_BCHW: Tensor, noise_offset: float = 0.0) -> Tensor:
         offset = torch.randn(batch, channels, 1, 1, device=latents_BCHW.device, dtype=latents_BCHW.dtype)
         noise_BCHW = noise_BCHW + noise_offset * offset
     return noise_BCHW
+
+
+def with_prior(loss_B: Tensor, is_prior_B: Tensor | None, weight: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss of a batch with class pictures: (total, mean of the user's own, mean of the class pictures or None).
+
+    Source: prior preservation, arXiv:2208.12242, equation 2.
+    """
+    if is_prior_B is None or not is_prior_B.any():
+        mean = loss_B.mean()
+        return mean, mean, None
+    own, prior = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
+    return own + weight * prior, own, prior

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from fakes.pipelines import SIDE, make_batch, make_pipeline
 from lightning_aigc.cli.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA, stable_diffusion_lora
+from lightning_aigc.diffusion import StableDiffusionLoRA, encoders
 from lightning_aigc.errors import DataError, ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -420,10 +420,10 @@ def test_large_pictures_are_encoded_a_few_at_a_time(sd: str, monkeypatch: pytest
     module.configure_model()
     pixels = torch.randn(5, 3, SIDE, SIDE).clamp(-1, 1)
     at_once = module.encode_pixels(pixels)
-    vae, seen = module._loaded().vae, []
+    vae, seen = module.loaded().vae, []
     encode = vae.encode
     monkeypatch.setattr(vae, "encode", lambda some: (seen.append(len(some)), encode(some))[1])
-    monkeypatch.setattr(stable_diffusion_lora, "PIXELS_ENCODED_AT_ONCE", 2 * SIDE * SIDE)
+    monkeypatch.setattr(encoders, "PIXELS_ENCODED_AT_ONCE", 2 * SIDE * SIDE)
     torch.testing.assert_close(module.encode_pixels(pixels), at_once, rtol=1e-5, atol=1e-6)
     assert seen == [2, 2, 1]
 

@@ -1,0 +1,91 @@
+"""The frozen encoders of a pipeline: pictures to latents, captions to embeddings, and out of the way when cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.devices import float32_region
+from lightning_aigc.diffusion.components import Components, fingerprint
+from lightning_aigc.diffusion.text import encode_prompts
+from lightning_aigc.errors import ModelError
+
+PIXELS_ENCODED_AT_ONCE = 512 * 512
+
+
+@dataclass(frozen=True)
+class FrozenEncoders:
+    """The autoencoder and text encoders of `parts`, run on `device`."""
+
+    parts: Components
+    device: torch.device
+
+    def identity(self) -> dict[str, str]:
+        """What a cached latent or text embedding depends on, beside the picture and the caption."""
+        parts = self.parts
+        text = "+".join(fingerprint(e) for e in parts.text_encoders)
+        return {"vae": f"{fingerprint(parts.vae)}-{parts.vae.dtype}", "text": f"{text}-{parts.text_encoders[0].dtype}"}
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
+        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1.
+
+        As many pictures at once as hold PIXELS_ENCODED_AT_ONCE: a float32 autoencoder's activations of four pictures of
+        512 pixels would be the most memory that the whole step takes.
+        """
+        vae = self.parts.vae.to(self.device)
+        pixels = pixels_B3HW.to(self.device, vae.dtype)
+        at_once = max(1, PIXELS_ENCODED_AT_ONCE // (pixels.shape[-2] * pixels.shape[-1]))
+        with float32_region(self.device):
+            encoded = [vae.encode(some).latent_dist.parameters.float() for some in torch.split(pixels, at_once)]
+        return torch.cat(encoded)
+
+    @torch.no_grad()
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        return encode_prompts(self.parts, list(captions), self.device)
+
+    def latents(self, batch: dict[str, Any]) -> Tensor:
+        """Draw the batch's latents [B, C, H, W], scaled as the denoiser expects, from its cache or its pictures.
+
+        Raises: ModelError that names the pictures whose latents are not finite.
+        """
+        moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
+        mean, log_variance = moments.to(self.device).chunk(2, dim=1)
+        latents_BCHW = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * torch.randn_like(mean)
+        config = self.parts.vae.config
+        shift = getattr(config, "shift_factor", None) or 0.0
+        return (latents_BCHW - shift) * float(config.scaling_factor)
+
+    def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
+        """The batch's text embeddings, from its cache or its captions."""
+        if "prompt_embeds" in batch:
+            keys = ("prompt_embeds", "pooled_prompt_embeds")
+            return {k: batch[k].to(self.device) for k in keys if k in batch}
+        with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
+            return encode_prompts(self.parts, batch["captions"], self.device)
+
+    def park(self, batch: dict[str, Any]) -> None:
+        """Move the parts that this batch's caches replace to host memory; sampling fetches and returns them."""
+        if "latent_moments" in batch:
+            self.parts.vae.to("cpu")
+        if "prompt_embeds" in batch:
+            for encoder in self.parts.text_encoders:
+                encoder.to("cpu")
+
+    def _finite_moments(self, batch: dict[str, Any]) -> Tensor:
+        """Latent moments of pictures that no cache has checked."""
+        moments = self.encode_pixels(batch["pixel_values"])
+        is_finite_B = moments.isfinite().flatten(1).all(dim=1)
+        if not is_finite_B.all():
+            bad = is_finite_B.logical_not().nonzero().flatten().tolist()
+            names = [str(batch["names"][i]) if "names" in batch else f"number {i} of its batch" for i in bad]
+            raise ModelError(
+                f"the latents of {', '.join(names[:3])} are not finite and would ruin the training;"
+                " look at the picture, or set model.init_args.vae_dtype: float32"
+            )
+        return moments

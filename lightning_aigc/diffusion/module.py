@@ -1,0 +1,299 @@
+"""DiffusionModule: what every model family shares, so that a family's file holds only what is its own.
+
+A family inherits the arguments, because YAML keys are flat and jsonargparse finds arguments through
+`super().__init__(**kwargs)`; the behaviour is composed from `encoders`, `objectives`, `averaging`, `optimization`,
+`sampling` and `default_callbacks`.
+
+Legend: B batch, N pictures.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+from diffusers.training_utils import EMAModel
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_aigc.devices import autocast_dtype, dtype_named
+from lightning_aigc.diffusion.arguments import check_shared_arguments, check_trained_weights
+from lightning_aigc.diffusion.averaging import averaged, is_schedule_free
+from lightning_aigc.diffusion.components import Components, check_source, load_components
+from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
+from lightning_aigc.diffusion.encoders import FrozenEncoders
+from lightning_aigc.diffusion.objectives import with_prior
+from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
+from lightning_aigc.diffusion.sampling import TimeLimit
+from lightning_aigc.errors import ModelError
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class DiffusionModule(LightningModule):
+    """Base of the model families: data in, loss out, optimizer, averages, checkpoints, sample pictures and callbacks.
+
+    A family defines `adapt`, `example_losses`, `sample` and how its result is saved.
+
+    Args:
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint, or
+            `embedded:sd`, the tiny model that comes with the package.
+        learning_rate: Replaces the optimizer's own rate; unset keeps it.
+        optimizer: Any optimizer by class path; AdamW by default.
+        lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
+            cosine, cosine_with_restarts, polynomial.
+        lr_warmup_steps: Optimizer steps of warm-up for a scheduler given by name.
+        max_train_steps: Optimizer steps to train; `trainer.max_steps`, where given, goes first.
+        prior_loss_weight: Weight of the class pictures (`data.init_args.class_data_dir`) beside the user's own.
+        use_ema: Average the trainable weights; pictures and files then use the average.
+        ema_decay: Decay of that average.
+        gradient_checkpointing: Recompute the denoiser's activations in backward: less memory, slower steps.
+        base_dtype: Dtype of the frozen denoiser and text encoders; auto follows the trainer's precision.
+        vae_dtype: Dtype of the autoencoder, float32 or bfloat16; half precision makes black pictures and is refused.
+        revision: Branch or commit of a hub id.
+        variant: Weight variant in the folder, such as fp16.
+        validation_prompts: Prompts of the sample pictures and of the final score.
+        validation_steps: Optimizer steps between sample grids.
+        num_validation_images: Pictures a prompt.
+        validation_seed: Seed of the first picture; the others count on from it.
+        checkpointing_steps: Optimizer steps between checkpoints.
+        checkpoints_total_limit: Checkpoints to keep.
+        num_inference_steps: Denoising steps of a sample picture.
+        guidance_scale: Classifier-free guidance of a sample picture.
+        sample_time_limit_s: Skip sample pictures, with a warning, where making them would take longer than this.
+        output_name: Name of the result's file, without its ending.
+    """
+
+    deferred_snapshot_keys = ("ema",)  # `optimizer_step` alone writes it
+    snapshot_ignored_arguments = frozenset(
+        (
+            "max_train_steps", "output_name", "validation_prompts", "validation_steps", "num_validation_images",
+            "validation_seed", "num_inference_steps", "guidance_scale", "sample_time_limit_s", "checkpointing_steps",
+            "checkpoints_total_limit", "gradient_checkpointing",
+        )
+    )  # fmt: skip
+    """Arguments that do not change a training's bits."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show inherited arguments in the signature, as `--help` does."""
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _merged_signature(cls)  # type: ignore[attr-defined]
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        learning_rate: float | None = None,
+        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
+        lr_scheduler: str | LRSchedulerCallable = "constant",
+        lr_warmup_steps: int = 0,
+        max_train_steps: int | None = None,
+        prior_loss_weight: float = 1.0,
+        use_ema: bool = False,
+        ema_decay: float = 0.995,
+        gradient_checkpointing: bool = False,
+        base_dtype: DtypeName = "auto",
+        vae_dtype: Literal["float32", "bfloat16"] = "float32",
+        revision: str | None = None,
+        variant: str | None = None,
+        validation_prompts: Sequence[str] = (),
+        validation_steps: int = 100,
+        num_validation_images: int = 4,
+        validation_seed: int = 0,
+        checkpointing_steps: int = 500,
+        checkpoints_total_limit: int = 3,
+        num_inference_steps: int = 25,
+        guidance_scale: float = 7.5,
+        sample_time_limit_s: float = 900,
+        output_name: str = "lora",
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
+        self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
+        self.validation_prompts = list(validation_prompts)
+        self.output_name = output_name
+        self.text_encoders = nn.ModuleList()  # only when they are trained, so that DDP and checkpoints see them
+        self.components: Components | None = None
+        """The pipeline's parts: a plain object, so that frozen parts stay out of the module tree and of DDP."""
+        self.ema: EMAModel | None = None
+        self.last_example_losses: Tensor | None = None
+        """The last batch's weighted losses, [B], detached: GradientHealthMonitor judges them by timestep."""
+        self.last_timesteps: Tensor | None = None
+        """The timesteps that they were taken at, int64 [B]."""
+        self.sampling_limit = TimeLimit(sample_time_limit_s)
+        check_source(pretrained_model_name_or_path)
+        check_shared_arguments(self.args)
+        if isinstance(lr_scheduler, str):
+            check_schedule_name(lr_scheduler)  # before gigabytes are read
+
+    @property
+    def args(self) -> Any:
+        """The arguments of `__init__` by name."""
+        return self.hparams
+
+    @property
+    def strict_loading(self) -> bool:
+        """False: checkpoints hold only what was trained; `on_load_checkpoint` checks that all of it is there."""
+        return False
+
+    @strict_loading.setter
+    def strict_loading(self, value: bool) -> None:
+        raise ModelError(f"{type(self).__name__} checks its own checkpoints; strict_loading cannot be set")
+
+    # Loading ---------------------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        if self.components is not None:
+            return
+        args, trainer = self.args, self._trainer
+        precision = str(trainer.precision) if trainer is not None else "32-true"
+        parts = load_components(
+            args.pretrained_model_name_or_path,
+            unet_dtype=autocast_dtype(precision) if args.base_dtype == "auto" else dtype_named(args.base_dtype),
+            vae_dtype=dtype_named(args.vae_dtype),
+            revision=args.revision,
+            variant=args.variant,
+        )
+        self.adapt(parts)
+        self.components = parts
+        for parameter in self.trainable_parameters():
+            parameter.data = parameter.data.float()  # float32 trained weights on a half-precision base
+        if args.use_ema:
+            self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
+
+    def adapt(self, parts: Components) -> None:
+        """Add what is trained to freshly loaded, frozen parts, and register the trained modules on `self`."""
+        raise NotImplementedError
+
+    def loaded(self) -> Components:
+        """The pipeline's parts, loaded on first use."""
+        if self.components is None:
+            self.configure_model()
+        assert self.components is not None
+        return self.components
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # data.Encoder: what ImageCaptionData asks for its caches --------------------------------------------------------
+
+    @property
+    def encoders(self) -> FrozenEncoders:
+        return FrozenEncoders(self.loaded(), self.device)
+
+    def encoder_identity(self) -> dict[str, str]:
+        return self.encoders.identity()
+
+    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
+        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1."""
+        return self.encoders.encode_pixels(pixels_B3HW)
+
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        return self.encoders.encode_captions(captions)
+
+    def can_cache_captions(self) -> bool:
+        return not self.text_encoders
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit" or self.args.max_train_steps is None:
+            return
+        loop = self.trainer.fit_loop
+        if loop.max_steps == -1:
+            loop.epoch_loop.max_steps = self.args.max_train_steps
+            loop.max_epochs = -1
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss_B = self.example_losses(batch)
+        loss, own, prior = with_prior(loss_B, batch.get("is_prior"), self.args.prior_loss_weight)
+        if prior is not None:
+            self.log("prior_loss", prior.detach())
+        self.log("loss", own.detach(), prog_bar=True, batch_size=len(loss_B))
+        return loss
+
+    def example_losses(self, batch: dict[str, Any]) -> Tensor:
+        """The weighted loss of each example, float32 [B]."""
+        raise NotImplementedError
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups."""
+        return parameter_groups([self.trainable_parameters()], [self.args.learning_rate])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.build_optimizer(self.parameter_groups())
+        steps = self.trainer.estimated_stepping_batches if self._trainer is not None else math.inf
+        schedule = build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
+        if schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_callbacks(self) -> list[Callback]:
+        return default_callbacks(self.trainer, self._run_settings())
+
+    def brings_snapshots(self, trainer: Any) -> bool:
+        """Whether `configure_callbacks` adds ExactSnapshot."""
+        return has_default_snapshots(trainer, self._run_settings())
+
+    def _run_settings(self) -> RunSettings:
+        args = self.args
+        return RunSettings(
+            draws_samples=bool(self.validation_prompts),
+            **{f.name: args[f.name] for f in fields(RunSettings) if f.name in args},
+        )
+
+    def on_train_start(self) -> None:
+        if self.trainer.world_size > 1:
+            # All ranks are seeded alike, for equal initial weights; from here each draws its own noise and timesteps.
+            torch.manual_seed(torch.initial_seed() + self.global_rank)
+        for optimizer in filter(is_schedule_free, self.trainer.optimizers):
+            optimizer.train()  # type: ignore[attr-defined]
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.encoders.park(batch)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        # Not at the end of the batch: callbacks run before it and would see an average that is one step old.
+        if self.ema is not None:
+            self.ema.to(device=self.device)
+            self.ema.step(self.trainable_parameters())
+
+    # Sampling and checkpoints ----------------------------------------------------------------------------------------
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Swap in the averaged weights, an EMA's or a schedule-free optimizer's, until the block ends."""
+        optimizers = self._trainer.optimizers if self._trainer is not None else []
+        return averaged(self.trainable_parameters(), self.ema, optimizers)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        names = {name for name, p in self.named_parameters() if p.requires_grad}
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
+        if self.ema is not None:
+            checkpoint["ema"] = self.ema.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded()
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        check_trained_weights(checkpoint["state_dict"], trained)
+        if self.ema is not None and "ema" in checkpoint:
+            self.ema.load_state_dict(checkpoint["ema"])
+
+
+def _merged_signature(cls: type) -> inspect.Signature:
+    """The arguments of a class, then those of the bases that it passes **kwargs to, by keyword."""
+    merged: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__[: cls.__mro__.index(DiffusionModule) + 1]:
+        if "__init__" in vars(base):
+            for p in list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]:
+                kind = p.KEYWORD_ONLY if merged and base is not cls else p.kind
+                if p.kind is not p.VAR_KEYWORD:
+                    merged.setdefault(p.name, p.replace(kind=kind))
+    return inspect.Signature(list(merged.values()))

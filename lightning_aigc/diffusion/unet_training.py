@@ -1,0 +1,152 @@
+"""UNetTraining: Stable Diffusion 1.x, 2.x and SDXL as a denoiser trained with DDPM noise, whatever is trained of it.
+
+Legend: B batch, C channels, H and W latent height and width, N pictures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from torch import Tensor
+
+from lightning_aigc.diffusion.arguments import check_objective
+from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.lora_metadata import hash_base_model
+from lightning_aigc.diffusion.module import DiffusionModule
+from lightning_aigc.diffusion.objectives import (
+    LossType,
+    PredictionType,
+    build_noise_schedule,
+    draw_noise,
+    example_losses,
+    loss_weights,
+    training_target,
+)
+from lightning_aigc.diffusion.sampling import generate
+from lightning_aigc.errors import ModelError
+from lightning_aigc.tiny.embedded import resolve
+
+
+class UNetTraining(DiffusionModule):
+    """Base of the families on Stable Diffusion's U-Net: the noise schedule, the loss and sample pictures.
+
+    Args:
+        prediction_type: epsilon, v_prediction or sample; unset means what the pipeline's scheduler says.
+        zero_terminal_snr: Rescale the schedule so that its last step is pure noise; wants v_prediction.
+        snr_gamma: Min-SNR weighting; 5 is the paper's value, unset turns it off.
+        debiased_estimation: Weight by 1 / sqrt(SNR) instead of min-SNR.
+        loss_type: l2, huber or smooth_l1.
+        huber_c: Where huber and smooth_l1 turn from square to linear.
+        noise_offset: Share of noise common to a whole channel; 0.05 to 0.1 lets pictures get darker and brighter.
+        kwargs: Arguments of `DiffusionModule`.
+    """
+
+    def __init__(
+        self,
+        prediction_type: PredictionType | None = None,
+        zero_terminal_snr: bool = False,
+        snr_gamma: float | None = None,
+        debiased_estimation: bool = False,
+        loss_type: LossType = "l2",
+        huber_c: float = 0.1,
+        noise_offset: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.unet: UNet2DConditionModel | None = None
+        self.schedule: DDPMScheduler | None = None
+        check_objective(self.args)
+
+    def adapt(self, parts: Components) -> None:
+        self.schedule = build_noise_schedule(
+            parts.scheduler_config, self.args.prediction_type, zero_terminal_snr=self.args.zero_terminal_snr
+        )
+        self.unet = parts.unet
+        if self.args.gradient_checkpointing:
+            parts.unet.enable_gradient_checkpointing()
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """Timesteps of the noise schedule."""
+        self.loaded()
+        assert self.schedule is not None
+        return int(self.schedule.config.num_train_timesteps)
+
+    def example_losses(self, batch: dict[str, Any]) -> Tensor:
+        """The weighted diffusion loss of each example, float32 [B]."""
+        encoders, args = self.encoders, self.args
+        assert self.schedule is not None
+        latents_BCHW = encoders.latents(batch)
+        noise_BCHW = draw_noise(latents_BCHW, args.noise_offset)
+        timesteps_B = torch.randint(
+            0, self.schedule.config.num_train_timesteps, (len(latents_BCHW),), device=latents_BCHW.device
+        )
+        noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+        condition = encoders.condition(batch, with_gradients=bool(self.text_encoders))
+        predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
+        target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
+        loss_B = example_losses(predicted_BCHW, target_BCHW, args.loss_type, args.huber_c, batch.get("mask"))
+        loss_B = loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
+        self.last_example_losses, self.last_timesteps = loss_B.detach(), timesteps_B
+        return loss_B
+
+    def predict(
+        self, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: dict[str, Tensor], batch: dict[str, Any]
+    ) -> Tensor:
+        """The U-Net's output [B, C, H, W] for these noisy latents."""
+        assert self.unet is not None
+        added = None
+        if self.loaded().family == "sdxl":
+            sizes = [batch[k].to(self.device) for k in ("original_size", "crop_top_left", "target_size")]
+            added = {
+                "text_embeds": condition["pooled_prompt_embeds"].to(self.unet.dtype),
+                "time_ids": torch.cat(sizes, dim=1).to(self.unet.dtype),
+            }
+        predicted_BCHW: Tensor = self.unet(
+            noisy_BCHW.to(self.unet.dtype),
+            timesteps_B,
+            condition["prompt_embeds"].to(self.unet.dtype),
+            added_cond_kwargs=added,
+        ).sample
+        return predicted_BCHW
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """One picture a prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal pictures.
+
+        `batch_size` pictures are made at once; unset means as many as four of 512 px.
+
+        Raises: ModelError if there are not as many seeds as prompts; SamplingTooSlow past `sample_time_limit_s`.
+        """
+        if len(prompts) != len(seeds):
+            raise ModelError(f"sample needs one seed a prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
+        parts, args = self.loaded(), self.args
+        assert self.schedule is not None
+        with self.averaged_weights():
+            return generate(
+                parts,
+                self.schedule.config,
+                list(prompts),
+                list(seeds),
+                device=self.device,
+                num_inference_steps=num_inference_steps or args.num_inference_steps,
+                guidance_scale=args.guidance_scale if guidance_scale is None else guidance_scale,
+                batch_size=batch_size,
+                time_limit=self.sampling_limit,
+            )
+
+    @functools.cache  # noqa: B019  one hash of gigabytes a module, and a module lives as long as its run
+    def base_model_hash(self) -> str | None:
+        """sha256 of the base model's file or U-Net weights; None for a hub id."""
+        path = resolve(self.args.pretrained_model_name_or_path)
+        return hash_base_model(path) if path.exists() else None
