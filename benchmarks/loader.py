@@ -175,7 +175,7 @@ def main() -> None:
         loader = warm.loader()
         one_epoch(loader)
         report("warm: batches from memory", [one_epoch(loader) for _ in range(given.repeats)], given)
-        for cache in (warm._latents, warm._embeddings):
+        for cache in (warm.caches.latents, warm.caches.embeddings):
             assert cache is not None
             cache._memory.clear()
         report("warm: batches from disk", [one_epoch(loader) for _ in range(given.repeats)], given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_aigc.data.buckets import BucketSettings
-from lightning_aigc.data.cache import FillResult, check_writable
+from lightning_aigc.data.cache import check_writable
 from lightning_aigc.data.choices import MissingCaptions, check_choices
 from lightning_aigc.data.crop import crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
-from lightning_aigc.data.encoded import EmbeddingCache, EncodedTensors, LatentCache
+from lightning_aigc.data.encoded_caches import EncodedCaches
 from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_encoder
 from lightning_aigc.data.index import IndexSettings, TrainingIndex, build_index
-from lightning_aigc.data.machine import choose_workers, has_accelerator, memory_bytes
+from lightning_aigc.data.machine import choose_workers, has_accelerator
 from lightning_aigc.data.materialize import folder_from_dataset, folder_from_shards
 from lightning_aigc.data.report import DataReport
 from lightning_aigc.data.sampler import BucketBatchSampler
 from lightning_aigc.errors import DataError
 from lightning_aigc.tiny.embedded import resolve
 
-_MEMORY_SHARE = 0.25  # caches up to this part of the machine's memory are held in it
+SAME_NAMES = (
+    "caption_separator", "trigger_word", "class_prompt", "num_repeats", "missing_captions", "use_alpha_mask",
+    "max_image_pixels",
+)  # fmt: skip
+"""Arguments that IndexSettings has by the same name."""
 
 
 class ImageCaptionData(LightningDataModule):
@@ -41,6 +46,46 @@ class ImageCaptionData(LightningDataModule):
     `original_size`, `crop_top_left`, `target_size` int64 [B, 2] as (height, width) or (top, left).
 
     Nothing in the user's folders is ever written, renamed or deleted.
+
+    Args:
+        train_data_dir: Folder of images with captions (metadata.jsonl, captions.csv or one text file each).
+            Sub-folders count; one named like `10_shoes` repeats its images 10 times. `embedded:brand` is built in.
+        dataset_name: Hugging Face dataset instead of a folder: its name on the hub, or a local copy's folder.
+        shards: webdataset shards instead of a folder, for example `data/{000..009}.tar`.
+        image_column: Column of the dataset that holds the images.
+        caption_column: Column of the dataset, or key in metadata.jsonl and captions.csv, that holds the captions.
+        dataset_split: Split of the dataset.
+        caption_extension: How a caption file's name ends; the rest is the image's name without its suffix.
+        resolution: Side in pixels of a square training image; other shapes have about the same area.
+        train_batch_size: User images in a batch, on each device. Class images come on top.
+        enable_bucket: Group images by aspect ratio. If false all are cropped to squares.
+        min_bucket_reso: Smallest side of a bucket in pixels.
+        max_bucket_reso: Largest side of a bucket in pixels.
+        bucket_reso_steps: Sides of buckets are multiples of this.
+        bucket_no_upscale: Never enlarge an image: small ones get buckets of their own size.
+        center_crop: Crop the middle; if false, a random part each time.
+        random_flip: Mirror every other image at random.
+        trigger_word: Word that is put in front of each caption that lacks it.
+        shuffle_caption: Shuffle the parts of a caption between separators each time.
+        keep_tokens: How many parts of a caption stay in front when shuffled.
+        caption_separator: What separates the parts of a caption.
+        caption_dropout_rate: Share of items whose caption is replaced by the empty one.
+        num_repeats: How many times an epoch shows each image.
+        missing_captions: What to do if captions and images do not match: `error`, or train such images on their
+            file name (`filename`), an empty caption (`empty`) or the trigger word alone (`trigger`).
+        cache_latents: Run the VAE once per image and keep the result on disk.
+        cache_text_embeddings: Run the text encoder once per caption and keep the result on disk.
+        cache_dir: Folder of the caches, by default `.cache/lightning_aigc` in the home folder.
+        class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
+        class_prompt: Caption of class images that have none.
+        prior_ratio: Class images in a batch for each user image.
+        mask_dir: Folder of masks named like the images; white is learned, black is not.
+        use_alpha_mask: Take the alpha channel of an image as its mask.
+        num_workers: Processes that load images. By default chosen from the cores and caches.
+        pin_memory: Copy batches through pinned memory. By default where an accelerator is present.
+        prefetch_factor: Batches that each worker prepares ahead.
+        max_image_pixels: Larger images are rejected before they are decoded.
+        seed: Seed of everything that is random in the data.
     """
 
     snapshot_ignored_arguments = frozenset(
@@ -86,77 +131,21 @@ class ImageCaptionData(LightningDataModule):
         max_image_pixels: int = 178_000_000,
         seed: int = 42,
     ) -> None:
-        """Choose the pictures and what is done with them.
-
-        Args:
-            train_data_dir: Folder of images with captions (metadata.jsonl, captions.csv or one text file each).
-                Sub-folders count; one named like `10_shoes` repeats its images 10 times. `embedded:brand` is built in.
-            dataset_name: Hugging Face dataset instead of a folder: its name on the hub, or a local copy's folder.
-            shards: webdataset shards instead of a folder, for example `data/{000..009}.tar`.
-            image_column: Column of the dataset that holds the images.
-            caption_column: Column of the dataset, or key in metadata.jsonl and captions.csv, that holds the captions.
-            dataset_split: Split of the dataset.
-            caption_extension: How a caption file's name ends; the rest is the image's name without its suffix.
-            resolution: Side in pixels of a square training image; other shapes have about the same area.
-            train_batch_size: User images in a batch, on each device. Class images come on top.
-            enable_bucket: Group images by aspect ratio. If false all are cropped to squares.
-            min_bucket_reso: Smallest side of a bucket in pixels.
-            max_bucket_reso: Largest side of a bucket in pixels.
-            bucket_reso_steps: Sides of buckets are multiples of this.
-            bucket_no_upscale: Never enlarge an image: small ones get buckets of their own size.
-            center_crop: Crop the middle; if false, a random part each time.
-            random_flip: Mirror every other image at random.
-            trigger_word: Word that is put in front of each caption that lacks it.
-            shuffle_caption: Shuffle the parts of a caption between separators each time.
-            keep_tokens: How many parts of a caption stay in front when shuffled.
-            caption_separator: What separates the parts of a caption.
-            caption_dropout_rate: Share of items whose caption is replaced by the empty one.
-            num_repeats: How many times an epoch shows each image.
-            missing_captions: What to do if captions and images do not match: `error`, or train such images on their
-                file name (`filename`), an empty caption (`empty`) or the trigger word alone (`trigger`).
-            cache_latents: Run the VAE once per image and keep the result on disk.
-            cache_text_embeddings: Run the text encoder once per caption and keep the result on disk.
-            cache_dir: Folder of the caches, by default `.cache/lightning_aigc` in the home folder.
-            class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
-            class_prompt: Caption of class images that have none.
-            prior_ratio: Class images in a batch for each user image.
-            mask_dir: Folder of masks named like the images; white is learned, black is not.
-            use_alpha_mask: Take the alpha channel of an image as its mask.
-            num_workers: Processes that load images. By default chosen from the cores and caches.
-            pin_memory: Copy batches through pinned memory. By default where an accelerator is present.
-            prefetch_factor: Batches that each worker prepares ahead.
-            max_image_pixels: Larger images are rejected before they are decoded.
-            seed: Seed of everything that is random in the data.
-        """
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        check_choices(locals())
+        check_choices(given)
         self.train_data_dir, self.dataset_name, self.shards = train_data_dir, dataset_name, shards
         self.image_column, self.caption_column, self.dataset_split = image_column, caption_column, dataset_split
         self.caption_extension = caption_extension if caption_extension.startswith(".") else f".{caption_extension}"
-        self.buckets = BucketSettings(
-            resolution, enable_bucket, min_bucket_reso, max_bucket_reso, bucket_reso_steps, bucket_no_upscale
-        )
+        self.buckets = BucketSettings(**{f.name: given[f.name] for f in fields(BucketSettings)})
         self.train_batch_size = train_batch_size
-        self.options = ItemOptions(
-            center_crop=center_crop,
-            random_flip=random_flip,
-            shuffle_caption=shuffle_caption,
-            keep_tokens=keep_tokens,
-            caption_separator=caption_separator,
-            caption_dropout_rate=caption_dropout_rate,
-            trigger_word=trigger_word,
-            use_alpha_mask=use_alpha_mask,
-            seed=seed,
-        )
-        self.num_repeats, self.missing_captions = num_repeats, missing_captions
-        self.cache_latents, self.cache_text_embeddings = cache_latents, cache_text_embeddings
+        self.options = ItemOptions(**{f.name: given[f.name] for f in fields(ItemOptions)})
+        self._given = given
         self.cache_dir = Path(cache_dir or "~/.cache/lightning_aigc").expanduser().absolute()
-        self.class_data_dir, self.class_prompt, self.prior_ratio = class_data_dir, class_prompt, prior_ratio
-        self.mask_dir, self.max_image_pixels = mask_dir, max_image_pixels
+        self.class_data_dir, self.prior_ratio, self.mask_dir = class_data_dir, prior_ratio, mask_dir
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
+        self.caches = EncodedCaches(self.cache_dir, cache_latents, cache_text_embeddings, train_batch_size)
         self._index: TrainingIndex | None = None
-        self._latents: LatentCache | None = None
-        self._embeddings: EmbeddingCache | None = None
         self._sampler: BucketBatchSampler | None = None
 
     # Lightning's hooks
@@ -179,16 +168,16 @@ class ImageCaptionData(LightningDataModule):
         if trainer is None:
             return self.loader()
         rank, world_size = trainer.global_rank, trainer.world_size
-        if self.cache_latents or self.cache_text_embeddings:
+        if self.caches.wanted:
             encoder = require_encoder(trainer.lightning_module)
-            if self.cache_text_embeddings and not can_cache_captions(encoder):
+            if self.caches.wants_text and not can_cache_captions(encoder):
                 raise DataError(
                     "model.init_args.train_text_encoder changes the embeddings all the time, so they cannot be"
                     " cached; set data.init_args.cache_text_embeddings: false"
                 )
             self._fill_caches(encoder, rank, world_size)
             trainer.strategy.barrier("caches")
-            self._open_caches(encoder, trainer.num_devices)
+            self.caches.open(encoder, trainer.num_devices)
         return self.loader(rank, world_size)
 
     # The same without a Trainer
@@ -196,32 +185,22 @@ class ImageCaptionData(LightningDataModule):
     def prepare(self, encoder: Encoder | None = None, rank: int = 0, world_size: int = 1) -> None:
         """Index the pictures, and fill the caches if any are wanted; what `fit` does before its first step."""
         self._build_index()
-        if self.cache_latents or self.cache_text_embeddings:
+        if self.caches.wanted:
             ready = require_encoder(encoder)
             self._fill_caches(ready, rank, world_size)
-            self._open_caches(ready, world_size)
+            self.caches.open(ready, world_size)
 
     def loader(self, rank: int = 0, world_size: int = 1) -> DataLoader[Batch]:
         """The training loader of one rank. Its sampler splits over ranks itself, so Lightning leaves it as it is."""
         index = self._build_index()
-        if (self.cache_latents and self._latents is None) or (self.cache_text_embeddings and self._embeddings is None):
+        if self.caches.are_missing:
             raise DataError("the caches are not filled yet: call prepare(encoder) before loader()")
         self._sampler = self._make_sampler(index, rank, world_size)
         dataset = BatchDataset(
-            index.samples, self.options, self._sampler, index.has_masks, self._latents, self._embeddings
+            index.samples, self.options, self._sampler, index.has_masks, self.caches.latents, self.caches.embeddings
         )
-        workers, pin_memory, prefetch = self._loader_settings(len(self._sampler), world_size)
-        if workers == 0:
-            warnings.filterwarnings("ignore", ".*'train_dataloader' does not have many workers.*")
-        return BatchLoader(
-            dataset,
-            batch_size=None,
-            sampler=self._sampler,
-            num_workers=workers,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch,
-            persistent_workers=workers > 0,
-        )
+        settings = self._loader_settings(len(self._sampler), world_size)
+        return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)
 
     def report(self) -> str:
         """What was found, as text; indexes the pictures first if that was not done."""
@@ -239,10 +218,7 @@ class ImageCaptionData(LightningDataModule):
 
         For image-to-image scores; all are from the bucket that holds the most.
         """
-        index = self._build_index()
-        largest: list[int] = max(index.buckets, key=len)
-        rows = list(dict.fromkeys(largest))
-        chosen = [index.samples[rows[i * len(rows) // min(count, len(rows))]] for i in range(min(count, len(rows)))]
+        chosen = self._build_index().spread_samples(count)
         pictures = [load_pixels(sample, crop_offset(sample.placement))[0] for sample in chosen]
         return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
@@ -261,7 +237,7 @@ class ImageCaptionData(LightningDataModule):
 
     def _build_index(self) -> TrainingIndex:
         if self._index is None:
-            if self.cache_latents or self.cache_text_embeddings:
+            if self.caches.wanted:
                 check_writable(self.cache_dir)
             index = build_index(
                 IndexSettings(
@@ -273,13 +249,7 @@ class ImageCaptionData(LightningDataModule):
                     mask_folder=_folder(self.mask_dir),
                     caption_extension=self.caption_extension,
                     caption_key=self.caption_column if self.train_data_dir is not None else "text",
-                    caption_separator=self.options.caption_separator,
-                    trigger_word=self.options.trigger_word,
-                    class_prompt=self.class_prompt,
-                    num_repeats=self.num_repeats,
-                    missing_captions=self.missing_captions,
-                    use_alpha_mask=self.options.use_alpha_mask,
-                    max_image_pixels=self.max_image_pixels,
+                    **{name: self._given[name] for name in SAME_NAMES},
                 )
             )
             self._complete_report(index)
@@ -290,76 +260,42 @@ class ImageCaptionData(LightningDataModule):
         if self.train_data_dir is not None:
             return resolve(self.train_data_dir).absolute()
         if self.dataset_name is not None:
-            return folder_from_dataset(
-                self.dataset_name, self.dataset_split, self.image_column, self.caption_column, self.cache_dir
-            )
+            columns = (self.image_column, self.caption_column)
+            return folder_from_dataset(self.dataset_name, self.dataset_split, *columns, self.cache_dir)
         assert self.shards is not None
         return folder_from_shards(self.shards, self.cache_dir, self.caption_extension, self.caption_column)
 
     def _complete_report(self, index: TrainingIndex) -> None:
         world_size = self.trainer.world_size if self.trainer is not None else 1
-        sampler = self._make_sampler(index, 0, world_size)
-        index.report.batches_per_epoch = len(sampler)
-        index.report.buckets = [
-            type(row)(**{**vars(row), "batches": -(-row.items // (self.train_batch_size * world_size))})
-            for row in index.report.buckets
-        ]
-        wanted = [name for name, on in (("latents", self.cache_latents), ("text", self.cache_text_embeddings)) if on]
+        index.report.count_batches(len(self._make_sampler(index, 0, world_size)), self.train_batch_size * world_size)
+        wanted = self.caches.wanted
         index.report.cache = [f"{' and '.join(wanted)} in {self.cache_dir}"] if wanted else ["off"]
 
     def _make_sampler(self, index: TrainingIndex, rank: int, world_size: int) -> BucketBatchSampler:
-        return BucketBatchSampler(
-            index.buckets,
-            index.class_buckets,
-            self.train_batch_size,
-            self.prior_ratio,
-            self.options.seed,
-            rank,
-            world_size,
-        )
+        batch_size, prior_ratio, seed = self.train_batch_size, self.prior_ratio, self.options.seed
+        return BucketBatchSampler(index.buckets, index.class_buckets, batch_size, prior_ratio, seed, rank, world_size)
 
     def _fill_caches(self, encoder: Encoder, rank: int, world_size: int) -> None:
         index = self._build_index()
-        identity = encoder.encoder_identity()
-        lines: list[str] = []
-        if self.cache_latents:
-            self._latents = LatentCache(self.cache_dir, index.samples, self.options.random_flip, identity)
-            lines.append(f"latents {self._fill(self._latents, encoder, rank, world_size)}")
-        if self.cache_text_embeddings:
-            captions = [sample.caption for sample in index.samples]
-            captions += [""] if self.options.caption_dropout_rate > 0 else []
-            self._embeddings = EmbeddingCache(self.cache_dir, captions, identity)
-            lines.append(f"text {self._fill(self._embeddings, encoder, rank, world_size)}")
-        index.report.cache = [*lines, f"in {self.cache_dir}"]
+        index.report.cache = self.caches.fill(encoder, index, self.options, rank, world_size)
         if rank == 0 and self.trainer is not None:
             _print("cache: " + "; ".join(index.report.cache))
 
-    def _fill(self, cache: LatentCache | EmbeddingCache, encoder: Encoder, rank: int, world_size: int) -> FillResult:
-        first_row_of = {key: row for row, key in reversed(list(enumerate(cache.keys)))}
-        mine = sorted(first_row_of.values())[rank::world_size]
-        return cache.fill(encoder, mine, self.train_batch_size, progress=rank == 0)
-
-    def _open_caches(self, encoder: Encoder, processes: int) -> None:
-        """Take the caches into memory if they are small; what another node's ranks wrote elsewhere is encoded here."""
-        caches: list[LatentCache | EmbeddingCache] = [c for c in (self._latents, self._embeddings) if c is not None]
-        for cache in caches:
-            rows = [row for row, key in enumerate(cache.keys) if not cache.cache.path(key).exists()]
-            if rows:
-                cache.fill(encoder, rows, self.train_batch_size, progress=False)
-        budget = memory_bytes() * _MEMORY_SHARE / max(1, processes)
-        if sum(cache.size_bytes for cache in caches) <= budget:
-            for cache in caches:
-                cache.keep_in_memory()
-
-    def _loader_settings(self, batches: int, processes: int) -> tuple[int, bool, int | None]:
-        in_memory = self._latents is not None and all(
-            cache.in_memory for cache in (self._latents, self._embeddings) if isinstance(cache, EncodedTensors)
-        )
+    def _loader_settings(self, batches: int, processes: int) -> dict[str, Any]:
         workers = self.num_workers
         if workers is None:
-            workers = choose_workers(in_memory, batches, processes)
+            workers = choose_workers(self.caches.hold_all_in_memory, batches, processes)
         pin_memory = has_accelerator() if self.pin_memory is None else self.pin_memory
-        return workers, pin_memory, (self.prefetch_factor or 4) if workers > 0 else None
+        if workers == 0:
+            warnings.filterwarnings("ignore", ".*'train_dataloader' does not have many workers.*")
+            return {"pin_memory": pin_memory}
+        prefetch = self.prefetch_factor or 4
+        return {
+            "num_workers": workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch,
+            "persistent_workers": True,
+        }
 
 
 def _folder(path: str | None) -> Path | None:

@@ -52,6 +52,13 @@ class TrainingIndex:
     has_masks: bool
     report: DataReport
 
+    def spread_samples(self, count: int) -> list[Sample]:
+        """Up to `count` of the user's samples, evenly spread over the largest bucket, so that all have one size."""
+        largest: list[int] = max(self.buckets, key=len)
+        rows = list(dict.fromkeys(largest))
+        count = min(count, len(rows))
+        return [self.samples[rows[i * len(rows) // count]] for i in range(count)]
+
 
 def build_index(settings: IndexSettings) -> TrainingIndex:
     """Find, check and place all pictures. The same folders give the same index on every rank.

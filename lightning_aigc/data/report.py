@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LISTED = 20
 
@@ -41,6 +41,11 @@ class DataReport:
     buckets: list[BucketRow] = field(default_factory=list)
     cache: list[str] = field(default_factory=list)
     loader: str = ""
+
+    def count_batches(self, batches: int, items_per_batch: int) -> None:
+        """Fill in how many batches an epoch and each bucket have."""
+        self.batches_per_epoch = batches
+        self.buckets = [replace(row, batches=-(-row.items // items_per_batch)) for row in self.buckets]
 
     def __str__(self) -> str:
         lines = [

@@ -92,23 +92,29 @@ class LoRAMetadata:
     ) -> dict[str, str]:
         """All header entries but the hashes of the tensors, which `lora_file` adds."""
         is_v = self.prediction_type == "v_prediction"
-        width, height = _width_and_height(self.resolution, base_model, is_v)
-        date = self.date or datetime.datetime.now().replace(microsecond=0).isoformat()
-        title = self.title or self.output_name or "LoRA"
-        entries: dict[str, Any] = {
-            "ss_base_model_version": {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0"}[
-                base_model
-            ],
-            "ss_v2": base_model == "sd2",
+        size = _width_and_height(self.resolution, base_model, is_v)
+        network = {
             "ss_network_module": "networks.lora",
             "ss_network_dim": rank,
             "ss_network_alpha": f"{alpha:.9g}",
             "ss_network_args": json.dumps(dict(network_args), sort_keys=True) if network_args else None,
+        }
+        entries = (
+            network | self._training_entries(base_model, is_v, size) | self._modelspec_entries(base_model, is_v, size)
+        )
+        return {key: str(value) for key, value in entries.items() if value is not None} | dict(self.extra)
+
+    def _training_entries(self, base_model: BaseModel, is_v: bool, size: tuple[int, int]) -> dict[str, Any]:
+        """sd-scripts' `ss_` entries."""
+        versions = {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0"}
+        return {
+            "ss_base_model_version": versions[base_model],
+            "ss_v2": base_model == "sd2",
             "ss_output_name": self.output_name,
             "ss_sd_model_name": self.base_model_name,
             "ss_sd_model_hash": self.base_model_hash[:10] if self.base_model_hash else None,
             "ss_new_sd_model_hash": self.base_model_hash,
-            "ss_resolution": f"({width}, {height})" if self.resolution is not None else None,
+            "ss_resolution": f"({size[0]}, {size[1]})" if self.resolution is not None else None,
             "ss_num_train_images": self.num_train_images,
             "ss_num_reg_images": self.num_reg_images,
             "ss_steps": self.steps,
@@ -129,13 +135,19 @@ class LoRAMetadata:
             "ss_training_started_at": self.started_at,
             "ss_training_finished_at": self.finished_at,
             "ss_tag_frequency": json.dumps({"captions": count_tags(self.captions)}) if self.captions else None,
+        }
+
+    def _modelspec_entries(self, base_model: BaseModel, is_v: bool, size: tuple[int, int]) -> dict[str, Any]:
+        """Stability AI's `modelspec.` entries."""
+        date = self.date or datetime.datetime.now().replace(microsecond=0).isoformat()
+        return {
             "modelspec.sai_model_spec": "1.0.1",
             "modelspec.architecture": architecture(base_model, is_v),
             # sd-scripts' own choice: its SDXL keys are those of generative-models.
             "modelspec.implementation": "https://github.com/Stability-AI/generative-models"
             if base_model == "sdxl"
             else "diffusers",
-            "modelspec.title": title,
+            "modelspec.title": self.title or self.output_name or "LoRA",
             "modelspec.description": self.description,
             "modelspec.author": self.author,
             "modelspec.license": self.license,
@@ -144,10 +156,9 @@ class LoRAMetadata:
             if self.trigger_phrase
             else None,
             "modelspec.prediction_type": "v" if is_v else "epsilon",
-            "modelspec.resolution": f"{width}x{height}",
+            "modelspec.resolution": f"{size[0]}x{size[1]}",
             "modelspec.date": date,
         }
-        return {key: str(value) for key, value in entries.items() if value is not None} | dict(self.extra)
 
 
 def architecture(base_model: BaseModel, is_v_prediction: bool) -> str:

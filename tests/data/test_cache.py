@@ -37,7 +37,7 @@ def entries(tmp_path, kind="latents"):
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_cached_batch_holds_what_the_encoder_makes_of_the_uncached_one(tools, make, folder, monkeypatch, in_memory):
     if not in_memory:
-        monkeypatch.setattr("lightning_aigc.data.image_caption_data._MEMORY_SHARE", 0)
+        monkeypatch.setattr("lightning_aigc.data.encoded_caches._MEMORY_SHARE", 0)
     fill(tools, folder)
     options = {"random_flip": True, "caption_dropout_rate": 0.3, "trigger_word": "zorp"}
     cached = make(**CACHED, **options)
@@ -52,7 +52,7 @@ def test_a_cached_batch_holds_what_the_encoder_makes_of_the_uncached_one(tools, 
             assert batch.keys() == raw.keys()
             for key, value in raw.items():
                 assert torch.equal(value, batch[key]) if isinstance(value, torch.Tensor) else value == batch[key]
-    assert cached._latents.in_memory == in_memory
+    assert cached.caches.latents.in_memory == in_memory
 
 
 def test_a_second_start_encodes_nothing(tools, make, folder):
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_encoded_again_and_counted(tools, make, folder, tmp_pa
 
 
 def test_damage_during_training_is_an_error_that_names_the_file(tools, make, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_aigc.data.image_caption_data._MEMORY_SHARE", 0)
+    monkeypatch.setattr("lightning_aigc.data.encoded_caches._MEMORY_SHARE", 0)
     fill(tools, folder)
     data = make(**CACHED)
     data.prepare(tools.FakeEncoder())
@@ -245,7 +245,7 @@ def test_each_rank_encodes_its_share_and_reads_the_rest(tools, make, folder):
         data._fill_caches(encoder, rank, 2)
     assert [encoder.pictures_encoded for encoder in encoders] == [3, 3]
     for data, encoder in zip(ranks, encoders, strict=True):
-        data._open_caches(encoder, 2)
+        data.caches.open(encoder, 2)
     assert [encoder.pictures_encoded for encoder in encoders] == [3, 3]
     assert len(list(ranks[0].loader(0, 2))) == len(list(ranks[1].loader(1, 2)))
 
