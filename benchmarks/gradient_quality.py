@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from lightning_aigc.gradient_sync.layout import Unit, make_units
-from lightning_aigc.gradient_sync.modes import make_reduction
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
+from lightning_aigc.gradient_sync.mode_reductions import make_reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.reductions import Whole
-from lightning_aigc.gradient_sync.traffic import Traffic, dense_ring_bytes
+from lightning_aigc.gradient_sync.reductions import Uncompressed
+from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
 
 RANKS, BATCH, STEPS, TIMESTEPS = 4, 16, 400, 1000
 RATES = (5e-4, 1e-3, 2e-3)
@@ -205,7 +205,7 @@ class VirtualSync:
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
         self.options, self.step, self.late = options, 0, None
         named = list(model.named_parameters())
-        self.units: list[Unit] = make_units(named, options, RANKS)
+        self.units: list[FlatUnit] = make_units(named, options, RANKS)
         self.traffic = [Traffic() for _ in range(RANKS)]
         self.groups = [VirtualGroup(rank, self.traffic[rank]) for rank in range(RANKS)]
         cpu = torch.device("cpu")
@@ -225,12 +225,12 @@ class VirtualSync:
                 for entry in unit.entries:
                     flat[entry.start : entry.stop] += gradients[entry.name][rank].reshape(-1) / RANKS
                 shares.append(flat)
-            whole = unit.whole or not compressing
-            reductions = [Whole()] * RANKS if whole else self.reductions
+            whole = unit.uncompressed or not compressing
+            reductions = [Uncompressed()] * RANKS if whole else self.reductions
             totals = together([r.reduce(unit, e, g) for r, e, g in zip(reductions, shares, self.groups, strict=True)])  # type: ignore[arg-type]
             for rank in range(RANKS):
                 self.owed[rank][unit.index] = shares[rank]
-                if whole and not unit.whole:
+                if whole and not unit.uncompressed:
                     self.reductions[rank].observe(unit, totals[rank][0])
             total = totals[0][0]
             assert all(torch.equal(total, other) for other, _ in totals), "ranks differ"

@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
+from lightning_aigc.cluster import cost_model
+from lightning_aigc.cluster.cost_model import Job, Links, Shape
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync import cost_model
-from lightning_aigc.gradient_sync.cost_model import Job, Links, Shape
 
 DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_aigc.gradient_sync.topology import Topology, device_order, read_topology
+from lightning_aigc.cluster.topology import Topology, device_order, read_topology
 
 _agreed: dict[tuple[int, ...], list[int]] = {}
 """What was agreed on in this process, by the devices' indices: a later fit finds the process group made."""

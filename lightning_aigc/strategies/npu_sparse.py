@@ -22,14 +22,14 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_aigc.gradient_sync import link_settings
-from lightning_aigc.gradient_sync.checksum import check_equal
+from lightning_aigc.cluster import env_settings
 from lightning_aigc.gradient_sync.compressor import describe, refuse_sparse_gradients, trained_parameters
+from lightning_aigc.gradient_sync.executors import explain
 from lightning_aigc.gradient_sync.factory import AnySync, make_sync
-from lightning_aigc.gradient_sync.layout import check_protect
+from lightning_aigc.gradient_sync.flat_units import check_protect
 from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions, without_effect
-from lightning_aigc.gradient_sync.plain import LocalSteps
-from lightning_aigc.gradient_sync.runners import explain
+from lightning_aigc.gradient_sync.plain import LocalSGD
+from lightning_aigc.gradient_sync.replica_check import check_equal
 from lightning_aigc.strategies.device_order import agree_on_order, open_store
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 
@@ -176,7 +176,7 @@ class NPUSparseStrategy(DDPStrategy):
         backend = self._get_process_group_backend()
         if backend in BACKENDS.values():
             deterministic = torch.are_deterministic_algorithms_enabled()
-            for line in link_settings.apply(backend, self.num_nodes, deterministic, os.environ):
+            for line in env_settings.apply(backend, self.num_nodes, deterministic, os.environ):
                 rank_zero_info(f"npu_sparse sets {line}")
         super().setup_environment()
 
@@ -317,7 +317,7 @@ class NPUSparseStrategy(DDPStrategy):
         self._optimizer_steps += 1
         if self._sync is not None:
             self._sync.settle()
-            if isinstance(self._sync, LocalSteps):
+            if isinstance(self._sync, LocalSGD):
                 self._sync.after_optimizer_step()
             self._log_step(self._sync)
         every = self.options.checksum_every_n_steps
@@ -341,7 +341,7 @@ class NPUSparseStrategy(DDPStrategy):
             logger.log_metrics(numbers, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_train_end(self) -> None:
-        if isinstance(self._sync, LocalSteps):
+        if isinstance(self._sync, LocalSGD):
             self._sync.average()
         super().on_train_end()
 
@@ -350,7 +350,7 @@ class NPUSparseStrategy(DDPStrategy):
     @property
     def ranks_differ(self) -> bool:
         """Whether ranks have parameters and optimizers of their own now."""
-        return isinstance(self._sync, LocalSteps)
+        return isinstance(self._sync, LocalSGD)
 
     def snapshot_state(self) -> dict[str, Any]:
         """What this rank owes, and how many steps it took."""
@@ -374,7 +374,7 @@ class NPUSparseStrategy(DDPStrategy):
     # Checkpoints: every rank's own state lies beside the file
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if isinstance(self._sync, LocalSteps) and not self._is_left_apart:
+        if isinstance(self._sync, LocalSGD) and not self._is_left_apart:
             self._sync.average()  # all ranks come here, and one of them writes
         return super().lightning_module_state_dict()
 

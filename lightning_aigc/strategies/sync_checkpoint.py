@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_aigc.gradient_sync.factory import AnySync
-from lightning_aigc.gradient_sync.plain import LocalSteps
+from lightning_aigc.gradient_sync.plain import LocalSGD
 from lightning_aigc.gradient_sync.sync import GradientSync
 
 
@@ -35,7 +35,7 @@ class SyncCheckpoint:
         """
         written = {"world_size": sync.groups.world_size, "global_step": checkpoint.get("global_step")}
         state = sync.state_dict() | {"global_step": written["global_step"]}
-        if isinstance(sync, LocalSteps):  # the ranks' optimizers step apart, and the checkpoint has one of them
+        if isinstance(sync, LocalSGD):  # the ranks' optimizers step apart, and the checkpoint has one of them
             state["optimizer_states"] = checkpoint.get("optimizer_states")
         for rank in range(sync.groups.world_size):
             self._written[_path(filepath, rank)] = written["global_step"] or 0

@@ -20,8 +20,8 @@ from fakes.given_gradients import MODES, Given, Training, make_gradients, make_r
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncError, SyncOptions, factory
-from lightning_aigc.gradient_sync.checksum import bits_of, check_equal
-from lightning_aigc.gradient_sync.probe import Probe, choose_mode
+from lightning_aigc.gradient_sync.replica_check import bits_of, check_equal
+from lightning_aigc.gradient_sync.autotune import Probe, choose_mode
 
 ROOT = Path(__file__).parents[2]
 SCALED = ("dense", "int3", "sparse", "low_rank", "local")

@@ -148,7 +148,7 @@ class TwoOfFour:
         return total, left
 
 
-class LowRank:
+class PowerSGD:
     """One power iteration for each matrix, from where the last one ended."""
 
     def __init__(self, rank: int = 3) -> None:
@@ -171,7 +171,7 @@ class LowRank:
         return total, left
 
 
-class Integers:
+class Quantized:
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
@@ -180,13 +180,13 @@ class Integers:
 
 
 REFERENCES: dict[str, Callable[[], Any]] = {
-    "int8": lambda: Integers(8),
-    "int4": lambda: Integers(4),
-    "int3": lambda: Integers(3),
+    "int8": lambda: Quantized(8),
+    "int4": lambda: Quantized(4),
+    "int3": lambda: Quantized(3),
     "sparse": lambda: Sparse(None),
     "sparse_int8": lambda: Sparse(8),
     "two_four": TwoOfFour,
-    "low_rank": LowRank,
+    "low_rank": PowerSGD,
 }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fakes.deferred_streams import Device
 from fakes.echoing_groups import EchoingGroup, EchoingGroups
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.runners import Stream
+from lightning_aigc.gradient_sync.executors import StreamExecutor
 from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
 
 SHAPES = {"first": (40, 30), "second": (64, 48), "bias": (40,)}
@@ -44,7 +44,7 @@ def make_sync(
     sync = GradientSync(parameters, SyncOptions(**options), groups, find_unused=find_unused)
     if device is not None:
         sync._on_cpu = False
-        sync._runner = Stream(sync._explain, sync.device, late=sync.options.delay_one_step)
+        sync._runner = StreamExecutor(sync._explain, sync.device, late=sync.options.delay_one_step)
     return sync
 
 

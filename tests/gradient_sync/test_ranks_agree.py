@@ -24,7 +24,7 @@ from fakes.given_gradients import (
     poisoned,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync.groups import Groups
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 
@@ -331,7 +331,7 @@ class Words(torch.nn.Module):
 def sparse_gradients(rank: int) -> str:
     """Under the sync alone: GradientCompressor refuses such a module before."""
     ddp = torch.nn.parallel.DistributedDataParallel(Words())
-    sync = GradientSync(list(ddp.module.named_parameters()), SyncOptions(), Groups(False))
+    sync = GradientSync(list(ddp.module.named_parameters()), SyncOptions(), ProcessGroups(False))
     sync.attach(ddp)
     try:
         ddp(torch.arange(4)).backward()

@@ -1,8 +1,8 @@
-"""Sparse reductions: a few values of each unit travel, the same ones from every rank.
+"""The sparse modes: a few blocks of each unit are sent, the same blocks from every rank.
 
 All ranks must choose alike without asking, so they choose by numbers that all of them have: what was in the last sum,
-and how long a value has waited. Values then add up like any dense vector, and the bytes do not grow with the number of
-ranks. What is not chosen stays owed.
+and how long a block has waited. Values then add up like any dense vector, and the bytes do not grow with the number of
+ranks. What is not chosen stays in the residual.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.block_integers import BlockIntegers
-from lightning_aigc.gradient_sync.layout import ALIGNMENT, Unit, entry_of_each_block
+from lightning_aigc.gradient_sync.collectives import CountedGroup
+from lightning_aigc.gradient_sync.flat_units import ALIGNMENT, FlatUnit, entry_of_each_block
+from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import Reducing, in_bfloat16, in_two_hops
-from lightning_aigc.gradient_sync.traffic import CountedGroup
+from lightning_aigc.host_state import to_cpu
 
 BLOCK = ALIGNMENT
 """Values of a block, whose energy is one number; no block has values of two parameters."""
 FOR_THE_OLDEST = 0.25
-"""Share of a step's blocks that go to those that have waited longest, so that none waits for ever."""
+"""Share of a step's blocks that is chosen by age, so that no block waits for ever."""
 LEAST_SHARE = 0.25
 """A layer sends at least this times its even share, however small its gradients are."""
 
 
-class SharedBlocks:
-    """Blocks of 256 values, by energy and by age; layers share the total by the size of their gradients.
+class BlockSparse:
+    """Sends blocks of 256 values, chosen by energy and by age; layers share the total by the size of their gradients.
 
-    The energies are those of the last step's sum of everything owed: one step old, and free.
+    The energies are those of the last step's sum of gradients and residuals: one step old, and free.
     """
 
     def __init__(
-        self, layers: dict[int, Tensor], density: float, code: BlockIntegers | None, *, adaptive: bool
+        self, layers: dict[int, Tensor], density: float, quantizer: BlockQuantizer | None, *, adaptive: bool
     ) -> None:
         """Args: layers: the layer of each block of each unit, int64 [K], counted through all units."""
-        self._layers, self._density, self._code, self._adaptive = layers, density, code, adaptive
+        self._layers, self._density, self._quantizer, self._adaptive = layers, density, quantizer, adaptive
         self._energy = {index: torch.ones(of.numel(), device=of.device) for index, of in layers.items()}
         self._age = {
             index: torch.zeros(of.numel(), dtype=torch.int32, device=of.device) for index, of in layers.items()
@@ -45,11 +46,11 @@ class SharedBlocks:
         self._next: dict[int, tuple[Tensor, Tensor]] = {}
         self._chosen = self._choose(self._energy)
 
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         chosen_K = self._chosen[unit.index]
         energies = energies_of(e_N)
         values_N = e_N.view(-1, BLOCK)[chosen_K].view(-1)
-        if self._code is None:
+        if self._quantizer is None:
             packed = torch.cat([values_N, energies])
             wire = yield from in_bfloat16(packed, group)
             values_N, energies = packed[: values_N.numel()], wire[values_N.numel() :].float()
@@ -58,7 +59,7 @@ class SharedBlocks:
             energies = energies.bfloat16()
             yield group.all_reduce(energies, "index")
             padded = torch.nn.functional.pad(values_N, (0, -values_N.numel() % (group.size * BLOCK)))
-            total, _ = yield from in_two_hops(padded, self._code, group)
+            total, _ = yield from in_two_hops(padded, self._quantizer, group)
             total, values_N = total[: values_N.numel()], padded[: values_N.numel()]
         e_N.view(-1, BLOCK)[chosen_K] = values_N.view(-1, BLOCK)
         total_N = torch.zeros_like(e_N)
@@ -69,7 +70,7 @@ class SharedBlocks:
         self._next[unit.index] = energies, age
         return total_N, energies.sum() + total.sum()
 
-    def observe(self, unit: Unit, total_N: Tensor) -> None:
+    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
         self._next[unit.index] = energies_of(total_N), torch.zeros_like(self._age[unit.index])
 
     def choose_by(self, energies: dict[int, Tensor]) -> None:
@@ -82,18 +83,18 @@ class SharedBlocks:
         self._next = {}
         self._chosen = self._choose(self._energy)
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         self._next = {}
         self._chosen = self._choose(self._energy)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "energy": {str(index): value.cpu().clone() for index, value in self._energy.items()},
-            "age": {str(index): value.cpu().clone() for index, value in self._age.items()},
+            "energy": to_cpu({str(index): value for index, value in self._energy.items()}, clone=True),
+            "age": to_cpu({str(index): value for index, value in self._age.items()}, clone=True),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the scores of units that are still cut as they were; the others start anew."""
+        """Load the scores of units that are still cut as they were; the others start anew."""
         for index, of in self._layers.items():
             energy, age = state["energy"].get(str(index)), state["age"].get(str(index))
             if energy is not None and energy.numel() == of.numel():
@@ -101,7 +102,7 @@ class SharedBlocks:
         self._chosen = self._choose(self._energy)
 
     def _choose(self, energies: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The blocks of each unit that travel, ascending."""
+        """Return the blocks of each unit that are sent, ascending."""
         if not self._layers:
             return {}
         energy, age, layers = (
@@ -117,10 +118,10 @@ class SharedBlocks:
 
 
 def quotas(energy: Tensor, layers: Tensor, density: float, *, adaptive: bool) -> Tensor:
-    """How many blocks each layer sends, int64 [L]: `density` of all, shared by sqrt(energy * blocks) or evenly.
+    """Return how many blocks each layer sends, int64 [L]: `density` of all, by sqrt(energy * blocks) or evenly.
 
     sqrt(energy * blocks) is a layer's blocks times the root mean square of its gradient. A layer sends at least
-    LEAST_SHARE of its even share, one block at the least, and at most all it has.
+    LEAST_SHARE of its even share and at least one block, and at most all its blocks.
     """
     blocks_L = torch.bincount(layers).cpu().double()
     even_L = density * blocks_L
@@ -131,9 +132,9 @@ def quotas(energy: Tensor, layers: Tensor, density: float, *, adaptive: bool) ->
     weight_L = (energy_L * blocks_L).sqrt()
     least_L, wanted = LEAST_SHARE * even_L, even_L.sum()
     low = high = 0.0
-    if weight_L.any():  # no layer above its least share, and every one at all it has
+    if weight_L.any():  # bracket the factor: all layers at their minimum, all at their maximum
         low, high = float(least_L.min() / weight_L.max()), float(blocks_L.max() / weight_L[weight_L > 0].min())
-    for _ in range(60):  # the factor at which the shares, cut to what a layer may send, add up
+    for _ in range(60):  # bisect for the factor at which the clamped shares add up to the wanted total
         factor = math.sqrt(low * high)
         if (factor * weight_L).maximum(least_L).minimum(blocks_L).sum() < wanted:
             low = factor
@@ -144,7 +145,7 @@ def quotas(energy: Tensor, layers: Tensor, density: float, *, adaptive: bool) ->
 
 
 def rank_within(layers: Tensor, score: Tensor) -> Tensor:
-    """Each block's place among its layer's, 0 for the highest score; ties by position, the same on every rank."""
+    """Return each block's rank in its layer, 0 for the highest score; ties by position, the same on every rank."""
     by_score = torch.sort(score, descending=True, stable=True).indices
     by_layer = torch.sort(layers[by_score], stable=True)
     order = by_score[by_layer.indices]
@@ -156,13 +157,16 @@ def rank_within(layers: Tensor, score: Tensor) -> Tensor:
 
 
 def energies_of(e_N: Tensor) -> Tensor:
-    """The sum of squares of each block, float32."""
+    """Return the sum of squares of each block, float32."""
     norms: Tensor = torch.linalg.vector_norm(e_N.view(-1, BLOCK), dim=1)
     return norms.square_()
 
 
-def layer_of_each_block(units: Sequence[Unit], start: dict[int, int], length: dict[int, int]) -> dict[int, Tensor]:
-    """For each unit the layer of each block from its start on, counted through all units; padding joins the last."""
+def layer_of_each_block(units: Sequence[FlatUnit], start: dict[int, int], length: dict[int, int]) -> dict[int, Tensor]:
+    """Return the layer of each block that this rank compresses, by unit, counted through all units.
+
+    Padding joins the last layer.
+    """
     layers, count = {}, 0
     for unit in units:
         first, stop = start[unit.index] // BLOCK, (start[unit.index] + length[unit.index]) // BLOCK
@@ -170,56 +174,3 @@ def layer_of_each_block(units: Sequence[Unit], start: dict[int, int], length: di
         layers[unit.index] = within + count
         count += int(within.max()) + 1
     return layers
-
-
-class TwoOfFour:
-    """Two of every four neighbours travel, in bfloat16: the one that was largest, and of the others the one that waited
-    longest. What a value was when it last travelled, times the steps since, is the size it is expected to have."""
-
-    def __init__(self, lengths: dict[int, int], device: torch.device) -> None:
-        self._seen = {i: torch.zeros(n // 4, 4, dtype=torch.bfloat16, device=device) for i, n in lengths.items()}
-        self._age = {i: torch.zeros(n // 4, 4, dtype=torch.uint8, device=device) for i, n in lengths.items()}
-        self._next: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
-        seen, age = self._seen[unit.index], self._age[unit.index]
-        largest = (seen.float() * (1 + age.float())).argmax(1, keepdim=True)
-        oldest = age.to(torch.int16).scatter(1, largest, -1).argmax(1, keepdim=True)
-        pattern = torch.cat([largest, oldest], 1)
-        fours = e_N.view(-1, 4)
-        values = fours.gather(1, pattern)
-        values[0, 0] += 0 * fours.sum()  # NaN where a value that stays is not finite: every rank must hear of it
-        wire = yield from in_bfloat16(values, group)
-        fours.scatter_(1, pattern, values)
-        total = wire.float()
-        total_N = torch.zeros_like(e_N)
-        total_N.view(-1, 4).scatter_(1, pattern, total)
-        older = age.clamp_max(254) + 1
-        self._next[unit.index] = (
-            seen.scatter(1, pattern, wire.abs()),
-            older.scatter(1, pattern, torch.zeros_like(pattern, dtype=torch.uint8)),
-        )
-        return total_N, total.sum()
-
-    def observe(self, unit: Unit, total_N: Tensor) -> None:
-        self._next[unit.index] = total_N.view(-1, 4).abs().bfloat16(), torch.zeros_like(self._age[unit.index])
-
-    def commit(self) -> None:
-        for index, (seen, age) in self._next.items():
-            self._seen[index], self._age[index] = seen, age
-        self.forget()
-
-    def forget(self) -> None:
-        self._next = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "seen": {str(i): value.cpu().clone() for i, value in self._seen.items()},
-            "age": {str(i): value.cpu().clone() for i, value in self._age.items()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for i, seen in self._seen.items():
-            saved = state["seen"].get(str(i))
-            if saved is not None and saved.shape == seen.shape:
-                self._seen[i], self._age[i] = saved.to(seen.device), state["age"][str(i)].to(seen.device)

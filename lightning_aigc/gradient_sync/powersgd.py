@@ -1,7 +1,7 @@
-"""PowerSGD: each matrix travels as two thin factors.
+"""Mode low_rank: PowerSGD, which sends each matrix as two thin factors.
 
-torch has one as a DDP hook. It keys what is owed by bucket, so a rebuilt bucket takes another's; one Inf stays in it
-for good; it knows no protected layers; and over Gloo it aborts with two buckets (torch 2.13). None of that is so here.
+torch has PowerSGD as a DDP hook. It keys residuals by bucket, so a rebuilt bucket takes another's; one Inf stays in
+them for good; it knows no protected layers; and over Gloo it aborts with two buckets (torch 2.13). Not so here.
 
 Source: Vogels et al., PowerSGD, arXiv:1905.13727, algorithm 1.
 """
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.layout import Entry, Unit
+from lightning_aigc.gradient_sync.collectives import CountedGroup
+from lightning_aigc.gradient_sync.flat_units import Entry, FlatUnit
 from lightning_aigc.gradient_sync.reductions import Reducing
-from lightning_aigc.gradient_sync.traffic import CountedGroup
+from lightning_aigc.host_state import to_cpu
 
 
-class LowRank:
-    """Gradients of rank `rank`, from one power iteration a step that starts where the last one ended."""
+class PowerSGD:
+    """Approximates gradients at rank `rank`, by one power iteration a step that starts where the last one ended."""
 
-    def __init__(self, units: Sequence[Unit], rank: int, device: torch.device) -> None:
+    def __init__(self, units: Sequence[FlatUnit], rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)  # the same columns on every rank
         self._columns = {
             entry.name: torch.randn(columns, min(rank, rows, columns), generator=generator).to(device)
@@ -32,13 +33,13 @@ class LowRank:
         }
         self._next: dict[str, Tensor] = {}
 
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         matrices = [e_N[entry.start : entry.stop].view(matrix_shape(entry)) for entry in unit.entries]
         left = [matrix @ self._columns[entry.name] for entry, matrix in zip(unit.entries, matrices, strict=True)]
         packed = torch.cat([p.reshape(-1) for p in left])
         yield group.all_reduce(packed)
-        # No rank looks at the numbers: that would make the host wait for them. A basis of what is not finite is an
-        # error on some devices, so it is one of zeros, and the sum is NaN in the end.
+        # The host does not look at the numbers, because it would have to wait for them. Some devices raise an error
+        # for a basis of values that are not finite, so QR is given zeros then, and the sum is made NaN in the end.
         finite = torch.isfinite(packed).all()
         bases = [torch.linalg.qr(p).Q for p in _unpack(torch.where(finite, packed, 0.0), left)]
 
@@ -54,19 +55,19 @@ class LowRank:
             self._next[entry.name] = columns.clone()
         return total_N, packed.sum()
 
-    def observe(self, unit: Unit, total_N: Tensor) -> None:
+    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
         pass
 
     def commit(self) -> None:
-        for name, columns in self._next.items():  # without a gradient they are zeros, and would stay so
+        for name, columns in self._next.items():  # without a gradient they are zeros, and would stay zeros
             self._columns[name] = torch.where(columns.any(), columns, self._columns[name])
-        self.forget()
+        self.rollback()
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         self._next = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"columns": {name: value.cpu().clone() for name, value in self._columns.items()}}
+        return {"columns": to_cpu(self._columns, clone=True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, columns in self._columns.items():
@@ -76,7 +77,7 @@ class LowRank:
 
 
 def matrix_shape(entry: Entry) -> tuple[int, int]:
-    """A weight as a matrix: its first dimension by all others."""
+    """Return a weight's shape as a matrix: its first dimension by all others."""
     return entry.shape[0], entry.shape[1:].numel()
 
 

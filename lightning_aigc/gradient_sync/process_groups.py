@@ -1,4 +1,4 @@
-"""Process groups of our own: all ranks, the ranks of one node, and one rank of each node."""
+"""The process groups of gradient sync: all ranks, the ranks of one node, and one rank of each node."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_aigc.cluster.topology import node_key, nodes_of
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.topology import node_key, nodes_of
-from lightning_aigc.gradient_sync.traffic import CountedGroup, Traffic
+from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic
+from lightning_aigc.gradient_sync.flat_units import FlatUnit
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Groups:
-    """Where gradients travel: `between` alone, or `inside` a node first and `between` nodes then.
+class ProcessGroups:
+    """The groups that gradients are reduced over: `between` alone, or `inside` a node first and `between` nodes then.
 
-    They are apart from the default group, whose collectives (DDP's buffers, Lightning's signals) run at any time.
+    They are separate from the default group, whose collectives (DDP's buffers, Lightning's signals) run at any time.
     """
 
     def __init__(self, hierarchical: bool | Literal["auto"], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -50,8 +51,13 @@ class Groups:
             else CountedGroup(self._new_groups([list(range(self.world_size))]), self.traffic)
         )
 
+    @property
+    def ranks_inside(self) -> int:
+        """Ranks that reduce among themselves first: 1 where nodes do not come first."""
+        return 1 if self.inside is None else self.inside.size
+
     def destroy(self) -> None:
-        """Let go of the groups; the default group stays. A second call does nothing."""
+        """Destroy these groups; the default group stays. A second call does nothing."""
         mine, self._made = self._made, []
         for group in mine:
             with suppress(ValueError):  # whoever destroyed the default group has destroyed them with it
@@ -59,7 +65,7 @@ class Groups:
                     dist.destroy_process_group(group)
 
     def _new_groups(self, groups: list[list[int]]) -> Any:
-        """Every rank takes part in the making of every group; the one it is in."""
+        """Make all of these groups, as every rank must, and return the group that this rank is in."""
         mine = None
         for ranks in groups:
             made = dist.new_group(ranks, timeout=self.timeout)
@@ -67,3 +73,11 @@ class Groups:
                 mine = made
                 self._made.append(made)
         return mine
+
+
+def own_shard(unit: FlatUnit, groups: ProcessGroups) -> tuple[int, int]:
+    """Return where the part of a unit begins that this rank compresses, and its length: all of it in a flat sync."""
+    if groups.inside is None:
+        return 0, unit.numel
+    length = unit.numel // groups.inside.size
+    return groups.inside.rank * length, length

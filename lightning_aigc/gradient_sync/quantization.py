@@ -1,10 +1,10 @@
-"""Blocks of a few-bit integers with one scale each: 3, 4 or 8 bits a value, packed to bytes.
+"""Quantization: blocks of integers of 3, 4 or 8 bits that share a scale, packed to bytes.
 
-A block's entry of largest magnitude becomes the lowest integer exactly, so that no level is spared on its side: with
+A block's entry of largest magnitude becomes the lowest integer exactly, so that no level is unused on its side: with
 h = 2^(bits-1), scale = -extreme / h and the integers run from -h to h - 1. A value that is not finite makes its block's
-scale so, and with it every value that is read back.
+scale not finite, and with it every value that is decoded.
 
-R rows of N values, each packed into B bytes that say all of it: a row is what goes to one rank.
+Dimensions: R rows of N values, each packed into B bytes; a row is what goes to one rank.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TINY = 1e-30
 """A block whose scale is below this is all zeros: its inverse would overflow."""
 
 
-class BlockIntegers:
+class BlockQuantizer:
     """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`.
 
-    An accelerator takes all rows in one go: what counts there is how many kernels are launched, not for how many rows.
+    An accelerator takes all rows at once: what counts there is how many kernels are launched, not for how many rows.
     """
 
     multiple = 256
@@ -42,7 +42,7 @@ class BlockIntegers:
         return length // BLOCK * SCALE_BYTES + length * self.bits // 8
 
     def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
-        """Write values_RN into wire_RB, and leave in values_RN what the wire does not say of them."""
+        """Write values_RN into wire_RB, and leave the quantization error in values_RN."""
         for rows, places in self._chunks(values_RN.shape, values_RN.device):
             chunk = values_RN[rows, places].view(-1, BLOCK)
             highest, lowest = chunk.amax(1, keepdim=True), chunk.amin(1, keepdim=True)
@@ -80,7 +80,7 @@ class BlockIntegers:
                 out.add_(integers.mul_(scale).view(-1, *out.shape).sum(0))
 
     def _chunks(self, shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, slice]]:
-        """What to take at a time: some rows, or a part of one. On an accelerator everything."""
+        """Yield what to take at a time: some rows, or a part of a row; on an accelerator everything."""
         rows, length = shape
         limit = max(1, CPU_CHUNK if device.type == "cpu" else rows * length)
         together = max(1, limit // max(1, length))
@@ -89,14 +89,14 @@ class BlockIntegers:
                 yield slice(row, row + together), slice(start, min(start + limit, length))
 
     def _parts(self, wire_RB: Tensor, places: slice) -> tuple[Tensor, Tensor]:
-        """The scales and the packed integers of these places in each row: a row is all its scales, then the others."""
+        """Return the scales and the packed integers of these places in each row, which has all its scales first."""
         split = wire_RB.shape[1] * SCALE_BYTES * 8 // (SCALE_BYTES * 8 + BLOCK * self.bits)
         scales = wire_RB[:, places.start // BLOCK * SCALE_BYTES : places.stop // BLOCK * SCALE_BYTES]
         codes = wire_RB[:, split + places.start * self.bits // 8 : split + places.stop * self.bits // 8]
         return scales.view(torch.bfloat16), codes
 
     def _pack(self, values_RN: Tensor, codes: Tensor) -> None:
-        """Each plane puts the values of 8 / plane equal stretches side by side into its bytes."""
+        """Write the integers plane by plane; a byte holds a value of each of 8 / plane equal stretches."""
         if self.bits == 8:
             codes.copy_(values_RN)
             return
@@ -117,7 +117,7 @@ class BlockIntegers:
             at, shift = at + size, shift + plane
 
     def _unpack(self, wire_RB: Tensor, places: slice) -> tuple[Tensor, Tensor]:
-        """The integers [blocks, BLOCK] of these places in all rows, row after row, and the scales [blocks, 1]."""
+        """Return the integers [blocks, BLOCK] of these places, row after row, and the scales [blocks, 1]."""
         scales, codes = self._parts(wire_RB, places)
         values_RN = codes if self.bits == 8 else self._unpack_planes(codes, places.stop - places.start)
         integers = values_RN.to(torch.float32).sub_(self.half).view(-1, BLOCK)
@@ -135,7 +135,7 @@ class BlockIntegers:
         return parts[0]
 
     def _shifts_on(self, device: torch.device) -> list[Tensor]:
-        """How far each of a byte's values of each plane lies from its lowest bit."""
+        """Return, for each plane, the shifts to a byte's lowest bit of the values that it holds."""
         if device not in self._shifts:
             self._shifts[device] = [
                 torch.arange(0, 8, plane, dtype=torch.uint8, device=device).view(-1, 1) for plane in PLANES[self.bits]

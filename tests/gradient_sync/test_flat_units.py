@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.layout import ALIGNMENT, entry_of_each_block, make_units
+from lightning_aigc.gradient_sync.flat_units import ALIGNMENT, entry_of_each_block, make_units
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.sparse import LEAST_SHARE, layer_of_each_block, quotas, rank_within
+from lightning_aigc.gradient_sync.block_sparse import LEAST_SHARE, layer_of_each_block, quotas, rank_within
 
 
 def named(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:
@@ -30,7 +30,7 @@ NET = named(
 
 def test_small_protected_and_compressed_parameters_travel_apart_in_reversed_order() -> None:
     units = make_units(NET, SyncOptions())
-    names = {(unit.whole, unit.protected): [entry.name for entry in unit.entries] for unit in units}
+    names = {(unit.uncompressed, unit.protected): [entry.name for entry in unit.entries] for unit in units}
     assert names == {
         (True, False): ["out.small", "conv_in.bias"],
         (False, False): ["out.weight", "conv_in.weight"],
@@ -42,7 +42,7 @@ def test_small_protected_and_compressed_parameters_travel_apart_in_reversed_orde
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_compressed_parameters_are_aligned_and_their_units_divide_among_ranks(ranks: int) -> None:
     for unit in make_units(NET, SyncOptions(bucket_mb=0.004), ranks):
-        if unit.whole:
+        if unit.uncompressed:
             continue
         assert unit.numel % (ALIGNMENT * ranks) == 0
         ends = [0]
@@ -54,7 +54,7 @@ def test_compressed_parameters_are_aligned_and_their_units_divide_among_ranks(ra
 
 @pytest.mark.parametrize(("ranks_inside", "lengths"), [(1, [1055, 1640]), (2, [1056, 1640]), (3, [1056, 1641])])
 def test_what_is_sent_whole_is_padded_to_divide_inside_a_node_alone(ranks_inside: int, lengths: list[int]) -> None:
-    units = [unit for unit in make_units(NET, SyncOptions(), 4 * ranks_inside, ranks_inside) if unit.whole]
+    units = [unit for unit in make_units(NET, SyncOptions(), 4 * ranks_inside, ranks_inside) if unit.uncompressed]
     assert [unit.numel for unit in units] == lengths  # 31 * 33 + 32, and 40 * 40 + 40
     assert [entry.start for unit in units for entry in unit.entries] == [0, 1023, 0, 40]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_aigc.gradient_sync import block_integers
-from lightning_aigc.gradient_sync.block_integers import BLOCK, CPU_CHUNK, TINY, BlockIntegers
+from lightning_aigc.gradient_sync.quantization import BLOCK, CPU_CHUNK, TINY, BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import in_two_hops
 
 BITS = (8, 4, 3)
@@ -20,7 +20,7 @@ LENGTHS = (256, 512, 256 * 7, CPU_CHUNK, CPU_CHUNK + 256, 2 * CPU_CHUNK + 768)
 
 def round_trip(bits: int, values_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What is read back, what is left, and the check; into memory that held NaN and ones."""
-    code = BlockIntegers(bits)
+    code = BlockQuantizer(bits)
     left_N, out_N = values_N.clone(), torch.full_like(values_N, torch.nan)
     wire_1B = torch.full((1, code.wire_bytes(len(values_N))), 255, dtype=torch.uint8)
     code.encode_(left_N.view(1, -1), wire_1B)
@@ -107,7 +107,7 @@ def rows_of(shape: tuple[int, int]) -> Tensor:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_row_is_packed_as_if_it_were_alone(rows: str, bits: int) -> None:
-    code, values_RN = BlockIntegers(bits), rows_of(ROWS[rows])
+    code, values_RN = BlockQuantizer(bits), rows_of(ROWS[rows])
     left_RN, out_RN = values_RN.clone(), torch.full_like(values_RN, torch.nan)
     wire_RB = torch.full((len(values_RN), code.wire_bytes(values_RN.shape[1])), 255, dtype=torch.uint8)
     code.encode_(left_RN, wire_RB)
@@ -121,7 +121,7 @@ def test_a_row_is_packed_as_if_it_were_alone(rows: str, bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_all_rows_are_added_to_what_is_there(rows: str, bits: int) -> None:
-    code, values_RN = BlockIntegers(bits), rows_of(ROWS[rows])
+    code, values_RN = BlockQuantizer(bits), rows_of(ROWS[rows])
     start_N, out_RN = torch.linspace(1, 2, values_RN.shape[1]), torch.empty_like(values_RN)
     wire_RB = torch.empty(len(values_RN), code.wire_bytes(values_RN.shape[1]), dtype=torch.uint8)
     code.encode_(values_RN, wire_RB)
@@ -154,7 +154,7 @@ class Silent:
 
 
 def launches_in_two_hops(bits: int, ranks: int) -> int:
-    code = BlockIntegers(bits)
+    code = BlockQuantizer(bits)
     with Counted() as counted:
         for _ in in_two_hops(torch.ones(ranks * 512), code, Silent(ranks, 2)):  # type: ignore[arg-type]
             pass
@@ -170,7 +170,7 @@ def test_an_accelerator_launches_as_many_kernels_on_any_number_of_ranks(
 
 
 def test_a_cpu_takes_small_rows_together_and_large_ones_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = BlockIntegers(8)
+    code = BlockQuantizer(8)
 
     def chunks(rows: int, length: int) -> list[tuple[slice, slice]]:
         return list(code._chunks((rows, length), torch.device("cpu")))
@@ -183,4 +183,4 @@ def test_a_cpu_takes_small_rows_together_and_large_ones_in_parts(monkeypatch: py
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("length", [256, 2560])
 def test_the_wire_has_bits_a_value_and_two_bytes_a_block(bits: int, length: int) -> None:
-    assert BlockIntegers(bits).wire_bytes(length) == length * bits // 8 + length // 32 * 2
+    assert BlockQuantizer(bits).wire_bytes(length) == length * bits // 8 + length // 32 * 2

@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same parameters, bit for bit."""
+"""Check that all ranks hold the same parameters, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 PRIME = 2**31 - 1
-"""Sums are kept modulo this: no power of two divides by it, so that no single bit drops out."""
+"""Sums are taken modulo this prime: no power of two divides by it, so that no single bit drops out."""
 
 
 class RanksDivergedError(RuntimeError):
@@ -37,7 +37,7 @@ def check_equal(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def first_difference(sums_N: Tensor) -> tuple[int, list[int]] | None:
-    """The first of these `bits_of` that is not the same on all ranks, and the ranks where it is another than on most.
+    """Return the place of the first of these `bits_of` that differs between ranks, and the ranks in the minority.
 
     Collective: one number travels, and all of them only after a difference.
     """
@@ -57,7 +57,7 @@ def first_difference(sums_N: Tensor) -> tuple[int, list[int]] | None:
 
 
 def bits_of(tensor: Tensor, *, by_row: bool = False) -> Tensor:
-    """A number below 2^31 that any one changed bit of this tensor, or of each row, changes: the sum of its words."""
+    """Return the sum of the tensor's words, or of each row's: a number below 2^31 that any changed bit changes."""
     flat = tensor.detach().contiguous()
     flat = flat.flatten(1) if by_row else flat.view(-1)
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -1,12 +1,11 @@
-"""Which cards sit close together: topology tables, ranktables, and the order of ranks that follows. Needs no torch.
+"""Which cards sit close together: topology tables, nodes, and the order of ranks that follows. Needs no torch.
 
-Sources: `npu-smi info -t topo` as ms-swift's NPU guide prints it, `nvidia-smi topo -m` as its own Legend explains it,
-and HCCL's guide on ranktables (docs/en/user_guide/cluster_info_config of hicann/hccl).
+Sources: `npu-smi info -t topo` as ms-swift's NPU guide prints it, and `nvidia-smi topo -m` as its own Legend explains
+it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import subprocess
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_aigc.errors import UserError
 
@@ -50,9 +49,9 @@ class Topology:
     numa: tuple[int | None, ...]
     """NUMA node of each card; None where the tool does not say."""
 
-    def link(self, one: str, other: str) -> str:
+    def link(self, first: str, second: str) -> str:
         """How two cards reach each other. Raises: ValueError for a name that is not in `devices`."""
-        return self.links[self.devices.index(one)][self.devices.index(other)]
+        return self.links[self.devices.index(first)][self.devices.index(second)]
 
     def part(self, places: Sequence[int]) -> Topology:
         """The cards at these places alone, in this order. Raises: IndexError for a place that is not there."""
@@ -62,17 +61,6 @@ class Topology:
             tuple(self.cpus[i] for i in places),
             tuple(self.numa[i] for i in places),
         )
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Where a ranktable puts one rank."""
-
-    rank: int
-    server: str
-    device: int
-    device_ip: str | None
-    super_pod: str | None
 
 
 class Reading(NamedTuple):
@@ -108,7 +96,7 @@ def parse_topology(text: str) -> Topology:
         raise TopologyError(f"the header names {', '.join(missing)}, and no row begins so; pass the whole table")
     return Topology(
         devices,
-        tuple(tuple(rows[one][other] for other in devices) for one in devices),
+        tuple(tuple(rows[source][target] for target in devices) for source in devices),
         tuple(_core_list(rows[device].get("CPU Affinity", "N/A")) for device in devices),
         tuple(_whole_number(rows[device].get("NUMA Affinity", "N/A")) for device in devices),
     )
@@ -145,43 +133,6 @@ def visible_part(topology: Topology, variable: str, environ: Mapping[str, str]) 
             f"{variable}={given} does not name cards by numbers below {len(topology.devices)}, so theirs are unknown"
         )
     return topology.part([int(place) for place in places])
-
-
-def read_ranktable(path: str | Path) -> list[RankPlace]:
-    """Read a ranktable of version 1.0 or 1.2, ordered by rank. All its values are strings.
-
-    Raises: TopologyError for a file that is not finished, not complete or not JSON.
-    """
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TopologyError(f"the ranktable {path} cannot be read: {error}") from error
-    status = table.get("status") if isinstance(table, dict) else None
-    if status != "completed":
-        raise TopologyError(
-            f"the ranktable {path} has status {status!r}, wanted 'completed': the cluster is still writing it; wait"
-        )
-    if table.get("version") not in ("1.0", "1.2"):
-        raise TopologyError(f"the ranktable {path} has version {table.get('version')!r}; 1.0 and 1.2 can be read")
-    try:
-        places = _places(table)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TopologyError(f"the ranktable {path} lacks or misspells {error}") from error
-    if [place.rank for place in places] != list(range(len(places))) or not places:
-        raise TopologyError(
-            f"the ranktable {path} has the rank_ids {[place.rank for place in places]}; wanted each of 0 to N-1 once"
-        )
-    return places
-
-
-def misplaced(places: Sequence[RankPlace]) -> RankPlace | None:
-    """The first rank of a ranktable that a launcher would put on another card: it counts node by node, cards ascending.
-
-    HCCL gives each rank the card that its ranktable says, so nothing can be reordered where there is one.
-    """
-    servers = {place.server: i for i, place in reversed(list(enumerate(places)))}
-    launched = sorted(places, key=lambda place: (servers[place.server], place.device))
-    return next((place for place, other in zip(places, launched, strict=True) if place != other), None)
 
 
 def node_key() -> str:
@@ -263,26 +214,6 @@ def _core_list(text: str) -> tuple[int, ...]:
 
 def _whole_number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
-
-
-def _places(table: Mapping[str, Any]) -> list[RankPlace]:
-    pods = {
-        server["server_id"]: pod["super_pod_id"]
-        for pod in table.get("super_pod_list", ())
-        for server in pod["server_list"]
-    }
-    places = [
-        RankPlace(
-            int(device["rank_id"]),
-            server["server_id"],
-            int(device["device_id"]),
-            device.get("device_ip"),
-            pods.get(server["server_id"]),
-        )
-        for server in table["server_list"]
-        for device in server["device"]
-    ]
-    return sorted(places, key=lambda place: place.rank)
 
 
 def _text_of(path: str) -> str:

@@ -1,24 +1,23 @@
-"""Which gradients travel together: units of parameters, fixed by name.
+"""Flat units: groups of parameters whose gradients are reduced together, fixed by name.
 
-A unit is one flat float32 vector. Units follow the parameters' reversed order, in which their gradients roughly arrive,
-and never DDP's buckets: those change after the first step, and a residual must stay where it is. Protected and small
-parameters have units of their own, sent whole.
+A unit is one flat float32 vector. Units follow the parameters' reversed order, in which backward roughly computes their
+gradients, and never DDP's buckets: those change after the first step, and a residual must stay where it is. Protected
+and small parameters have separate units, sent uncompressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 
 ALIGNMENT = 256
 """A compressed parameter starts at a multiple of this, so that no block has values of two parameters."""
 SMALL = 1024
-"""A parameter with fewer values, or with one dimension, is sent whole: it costs nothing and often matters most."""
+"""A parameter with fewer values, or with one dimension, is sent uncompressed: it costs nothing and often matters most."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters whose gradients travel together."""
+class FlatUnit:
+    """Parameters whose gradients are reduced as one flat vector."""
 
     index: int
-    whole: bool
+    uncompressed: bool
     """Sent dense and in float32, whatever the mode."""
     protected: bool
-    """Whole because a pattern says so."""
+    """Uncompressed because a pattern says so."""
     entries: tuple[Entry, ...]
     numel: int
     """Length of the flat vector, its padding included."""
@@ -50,28 +49,29 @@ class Unit:
 
 def make_units(
     parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, ranks: int = 1, ranks_inside: int = 1
-) -> list[Unit]:
-    """The units of these parameters, for so many ranks, of which `ranks_inside` add up among themselves first.
+) -> list[FlatUnit]:
+    """Cut these parameters into units, for `ranks` ranks of which `ranks_inside` reduce among themselves first.
 
-    A compressed unit's length divides by ALIGNMENT * ranks, a whole one's by `ranks_inside`: padding travels too.
+    A compressed unit's length divides by ALIGNMENT * ranks, an uncompressed unit's by `ranks_inside`: padding is sent
+    too.
     Raises: ConfigError for a pattern in `protect` that the user gave and that covers none of them.
     """
     named = list(parameters)
     protection = options.protection()
     check_protect(options, [name for name, _ in named])
     limit = options.bucket_mb * 1e6 / 4
-    units: list[Unit] = []
+    units: list[FlatUnit] = []
     open_units: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
 
     def close(kind: tuple[bool, bool, torch.dtype]) -> None:
         members = open_units.pop(kind)
-        whole, protected, _ = kind
-        alignment, divisor = (1, ranks_inside) if whole else (ALIGNMENT, ALIGNMENT * ranks)
+        uncompressed, protected, _ = kind
+        alignment, divisor = (1, ranks_inside) if uncompressed else (ALIGNMENT, ALIGNMENT * ranks)
         entries, start = [], 0
         for name, parameter in members:
             entries.append(Entry(name, parameter.shape, start))
             start += _padded(parameter.numel(), alignment)
-        units.append(Unit(len(units), whole, protected, tuple(entries), _padded(max(start, 1), divisor)))
+        units.append(FlatUnit(len(units), uncompressed, protected, tuple(entries), _padded(max(start, 1), divisor)))
 
     for name, parameter in reversed(named):
         protected = protection.covers(name)
@@ -85,24 +85,19 @@ def make_units(
     return units
 
 
-def entry_of_each_block(unit: Unit) -> torch.Tensor:
-    """The place in `entries` of each block of ALIGNMENT values of a compressed unit; padding joins the last."""
+def entry_of_each_block(unit: FlatUnit) -> torch.Tensor:
+    """Return the place in `entries` of each block of ALIGNMENT values of a compressed unit; padding joins the last."""
     starts = torch.tensor([entry.start // ALIGNMENT for entry in unit.entries[1:]], dtype=torch.int64)
     return torch.bucketize(torch.arange(unit.numel // ALIGNMENT), starts, right=True)
 
 
+def view_of(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """Return a parameter's part of its unit's flat vector, in the parameter's shape."""
+    return flat[entry.start : entry.stop].view(entry.shape)
+
+
 def is_small(parameter: torch.Tensor) -> bool:
     return parameter.dim() < 2 or parameter.numel() < SMALL
-
-
-def check_protect(options: SyncOptions, names: Sequence[str]) -> None:
-    """Raises: ConfigError for a pattern that the user gave and that covers none of these parameters."""
-    if options.protect is None:
-        return
-    try:
-        options.protection().check(names)
-    except ValueError as error:
-        raise ConfigError(f"{error}; leave protect out for the default, or give [] to protect nothing") from None
 
 
 def _padded(length: int, divisor: int) -> int:

@@ -1,4 +1,4 @@
-"""Pick a mode by trying each for a moment on this link: what `mode="auto"` does."""
+"""`mode="auto"`: try each mode for a moment on this link, and choose."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_aigc.gradient_sync.groups import Groups
-from lightning_aigc.gradient_sync.layout import Unit
-from lightning_aigc.gradient_sync.options import Mode
-from lightning_aigc.gradient_sync.reductions import BFloat16, Integers, Reduction
-from lightning_aigc.gradient_sync.traffic import CountedGroup, Traffic, dense_ring_bytes, synchronize
+from lightning_aigc.cluster.modes import Mode
+from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
+from lightning_aigc.gradient_sync.flat_units import FlatUnit
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction
 
-PROBE_VALUES = 1 << 20
-"""Values of the vector that is added up, about: 4 MB, enough for a link's bandwidth to show."""
+TRIAL_VALUES = 1 << 20
+"""About how many values the vector has: 4 MB, enough for a link's bandwidth to show."""
 REPEATS = 8
 WORTHWHILE = 0.7
-"""A less exact mode must bring gradient sync below this share of the time before it is picked."""
+"""A less exact mode must bring gradient sync below this share of the time to be chosen."""
 NOT_WORTH_MS = 2.0
 """Below this a dense sync stays as it is."""
 
 
 @dataclass(frozen=True)
-class Probe:
-    """What adding up one vector took."""
+class ModeTimings:
+    """How long it took to reduce one vector."""
 
     values: int
     seconds: dict[Mode, float]
     """By mode, from exact to coarse; copies to and from the vector included, as in a real step."""
 
 
-def probe(groups: Groups, device: torch.device) -> Probe:
-    """Measure; collective, and the same numbers on every rank: the means of each rank's best."""
-    group = CountedGroup(groups.everyone.group, Traffic())  # its bytes are not the gradients'
-    values = -(-PROBE_VALUES // (256 * group.size)) * 256 * group.size
+def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
+    """Time the modes. Collective; every rank gets the same numbers, the means of each rank's best."""
+    group = CountedGroup(groups.everyone.group, Traffic())  # bytes that are no gradients' do not count
+    values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
     gradients = torch.randn(values, device=device)
-    unit = Unit(0, whole=False, protected=False, entries=(), numel=values)
+    unit = FlatUnit(0, uncompressed=False, protected=False, entries=(), numel=values)
 
     def add_up(reduction: Reduction) -> None:
         flat = gradients / group.size
@@ -50,21 +50,26 @@ def probe(groups: Groups, device: torch.device) -> Probe:
                 return
 
     zeros = torch.zeros_like(gradients)
-    tried: dict[Mode, Reduction] = {"bf16": BFloat16(), "int8": Integers(8), "int4": Integers(4), "int3": Integers(3)}
+    tried: dict[Mode, Reduction] = {
+        "bf16": BFloat16(),
+        "int8": Quantized(8),
+        "int4": Quantized(4),
+        "int3": Quantized(3),
+    }
     runs: dict[Mode, Callable[[], object]] = {"dense": lambda: group.all_reduce(zeros).wait()}
     for mode, reduction in tried.items():
         runs[mode] = lambda r=reduction: add_up(r)  # type: ignore[misc]
     seconds = dict.fromkeys(runs, float("inf"))
-    for _ in range(REPEATS):  # in turns: a moment that the machine is busy elsewhere meets them all
+    for _ in range(REPEATS):  # in turns, so that a moment of other load hits all modes
         for mode, run in runs.items():
             seconds[mode] = min(seconds[mode], _timed(run, device))
     means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
     group.all_reduce(means).wait()
-    return Probe(values, dict(zip(seconds, (means / group.size).cpu().tolist(), strict=True)))
+    return ModeTimings(values, dict(zip(seconds, (means / group.size).cpu().tolist(), strict=True)))
 
 
-def choose_mode(measured: Probe, numel: int, ranks: int) -> tuple[Mode, str]:
-    """The mode with the least to wait for, the more exact one when in doubt, and the sentence that says why."""
+def choose_mode(measured: ModeTimings, numel: int, ranks: int) -> tuple[Mode, str]:
+    """Return the mode with the least to wait for, the more exact when in doubt, and a sentence that says why."""
     scale = numel / measured.values
     dense = measured.seconds["dense"]
     chosen: Mode = "dense"

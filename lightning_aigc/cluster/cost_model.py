@@ -14,34 +14,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from lightning_aigc.cluster.modes import EXACT_MODES, FLAT_MODES, MODES
+from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, FP32_BYTES, Job, Links, Shape
 from lightning_aigc.errors import ConfigError
 
-FP32_BYTES, BF16_BYTES = 4, 2
-VALUE_BITS = {"int8": 8, "int4": 4, "int3": 3}
-"""Bits of a value in the modes of few-bit integers."""
-INTEGER_BLOCK, SCALE_BITS = 32, 16
+QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
 """Values that share a scale, and the scale's bits: a bfloat16."""
 ENERGY_BLOCK, ENERGY_BYTES = 256, 2
 """Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
 TWO_FOUR_DENSITY = 2 / 4
 
-MODES = (
-    "dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local"
-)  # fmt: skip
-EXACT_MODES = ("dense", "local")
-"""Modes that lose nothing on the way, and so owe nothing: they keep no residual and compress nothing."""
-INTEGER_MODES = ("int8", "int4", "int3")
-FLAT_MODES = ("low_rank", "local", "dense")
-"""Modes that add up over all ranks at once, also where nodes are many."""
-
 BACKWARD_SHARE = 2 / 3
 """Share of a step's arithmetic that is backward; more with gradient checkpointing."""
-OVERLAP_SHARE = 0.9
-"""Share of backward in which a bucket can travel; the first bucket has to be full before."""
-COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
-"""Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one measured thread; the
-cards' is derived: ten passes at 1.6 TB/s."""
-
 LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
 """Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
 LAUNCHES = {
@@ -50,104 +34,6 @@ LAUNCHES = {
 }  # fmt: skip
 """Kernels that a bucket takes on any number of ranks, counted as torch's operators; low_rank's for four matrices, and
 their QR is in truth many more."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One card's part of a training step. Raises: ConfigError for a value outside what its field says."""
-
-    trainable: float
-    """Parameters that are trained."""
-    forward_s: float
-    backward_s: float
-    protected: float = 0
-    """Of them: parameters that are always sent whole, in float32."""
-    small: float = 0
-    """Of them: biases, norms and tensors too small to compress, sent like protected ones."""
-    frozen: float = 0
-    """Parameters that are not trained; they cost memory alone."""
-    frozen_bytes: float = BF16_BYTES
-    sparsity: float = 0.75
-    low_rank_elements: float | None = None
-    """Sum of rank x (rows + columns) over the compressed matrices; without it low_rank is not modelled."""
-    local_steps: int = 8
-    bucket_bytes: float = 25 * 2**20
-    overlap_share: float = OVERLAP_SHARE
-    """0 where whatever moves the bytes takes its time from backward, as gloo does on cores that are all busy."""
-    device: str = "npu"
-    """What compresses: npu, cuda or cpu."""
-
-    def __post_init__(self) -> None:
-        if self.trainable <= 0 or self.protected < 0 or self.small < 0:
-            raise ConfigError(f"trainable must be above 0, protected and small at least 0; got {self}")
-        if self.protected + self.small > self.trainable:
-            raise ConfigError(
-                f"protected ({self.protected:,.0f}) and small ({self.small:,.0f}) parameters are part of the trainable"
-                f" ones, got only {self.trainable:,.0f} of those"
-            )
-        if self.forward_s < 0 or self.backward_s < 0 or self.compute_s <= 0:
-            raise ConfigError(f"a step must take time, got forward {self.forward_s} s and backward {self.backward_s} s")
-        if not 0 <= self.sparsity < 1:
-            raise ConfigError(f"sparsity must be in [0, 1), got {self.sparsity}")
-        if not 0 <= self.overlap_share <= 1:
-            raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
-        if self.local_steps < 1 or self.bucket_bytes <= 0:
-            raise ConfigError(f"local_steps must be at least 1 and buckets hold something; got {self}")
-        if self.device not in COMPRESSION_BPS:
-            raise ConfigError(f"device must be one of {', '.join(COMPRESSION_BPS)}; got {self.device!r}")
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of a step without communication."""
-        return self.forward_s + self.backward_s
-
-    @property
-    def whole(self) -> float:
-        """Parameters that travel in float32 whatever the mode."""
-        return self.protected + self.small
-
-    @property
-    def compressible(self) -> float:
-        return self.trainable - self.whole
-
-
-@dataclass(frozen=True)
-class Links:
-    """What one card has inside its node and what one node has between nodes.
-
-    Raises: ConfigError for a bandwidth of nothing or a negative latency.
-    """
-
-    local_Bps: float  # noqa: N815  bytes a second, as the unit is written
-    between_Bps: float  # noqa: N815
-    """Of the whole node: its cards share it."""
-    latency_local_s: float = 5e-6
-    latency_between_s: float = 30e-6
-
-    def __post_init__(self) -> None:
-        if min(self.local_Bps, self.between_Bps) <= 0 or min(self.latency_local_s, self.latency_between_s) < 0:
-            raise ConfigError(f"bandwidths must be above 0 and latencies at least 0, got {self}")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How many nodes, and cards in each. Raises: ConfigError below 1."""
-
-    nodes: int
-    devices: int
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.devices < 1:
-            raise ConfigError(f"nodes and devices must be at least 1, got {self.nodes} and {self.devices}")
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.devices
-
-    @property
-    def hierarchical(self) -> bool:
-        """Whether ranks first add up inside their node: only where there is an inside and an outside."""
-        return self.nodes > 1 and self.devices > 1
 
 
 @dataclass(frozen=True)
@@ -174,32 +60,31 @@ def bytes_per_element(mode: str, job: Job) -> float:
 
     Raises: ConfigError for an unknown mode, or low_rank without `low_rank_elements`.
     """
-    scale = SCALE_BITS / INTEGER_BLOCK
+    scale = SCALE_BITS / QUANTIZATION_BLOCK
     density, energy = 1 - job.sparsity, ENERGY_BYTES / ENERGY_BLOCK
-    if mode in INTEGER_MODES:
-        return (VALUE_BITS[mode] + scale) / 8
-    if mode in ("sparse_int8", "sparse_int4"):
-        return density * (VALUE_BITS[mode.removeprefix("sparse_")] + scale) / 8 + energy
+    traits = MODES.get(mode)
+    if traits is None:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    if traits.value_bits is not None:
+        quantized = (traits.value_bits + scale) / 8
+        return density * quantized + energy if traits.is_block_sparse else quantized
     if mode == "low_rank":
         if job.low_rank_elements is None:
             raise ConfigError("low_rank depends on the matrices' shapes; give low_rank_elements, or a config to count")
         return FP32_BYTES * job.low_rank_elements / max(job.compressible, 1)
-    simple = {
+    return {
         "dense": FP32_BYTES,
         "bf16": BF16_BYTES,
         "sparse": density * BF16_BYTES + energy,
         "two_four": TWO_FOUR_DENSITY * BF16_BYTES,
         "local": FP32_BYTES / job.local_steps,
-    }
-    if mode not in simple:
-        raise ConfigError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
-    return simple[mode]
+    }[mode]
 
 
 def payload_bytes(mode: str, job: Job) -> float:
     """Bytes of one step's gradient as it travels, before the collective's own factor."""
-    whole = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
-    return whole * job.whole + bytes_per_element(mode, job) * job.compressible
+    uncompressed = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
+    return uncompressed * job.uncompressed + bytes_per_element(mode, job) * job.compressible
 
 
 def ring_factor(ranks: int) -> float:
@@ -254,12 +139,12 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
     """Bytes on one card by kind; AdamW in float32, activations come on top."""
-    owed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(mode, job, shape)
+    compressed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(mode, job, shape)
     return {
         "weights": FP32_BYTES * job.trainable + job.frozen_bytes * job.frozen,
         "gradients": FP32_BYTES * job.trainable,
         "optimizer": 2 * FP32_BYTES * job.trainable,
-        "residuals": 2 * FP32_BYTES * owed,  # what is owed, and what will be if the step turns out finite
+        "residuals": 2 * FP32_BYTES * compressed,  # the current one, and the next if the step turns out finite
     }
 
 

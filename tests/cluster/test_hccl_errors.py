@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_aigc.gradient_sync.hccl_errors import CODES, explain
+from lightning_aigc.cluster.hccl_errors import CODES, explain
 
 REAL = """\
 [rank1]: RuntimeError: InnerRunOpApi:torch_npu/csrc/framework/OpParamMaker.cpp:281 OPS function error: HcclAllreduce

@@ -1,6 +1,6 @@
-"""Collectives that count what they send.
+"""Collectives that count the bytes they send.
 
-Only what HCCL, NCCL and Gloo all have: all_reduce, reduce_scatter_tensor, all_gather_into_tensor and all_to_all_single
+Only what HCCL, NCCL and Gloo all offer: all_reduce, reduce_scatter_tensor, all_gather_into_tensor and all_to_all_single
 with even parts, sums alone. Bytes are those that one rank sends by the bandwidth-optimal algorithm: 2 (N-1)/N of the
 payload for an all_reduce, (N-1)/N for the others.
 """
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 KINDS = ("values", "index", "protected", "small", "intra_node")
-"""What bytes are counted as: compressed values, what the choice of indices needs, the parameters that are sent whole,
-by pattern and by size, and what stays inside a node."""
+"""What bytes are counted as: compressed values, what the choice of indices needs, the parameters that are sent
+uncompressed, by pattern and by size, and what stays inside a node."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class CountedGroup:
-    """One process group, its collectives started without waiting."""
+    """A process group that starts collectives without waiting, and counts their bytes."""
 
     def __init__(self, group: Any, traffic: Traffic, *, inside_node: bool = False) -> None:
         self.group, self.traffic, self.inside_node = group, traffic, inside_node
@@ -59,7 +59,7 @@ class CountedGroup:
         return dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
 
     def shard(self, tensor: Tensor, rank: int | None = None) -> Tensor:
-        """The part of a flat tensor that belongs to a rank of this group, this one's by default."""
+        """Return the part of a flat tensor that belongs to a rank of this group, this rank's by default."""
         length = tensor.numel() // self.size
         at = self.rank if rank is None else rank
         return tensor[at * length : (at + 1) * length]
@@ -69,7 +69,7 @@ class CountedGroup:
 
 
 def dense_ring_bytes(numel: int, ranks: int) -> float:
-    """What one rank sends when `ranks` add up float32 gradients in a ring: the yardstick of every ratio."""
+    """Return what one rank sends when `ranks` add up float32 gradients in a ring: the yardstick of every ratio."""
     return 2 * (ranks - 1) / ranks * 4 * numel
 
 

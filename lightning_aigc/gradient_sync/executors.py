@@ -1,4 +1,4 @@
-"""Who drives the reductions: a thread beside backward where collectives block, a side stream on accelerators."""
+"""Executors of reductions: a thread beside backward where collectives block, a side stream on accelerators."""
 
 from __future__ import annotations
 
@@ -9,50 +9,15 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_aigc.gradient_sync.groups import Groups
+from lightning_aigc.gradient_sync.sync_error import SyncError
 
 Work = Generator[Any, None, None]
+"""Yields the collectives it has started, and goes on when the last of them is done."""
 
 
-class SyncError(RuntimeError):
-    """Gradients could not be added up: a rank is gone, stuck, or does something else."""
-
-
-def explain(error: BaseException, groups: Groups, step: int) -> SyncError:
-    """The error of a collective in words that say where to look."""
-    said = str(error).strip().splitlines() or ["no message"]
-    return SyncError(
-        f"rank {groups.rank} of {groups.world_size} could not add up gradients in step {step}: "
-        f"{type(error).__name__}: {said[0]}. Most often another rank has stopped or hangs: look at its log first; a "
-        f"rank that is only slow needs a longer timeout than {groups.timeout}"
-    )
-
-
-def attach_hook(ddp: DistributedDataParallel, on_bucket: Callable[[GradBucket], torch.futures.Future[Tensor]]) -> None:
-    """Let DDP call `on_bucket` for each of its buckets."""
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, which here are strings
-        return on_bucket(bucket)
-
-    ddp.register_comm_hook(None, hook)
-
-
-def at_the_end_of_backward(check: Callable[[], None]) -> None:
-    """Call `check` when the backward pass at hand is over, for it to raise what went wrong.
-
-    An error that a DDP hook's future carries comes out as a RuntimeError about a cast; what the engine's own callback
-    raises comes out as it is.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(check)
-
-
-class Inline:
-    """Runs each unit to its end on the spot; what `overlap=False` means."""
+class InlineExecutor:
+    """Runs each work to its end at once, as `overlap=False` wants it."""
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
         self._explain = explain
@@ -72,24 +37,24 @@ class Inline:
         self._busy_before_s = self._busy_s
 
     def wanted(self) -> None:
-        """From here on the step waits for its sums."""
+        """Note that from here on the step waits for its sums."""
         self._wanted_at = time.perf_counter()
 
     def times_ms(self) -> tuple[float, float]:
-        """Of a step that is finished: milliseconds that its sums took, and those that the step waited for them."""
+        """Return, for a finished step, the milliseconds that its sums took and those that the step waited for them."""
         return 1e3 * (self._busy_s - self._busy_before_s), 1e3 * max(0.0, self._done_at - self._wanted_at)
 
     def close(self) -> bool:
-        """Take no more; whether everything has ended. A second call does nothing."""
+        """Take no more work; returns whether all of it has ended. A second call does nothing."""
         return True
 
 
-class Thread(Inline):
-    """Drives the units from one thread, so that one is packed while another travels.
+class ThreadExecutor(InlineExecutor):
+    """Runs all works in one thread, so that a unit is packed while the collectives of others run.
 
-    Which collective follows which depends on the order of the units alone, never on what finished first: with each new
-    unit every one goes on to its next collective, the new one first, and the last unit drives all to their end. So a
-    unit is packed while those before it travel, and each collective has had that time when it is waited for.
+    The order of collectives depends on the order of the works alone, never on what finished first, so it is the same on
+    every rank. With each new work all of them advance to their next collective, the new one first, and the last work
+    runs all to their end. So each collective has had the time of packing a unit when the thread waits for it.
     """
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
@@ -124,16 +89,16 @@ class Thread(Inline):
             running.append(_Running(work, done))
             while failed is None and running:
                 try:
-                    for unit in reversed(list(running)):
-                        if unit.advance():
-                            running.remove(unit)
+                    for begun in reversed(list(running)):
+                        if begun.advance():
+                            running.remove(begun)
                 except Exception as error:
                     failed = self._explain(error)
                 if not last:
                     break
-            if failed is not None:  # the groups are out of step for good: everything from here on fails alike
-                for unit in running:
-                    unit.done(failed)
+            if failed is not None:  # the groups stay out of step: every later work fails with the same error
+                for begun in running:
+                    begun.done(failed)
                 running.clear()
             if not running:
                 self._done_at = time.perf_counter()
@@ -142,14 +107,14 @@ class Thread(Inline):
 
 
 class _Running:
-    """A unit on its way, and the collective that it waits for."""
+    """A work that has begun, and the collective that it waits for."""
 
     def __init__(self, work: Work, done: Callable[[SyncError | None], None]) -> None:
         self._work, self.done = work, done
         self._waiting: Any = None
 
     def advance(self) -> bool:
-        """Wait for the collective at hand and go on to the next; whether that was the end."""
+        """Wait for the current collective and go on to the next; returns whether the work has ended."""
         if self._waiting is not None:
             self._waiting.wait()
         try:
@@ -160,16 +125,16 @@ class _Running:
         return False
 
 
-class Stream(Inline):
-    """Queues everything on a side stream of an accelerator: there, waiting for a collective blocks no one.
+class StreamExecutor(InlineExecutor):
+    """Queues all works on a side stream of an accelerator, where waiting for a collective does not block the host.
 
-    The stream of the backward pass waits for the side stream after the last unit, or where `late`, in `finish`. What
-    takes how long is told by events on the two, to be read when the host has waited for both anyway.
+    The stream of the backward pass waits for the side stream after the last work, or where `delayed`, in `finish`.
+    Events on both streams measure the times, and are read when the host has waited for both anyway.
     """
 
-    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, late: bool) -> None:
+    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, delayed: bool) -> None:
         super().__init__(explain)
-        self._late = late
+        self._is_delayed = delayed
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self._stream = self._module.Stream(device=device)
@@ -183,7 +148,7 @@ class Stream(Inline):
         with self._module.stream(self._stream):
             error = _run(work, self._explain)
         self._spans.append((start, self._now_on(self._stream)))
-        if last and not self._late:
+        if last and not self._is_delayed:
             current.wait_stream(self._stream)
         done(error)
 
@@ -204,6 +169,15 @@ class Stream(Inline):
         event = self._module.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+def make_executor(
+    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool, delayed: bool
+) -> InlineExecutor:
+    """Return the executor for a device; `explain` turns the error of a collective into one that says where to look."""
+    if not overlap:
+        return InlineExecutor(explain)
+    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device, delayed=delayed)
 
 
 def _run(work: Work, explain: Callable[[BaseException], SyncError]) -> SyncError | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_aigc.gradient_sync.topology import (
+from lightning_aigc.cluster.topology import (
     RankPlace,
     Topology,
     TopologyError,
@@ -190,7 +190,7 @@ def test_a_process_and_its_child_are_on_one_node_and_another_network_is_another_
     assert here == node_key() and here.startswith(socket.gethostname())
     inode = os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116
     assert here.endswith(f"|{inode}")
-    monkeypatch.setattr("lightning_aigc.gradient_sync.topology._inode_of", lambda path: str(inode + 1))
+    monkeypatch.setattr("lightning_aigc.cluster.topology._inode_of", lambda path: str(inode + 1))
     assert node_key() != here
 
 

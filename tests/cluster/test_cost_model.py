@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync import cost_model
-from lightning_aigc.gradient_sync.cost_model import Job, Links, Shape, memory_bytes, predict, sent_bytes
+from lightning_aigc.cluster import cost_model
+from lightning_aigc.cluster.cost_model import Job, Links, Shape, memory_bytes, predict, sent_bytes
 
 N = 1_000_000
 LINKS = Links(local_Bps=200e9, between_Bps=25e9 / 8)
@@ -123,10 +123,10 @@ def test_modes_are_those_that_can_be_chosen() -> None:
 
 
 def test_integers_pack_to_the_modelled_bytes() -> None:
-    from lightning_aigc.gradient_sync.block_integers import BlockIntegers
+    from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 
     for mode, bits in cost_model.VALUE_BITS.items():
-        assert BlockIntegers(bits).wire_bytes(25_600) == 25_600 * cost_model.bytes_per_element(mode, job())
+        assert BlockQuantizer(bits).wire_bytes(25_600) == 25_600 * cost_model.bytes_per_element(mode, job())
 
 
 def test_a_faster_link_never_costs_time_and_fewer_bytes_never_do_either() -> None:
