@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
+from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
 from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
 from lightning_aigc.gradient_sync.mode_reductions import make_reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.reductions import Uncompressed
-from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
 
 RANKS, BATCH, STEPS, TIMESTEPS = 4, 16, 400, 1000
 RATES = (5e-4, 1e-3, 2e-3)

@@ -24,12 +24,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from diffusers import UNet2DConditionModel
 
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
 from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.mode_reductions import make_reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.reductions import Uncompressed
-from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
 
 SDXL = {
     "sample_size": 128, "cross_attention_dim": 2048, "block_out_channels": (320, 640, 1280),

@@ -26,6 +26,7 @@ FLOORS = {
     "gradient_sync": 2,
     "schedulers": 2,
     "accumulation": 1,
+    "cluster": 1,
     "evaluation_mode": 2,
     "devices": 1,
     "rng": 1,

@@ -12,7 +12,7 @@ from lightning_aigc.checkpoint import trainer_state as states
 def take(trainer: Trainer, moment: states.Moment, own_buffers: states.OwnBuffers) -> tuple[states.State, states.State]:
     """Of this moment, with the Trainer's own tensors in it: what this rank has of its own, and what all have alike."""
     strategy, module = trainer.strategy, trainer.lightning_module
-    with strategy.left_apart() if hasattr(strategy, "left_apart") else contextlib.nullcontext():
+    with strategy.without_averaging() if hasattr(strategy, "without_averaging") else contextlib.nullcontext():
         checkpoint = states.checkpoint_of(trainer)
     own = {
         "moment": moment.to_plain(),

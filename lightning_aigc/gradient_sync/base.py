@@ -36,13 +36,13 @@ class Sync(ABC):
     def finish_step(self) -> StepReport | None:
         """End the sync of a backward pass and say how it went; None before the first one."""
 
-    def after_optimizer_step(self) -> None:
+    def after_optimizer_step(self) -> None:  # noqa: B027  most syncs have nothing to do
         """Do what follows a step of the optimizer; every rank calls it."""
 
-    def average_parameters(self) -> None:
+    def average_parameters(self) -> None:  # noqa: B027
         """Average the parameters now if they differ between ranks: after training, and before a checkpoint."""
 
-    def set_early_choice(self, enabled: bool) -> None:
+    def set_early_choice(self, enabled: bool) -> None:  # noqa: B027
         """Say whether a sparse mode may choose by the sum of the micro-batches so far."""
 
     def needs_all_states(self, state: dict[str, Any]) -> bool:

@@ -154,8 +154,8 @@ class GradientCompressor:
     def enable_gradient_accumulation(self, steps: int = 4, sync_mode: Literal["overlap", "plain"] = "overlap") -> None:
         """Sync once every `steps` forward passes in training; call it after `hook_into_model`.
 
-        Gradients add up locally meanwhile, and `finish_step` is False: divide the loss by `steps`, and set gradients to zero
-        after a step alone. In sparse modes `overlap` chooses what to send from the sum so far while the last
+        Gradients add up locally meanwhile, and `finish_step` is False: divide the loss by `steps`, and set gradients to
+        zero after a step alone. In sparse modes `overlap` chooses what to send from the sum so far while the last
         micro-batch runs, `plain` from the step before.
         """
         if steps < 1 or sync_mode not in ("overlap", "plain"):

@@ -17,7 +17,7 @@ from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 ALIGNMENT = 256
 """A compressed parameter starts at a multiple of this, so that no block has values of two parameters."""
 SMALL = 1024
-"""A parameter with fewer values, or with one dimension, is sent uncompressed: it costs nothing and often matters most."""
+"""A parameter with fewer values, or with one dimension, is sent uncompressed: it costs little and often matters."""
 
 
 @dataclass(frozen=True)

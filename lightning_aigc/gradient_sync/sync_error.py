@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 
 
@@ -17,3 +19,8 @@ def explain(error: BaseException, groups: ProcessGroups, step: int) -> SyncError
         f"{type(error).__name__}: {said[0]}. Most often another rank has stopped or hangs: look at its log first; a "
         f"rank that is only slow needs a longer timeout than {groups.timeout}"
     )
+
+
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it: Gloo's errors have no type of their own, and name its source files."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)

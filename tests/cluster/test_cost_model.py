@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from lightning_aigc.errors import ConfigError
 from lightning_aigc.cluster import cost_model
-from lightning_aigc.cluster.cost_model import Job, Links, Shape, memory_bytes, predict, sent_bytes
+from lightning_aigc.cluster.cost_model import memory_bytes, predict, sent_bytes
+from lightning_aigc.cluster.modes import FLAT_MODES, MODES, QUANTIZED_MODES, Mode
+from lightning_aigc.cluster.workload import Job, Links, Shape
+from lightning_aigc.errors import ConfigError
 
 N = 1_000_000
 LINKS = Links(local_Bps=200e9, between_Bps=25e9 / 8)
@@ -34,7 +36,7 @@ def test_bytes_follow_the_formula_of_each_mode(mode: str, bytes_each: float, ran
     assert between == 0 and inside == pytest.approx(2 * (ranks - 1) / ranks * bytes_each * N)
 
 
-def test_what_is_protected_or_small_travels_whole() -> None:
+def test_protected_and_small_parameters_are_sent_uncompressed() -> None:
     plain, _ = sent_bytes("int3", job(), Shape(1, 2))
     mixed, _ = sent_bytes("int3", job(protected=N // 10, small=N // 100), Shape(1, 2))
     assert mixed == pytest.approx(plain * 0.89 + 4 * 0.11 * N)
@@ -52,7 +54,7 @@ def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
     assert between == pytest.approx(2 * 47 / 48 / 8 * (4 * 34.9e6 + 8.5 / 8 * (859.5e6 - 34.9e6)))
 
 
-@pytest.mark.parametrize("mode", cost_model.FLAT_MODES)
+@pytest.mark.parametrize("mode", FLAT_MODES)
 def test_modes_that_know_no_nodes_send_one_ring_over_all_ranks(mode: str) -> None:
     some = job(low_rank_elements=N / 10)
     alike, _ = sent_bytes(mode, some, Shape(1, 16))
@@ -73,13 +75,27 @@ def test_a_single_rank_sends_nothing_and_is_linear() -> None:
 
 
 def test_constants_are_the_compressors_own() -> None:
-    from lightning_aigc.gradient_sync import block_integers, factory, modes, sparse
+    from lightning_aigc.gradient_sync import block_sparse, quantization
 
-    assert {mode: modes.BITS[mode] for mode in cost_model.INTEGER_MODES} == cost_model.VALUE_BITS
-    assert block_integers.BLOCK == cost_model.INTEGER_BLOCK
-    assert 8 * block_integers.SCALE_BYTES == cost_model.SCALE_BITS
-    assert sparse.BLOCK == cost_model.ENERGY_BLOCK
-    assert set(factory.FLAT_MODES) == set(cost_model.FLAT_MODES)
+    assert quantization.BLOCK == cost_model.QUANTIZATION_BLOCK
+    assert 8 * quantization.SCALE_BYTES == cost_model.SCALE_BITS
+    assert block_sparse.BLOCK == cost_model.ENERGY_BLOCK
+
+
+def test_every_mode_that_compresses_has_a_reduction_with_the_bits_of_the_table() -> None:
+    import torch
+
+    from fakes.echoing_groups import EchoingGroups
+    from lightning_aigc.gradient_sync.mode_reductions import make_reduction
+    from lightning_aigc.gradient_sync.options import SyncOptions
+    from lightning_aigc.gradient_sync.reductions import Quantized, Uncompressed
+
+    for mode, traits in MODES.items():
+        reduction = make_reduction(SyncOptions(mode=mode), [], EchoingGroups(), torch.device("cpu"))  # type: ignore[arg-type]
+        assert isinstance(reduction, Uncompressed) == traits.is_exact
+        assert isinstance(reduction, Quantized) == (mode in QUANTIZED_MODES)
+        if isinstance(reduction, Quantized):
+            assert reduction.quantizer.bits == traits.value_bits
 
 
 @pytest.mark.parametrize("mode", cost_model.LAUNCHES)
@@ -89,9 +105,10 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fakes.echoing_groups import EchoingGroups
-    from lightning_aigc.gradient_sync import block_integers
+    from lightning_aigc.gradient_sync import quantization
+    from lightning_aigc.gradient_sync.hook import BucketFuture
     from lightning_aigc.gradient_sync.options import SyncOptions
-    from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
+    from lightning_aigc.gradient_sync.sync import GradientSync
 
     class Counted(TorchDispatchMode):
         launches = 0
@@ -100,32 +117,30 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
             self.launches += not op.is_view and "empty" not in op.name()
             return op(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(block_integers, "CPU_CHUNK", 2**40)
+    monkeypatch.setattr(quantization, "CPU_CHUNK", 2**40)
     parameters = [(f"layer{i}", torch.nn.Parameter(torch.zeros(256, 256))) for i in range(4)]
     groups = EchoingGroups(8, 1 if mode == "low_rank" else 2, rank=3)
     sync = GradientSync(parameters, SyncOptions(mode=mode, overlap=False), groups)
-    sync._on_cpu = False
+    sync.reducer.on_cpu = False
     for _ in range(2):  # the first of a sparse mode is dense
         gradients = [torch.randn(256, 256) for _ in parameters]
-        waiting = _BucketFuture(gradients[0])
+        waiting = BucketFuture(gradients[0])
         with Counted() as counted:
-            sync._arrived([p for _, p in parameters], gradients, waiting, last=True)
-        sync.settle()
+            sync.hook.gradients_ready([p for _, p in parameters], gradients, waiting, last=True)
+        sync.finish_step()
     assert counted.launches == pytest.approx(cost_model.LAUNCHES[mode], rel=0.15)
 
 
 def test_modes_are_those_that_can_be_chosen() -> None:
-    from typing import get_args
-
-    from lightning_aigc.gradient_sync.options import Mode
-
-    assert set(cost_model.MODES) == set(get_args(Mode)) - {"auto"}
+    assert set(MODES) == set(get_args(Mode)) - {"auto"}
 
 
-def test_integers_pack_to_the_modelled_bytes() -> None:
+def test_quantized_values_pack_to_the_modelled_bytes() -> None:
     from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 
-    for mode, bits in cost_model.VALUE_BITS.items():
+    for mode in QUANTIZED_MODES:
+        bits = MODES[mode].value_bits
+        assert bits is not None
         assert BlockQuantizer(bits).wire_bytes(25_600) == 25_600 * cost_model.bytes_per_element(mode, job())
 
 
@@ -188,9 +203,9 @@ def test_a_card_launches_its_kernels_for_every_bucket_and_a_cpu_does_not() -> No
     assert predict("dense", some, Shape(1, 8), LINKS).compression_s == 0
 
 
-def test_what_is_owed_is_shared_inside_a_node() -> None:
+def test_residuals_are_shared_inside_a_node() -> None:
     flat, shared = (memory_bytes("int8", job(), shape)["residuals"] for shape in (Shape(1, 8), Shape(2, 8)))
-    assert (flat, shared) == (8 * N, 8 * N / 8)  # kept, and staged until the step is known to be finite
+    assert (flat, shared) == (8 * N, 8 * N / 8)  # the residual, and the next one until the step is known to be finite
     assert memory_bytes("dense", job(), Shape(2, 8))["residuals"] == 0
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_aigc.errors import ConfigError
 from lightning_aigc.cluster.env_settings import apply, planned
+from lightning_aigc.errors import ConfigError
 
 
 def test_hccl_gets_its_settings_and_says_each_with_its_reason() -> None:

@@ -81,7 +81,7 @@ class Training:
         self.optimizer.zero_grad()
         for gradients in micro_batches:
             (self.ddp(gradients) / len(micro_batches)).backward()
-        finite = self.compressor.settle()
+        finite = self.compressor.finish_step()
         if finite:
             self.optimizer.step()
         return finite

@@ -20,15 +20,15 @@ from fakes.given_gradients import MODES, Given, Training, make_gradients, make_r
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncError, SyncOptions, factory
+from lightning_aigc.gradient_sync.autotune import ModeTimings, choose_mode
 from lightning_aigc.gradient_sync.replica_check import bits_of, check_equal
-from lightning_aigc.gradient_sync.autotune import Probe, choose_mode
 
 ROOT = Path(__file__).parents[2]
 SCALED = ("dense", "int3", "sparse", "low_rank", "local")
 SHORT = timedelta(seconds=3)
 ENDS = ("int3", "dense", "sparse", "local", "inline", "late")
-FAST = Probe(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
-SLOW = Probe(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})
+FAST = ModeTimings(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
+SLOW = ModeTimings(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})
 
 
 def refusal(call: Any) -> str:
@@ -86,7 +86,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
     results["report"] = run.compressor.report()
 
     for name, measured in (("fast", FAST), ("slow", SLOW)):
-        factory.probe = lambda *_, m=measured: m
+        factory.measure_modes = lambda *_, m=measured: m
         run = Training(mode="auto", module=Given({"weight": (1024, 1024)}))
         run.step({"weight": torch.full((1024, 1024), float(rank))})
         stepped = []
@@ -137,12 +137,12 @@ def drift(rank: int) -> dict[str, str]:
     for step in range(3):
         module.zero_grad()
         ddp(poisoned(make_gradients(step, rank), "tail", 0) if step == 1 else make_gradients(step, rank)).backward()
-        assert compressor.settle() == (step != 1)
+        assert compressor.finish_step() == (step != 1)
     if rank == 0:
         with torch.no_grad():
             module.bias[3] += 1
     ddp(make_gradients(3, rank)).backward()
-    said["without an optimizer"] = refusal(compressor.settle)  # the third that counts
+    said["without an optimizer"] = refusal(compressor.finish_step)  # the third that counts
     return said
 
 
@@ -164,7 +164,7 @@ def scaled_loop(rank: int) -> dict[str, Any]:
             run.optimizer.zero_grad()
             scales.append(scaler.get_scale())
             scaler.scale(run.ddp(gradients)).backward()
-            told.append(run.compressor.settle())
+            told.append(run.compressor.finish_step())
             scaler.unscale_(run.optimizer)
             scaler.step(run.optimizer)
             scaler.update()
@@ -175,13 +175,13 @@ def scaled_loop(rank: int) -> dict[str, Any]:
 
 
 def after_a_bad_window(rank: int) -> list[Any]:
-    """What `settle` says of a window with NaN on rank 1 and of the next, with nobody setting gradients to zero."""
+    """What `finish_step` says of a window with NaN on rank 1 and of the next, with nobody setting gradients to zero."""
     run = Training(accumulate=2)
     told = []
     for step in range(4):
         gradients = make_gradients(step, rank)
         run.ddp(poisoned(gradients, "tail", 0) if (step, rank) == (1, 1) else gradients).backward()
-        told.append(run.compressor.settle())
+        told.append(run.compressor.finish_step())
     return told
 
 
@@ -191,7 +191,7 @@ def part_of_an_overflow(rank: int) -> list[Any]:
     parts = [torch.optim.SGD([parameter], 1.0) for parameter in (run.module.first, run.module.second)]
     gradients = make_gradients(0, rank)
     scaler.scale(run.ddp(poisoned(gradients, "second", 7, 3e38) if rank == 1 else gradients)).backward()
-    run.compressor.settle()
+    run.compressor.finish_step()
     for optimizer in parts:
         scaler.step(optimizer)
     scaler.update()
@@ -202,7 +202,7 @@ def documented_loops(rank: int) -> dict[str, Any]:
     """The loops of our documents, as printed, on batches of each rank's own: parameters before and after."""
     text = Path(ROOT, "docs", "gradient_sync.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    plain, scaled = (block for block in blocks if "compressor.settle()" in block)
+    plain, scaled = (block for block in blocks if "compressor.finish_step()" in block)
     in_docstring = re.findall(r"```python\n(.*?)```", inspect.getdoc(GradientCompressor) or "", re.DOTALL)[0]
     hooked = "compressor.hook_into_model(ddp, optimizer"
     with_scaler = plain[: plain.index("for batch")].replace(hooked, f"{hooked}, scaler") + scaled
@@ -380,7 +380,7 @@ def test_a_closed_sync_has_no_groups_left_and_says_so_in_a_later_backward(mode: 
     ("measured", "numel", "mode"),
     [(FAST, 1e6, "dense"), (FAST, 1e9, "bf16"), (SLOW, 1e6, "int4"), (SLOW, 1e4, "dense")],
 )
-def test_auto_weighs_the_link_against_the_packing(measured: Probe, numel: float, mode: str) -> None:
+def test_auto_weighs_the_link_against_the_packing(measured: ModeTimings, numel: float, mode: str) -> None:
     assert choose_mode(measured, int(numel), 4)[0] == mode
 
 
@@ -430,7 +430,7 @@ def alone(rank: int) -> Any:
     told = []
     for _ in range(4):
         window.ddp(make_gradients(0, 0)).backward()
-        told.append(window.compressor.settle())
+        told.append(window.compressor.finish_step())
     return run.compressor.report(), state, after, notes, told
 
 

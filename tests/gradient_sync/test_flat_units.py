@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.block_sparse import LEAST_SHARE, layer_of_each_block, quotas, rank_within
 from lightning_aigc.gradient_sync.flat_units import ALIGNMENT, entry_of_each_block, make_units
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.block_sparse import LEAST_SHARE, layer_of_each_block, quotas, rank_within
 
 
 def named(**shapes: tuple[int, ...]) -> list[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from fakes.given_gradients import (
     poisoned,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync import groups
+from lightning_aigc.gradient_sync import process_groups
 
 STEPS = range(5)
 OWING = [mode for mode in MODES if mode not in ("dense", "local")]
@@ -29,7 +29,7 @@ RESUMED_ON = {"four flat": 4, "four on two nodes": 4, "two": 2}
 
 
 def on_two_nodes(rank: int) -> None:
-    groups.node_key = lambda: f"node {rank // 2}"
+    process_groups.node_key = lambda: f"node {rank // 2}"
 
 
 def all_states(run: Training) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ def test_uneven_nodes_are_no_hierarchy_and_asking_for_one_says_so(tmp_path: Path
 
 
 def uneven(rank: int) -> list[Any]:
-    groups.node_key = lambda: "one" if rank < 2 else "other"
+    process_groups.node_key = lambda: "one" if rank < 2 else "other"
     run = Training(mode="int8")
     try:
         Training(mode="int8", hierarchical=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 from fakes.echoing_groups import EchoingGroups
 from fakes.given_gradients import SHAPES, Training, make_gradients, make_round_gradients, owed_of
 from fakes.ranks import run_ranks
+from lightning_aigc.gradient_sync.hook import BucketFuture
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
+from lightning_aigc.gradient_sync.sync import GradientSync
 
 STEPS = 5
 ORDER = ("third", "second", "first")
@@ -259,8 +260,8 @@ def alone(gradients: list[Tensor]) -> list[tuple[bool, Tensor]]:
     with torch.no_grad():
         for gradient in gradients:
             mean = gradient.clone()
-            sync._arrived([parameter], [mean], _BucketFuture(mean), last=True)
-            report = sync.settle()
+            sync.hook.gradients_ready([parameter], [mean], BucketFuture(mean), last=True)
+            report = sync.finish_step()
             assert report is not None
             steps.append((report.finite, mean))
     return steps

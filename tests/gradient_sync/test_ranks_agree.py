@@ -24,8 +24,8 @@ from fakes.given_gradients import (
     poisoned,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
 
 STEPS = range(6)
@@ -101,7 +101,7 @@ def steps_that_did_not_count(rank: int) -> dict[str, Any]:
 
 def look_and_settle(run: Training, bad_gradients: list[bool]) -> None:
     """Note for each step that does not count whether the gradients showed it."""
-    settle = run.compressor.settle
+    settle = run.compressor.finish_step
 
     def settle_after_a_look() -> bool:
         finite = all(bool(p.grad.isfinite().all()) for p in run.module.parameters() if p.grad is not None)
@@ -110,7 +110,7 @@ def look_and_settle(run: Training, bad_gradients: list[bool]) -> None:
             bad_gradients.append(not finite)
         return counts
 
-    run.compressor.settle = settle_after_a_look  # type: ignore[method-assign]
+    run.compressor.finish_step = settle_after_a_look  # type: ignore[method-assign]
 
 
 def resumed_runs(rank: int, folder: str) -> dict[str, Any]:

@@ -209,15 +209,15 @@ def test_sync_state_that_is_not_whole_is_named_and_no_rank_uses_its_part(
     what: str, mode: str, words: str, both: list[Any]
 ) -> None:
     said, after, _ = both[0][what]
-    (line,) = (line for line in said if "still owed is lost" in line)
-    assert words in line and "what 2 ranks still owed is lost, and compression starts anew" in line
+    (line,) = (line for line in said if "residuals of 2 ranks are lost" in line)
+    assert words in line and "the residuals of 2 ranks are lost, and compression starts anew" in line
     for row in both:
         assert not any(values.any() for values in row[what][2].values())
     assert all(torch.equal(a, b) for a, b in zip(after, both[1][what][1], strict=True))
 
 
 def test_going_on_in_mode_dense_says_that_what_was_owed_is_dropped(both: list[Any]) -> None:
-    assert any("what it still owed is dropped by mode dense" in line for line in both[0]["to dense"])
+    assert any("its residuals are dropped by mode dense" in line for line in both[0]["to dense"])
 
 
 def test_going_on_from_local_steps_every_rank_takes_the_same_optimizer_state(both: list[Any]) -> None:
@@ -253,7 +253,12 @@ def test_a_remote_folder_holds_the_sync_state_beside_the_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     groups = SimpleNamespace(world_size=2, rank=1)
-    sync: Any = SimpleNamespace(groups=groups, state_dict=lambda: {"owed": {"w": torch.ones(3)}})
+    sync: Any = SimpleNamespace(
+        groups=groups,
+        has_rank_local_parameters=False,
+        needs_all_states=lambda state: False,
+        state_dict=lambda: {"owed": {"w": torch.ones(3)}},
+    )
     io, where = TorchCheckpointIO(), "memory://run/last.ckpt"
     written = SyncCheckpoint().save(io, sync, {"global_step": 4}, where)
     files = fsspec.filesystem("memory")
