@@ -210,7 +210,7 @@ class VirtualSync:
         self.groups = [VirtualGroup(rank, self.traffic[rank]) for rank in range(RANKS)]
         cpu = torch.device("cpu")
         self.reductions = [make_reduction(options, self.units, VirtualGroups(), cpu) for _ in range(RANKS)]  # type: ignore[arg-type]
-        self.owed = [{unit.index: torch.zeros(unit.numel) for unit in self.units} for _ in range(RANKS)]
+        self.residuals = [{unit.index: torch.zeros(unit.numel) for unit in self.units} for _ in range(RANKS)]
         self.numel = sum(p.numel() for _, p in named)
 
     def mean(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ class VirtualSync:
         for unit in self.units:
             shares = []
             for rank in range(RANKS):
-                flat = self.owed[rank][unit.index] * self.options.error_feedback
+                flat = self.residuals[rank][unit.index] * self.options.error_feedback
                 for entry in unit.entries:
                     flat[entry.start : entry.stop] += gradients[entry.name][rank].reshape(-1) / RANKS
                 shares.append(flat)
@@ -229,7 +229,7 @@ class VirtualSync:
             reductions = [Uncompressed()] * RANKS if whole else self.reductions
             totals = together([r.reduce(unit, e, g) for r, e, g in zip(reductions, shares, self.groups, strict=True)])  # type: ignore[arg-type]
             for rank in range(RANKS):
-                self.owed[rank][unit.index] = shares[rank]
+                self.residuals[rank][unit.index] = shares[rank]
                 if whole and not unit.uncompressed:
                     self.reductions[rank].observe(unit, totals[rank][0])
             total = totals[0][0]

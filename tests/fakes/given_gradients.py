@@ -105,9 +105,9 @@ def poisoned(gradients: dict[str, Tensor], name: str, at: int, value: float = ma
     return gradients | {name: changed}
 
 
-def owed_of(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
-    """What a rank's state says it owes, by name, float64 [values of the parameter]."""
-    owed = {name: torch.zeros(math.prod(shape), dtype=torch.float64) for name, shape in shapes.items()}
+def residuals_of(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    """The residuals in a rank's state, by name, float64 [values of the parameter]."""
+    residuals = {name: torch.zeros(math.prod(shape), dtype=torch.float64) for name, shape in shapes.items()}
     for name, part in state["owed"].items():
-        owed[name][part["start"] : part["start"] + part["values"].numel()] = part["values"].double()
-    return owed
+        residuals[name][part["start"] : part["start"] + part["values"].numel()] = part["values"].double()
+    return residuals

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients, owed_of, poisoned
+from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients, poisoned, residuals_of
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncError, SyncOptions, factory
@@ -169,8 +169,8 @@ def scaled_loop(rank: int) -> dict[str, Any]:
             scaler.step(run.optimizer)
             scaler.update()
             moved.append(not torch.equal(before, run.flat()))
-        owed = [owed_of(r.compressor.state_dict()) for r in (without, run)] if mode != "local" else [{}, {}]
-        results[mode] = [without.flat(), run.flat(), owed, told, scales, moved]
+        residuals = [residuals_of(r.compressor.state_dict()) for r in (without, run)] if mode != "local" else [{}, {}]
+        results[mode] = [without.flat(), run.flat(), residuals, told, scales, moved]
     return results
 
 
@@ -272,11 +272,11 @@ def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize("mode", SCALED)
 def test_under_a_loss_scaler_a_step_that_overflowed_leaves_no_trace_on_any_rank(mode: str, of_loops: list[Any]) -> None:
     for row in of_loops:
-        without, with_it, (owed, owed_with_it), told, scales, moved = row["scaled"][mode]
+        without, with_it, (residuals, residuals_with_it), told, scales, moved = row["scaled"][mode]
         assert scales == [2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**8, 2.0**8]
         assert told == [True] * 6 and moved == [step != 3 for step in range(6)]
         assert torch.equal(without, with_it)
-        assert all(torch.equal(owed[name], owed_with_it[name]) for name in owed)
+        assert all(torch.equal(residuals[name], residuals_with_it[name]) for name in residuals)
     assert mode == "local" or torch.equal(of_loops[0]["scaled"][mode][1], of_loops[1]["scaled"][mode][1])
 
 

@@ -91,7 +91,7 @@ def test_streams_wait_for_each_other(mode: Any, late: bool, inside: int, device:
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("mode", ["bf16", "int3", "sparse_int8", "two_four", "low_rank"])
-def test_the_host_waits_for_nothing_before_the_step_is_settled(
+def test_the_host_waits_for_nothing_before_the_step_is_finished(
     mode: Any, find_unused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(side_runs_at_once=False)
@@ -107,25 +107,25 @@ def test_the_host_waits_for_nothing_before_the_step_is_settled(
 
 
 @pytest.mark.parametrize("mode", ["bf16", "int3", "sparse", "low_rank"])
-def test_what_is_owed_to_an_unused_parameter_waits_without_the_host_looking(mode: Any, device: Device) -> None:
-    owed, found = {}, {}
+def test_the_residual_of_an_unused_parameter_waits_without_the_host_looking(mode: Any, device: Device) -> None:
+    residuals, found = {}, {}
     for on in (None, device):
         torch.manual_seed(0)
         sync = make_sync(on, mode=mode, find_unused=True, bucket_mb=1.0)
         given = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(4)]
         given[2]["second"] = torch.zeros(SHAPES["second"])
-        owed[on], found[on] = [], []
+        residuals[on], found[on] = [], []
         with torch.no_grad(), on or contextlib.nullcontext():
             for gradients in given:
                 arrive(sync, gradients, list(SHAPES), last=True)
                 sync.finish_step()
-                owed[on].append(sync.state_dict()["owed"]["second"]["values"].clone())
+                residuals[on].append(sync.state_dict()["owed"]["second"]["values"].clone())
                 found[on] += [gradients[name].clone() for name in SHAPES]
         device.main.run()
-    for one, other in zip([*owed[None], *found[None]], [*owed[device], *found[device]], strict=True):
+    for one, other in zip([*residuals[None], *found[None]], [*residuals[device], *found[device]], strict=True):
         torch.testing.assert_close(one, other)
-    assert torch.equal(owed[None][1], owed[None][2]) and owed[None][1].any()
-    assert not torch.equal(owed[None][2], owed[None][3])
+    assert torch.equal(residuals[None][1], residuals[None][2]) and residuals[None][1].any()
+    assert not torch.equal(residuals[None][2], residuals[None][3])
 
 
 class Lasting(EchoingGroup):
