@@ -178,9 +178,9 @@ def together(work: list[Generator[Any, None, Any]]) -> list[Any]:
     results: list[Any] = [None] * RANKS
     while True:
         started = []
-        for rank, one in enumerate(work):
+        for rank, reducing in enumerate(work):
             try:
-                started.append(next(one))
+                started.append(next(reducing))
             except StopIteration as end:
                 results[rank] = end.value
         if not started:
@@ -203,7 +203,7 @@ class VirtualSync:
     """GradientSync's step for four ranks at once, on the package's units and reductions."""
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
-        self.options, self.step, self.late = options, 0, None
+        self.options, self.step, self.delayed = options, 0, None
         named = list(model.named_parameters())
         self.units: list[FlatUnit] = make_units(named, options, RANKS)
         self.traffic = [Traffic() for _ in range(RANKS)]
@@ -225,12 +225,12 @@ class VirtualSync:
                 for entry in unit.entries:
                     flat[entry.start : entry.stop] += gradients[entry.name][rank].reshape(-1) / RANKS
                 shares.append(flat)
-            whole = unit.uncompressed or not compressing
-            reductions = [Uncompressed()] * RANKS if whole else self.reductions
+            uncompressed = unit.uncompressed or not compressing
+            reductions = [Uncompressed()] * RANKS if uncompressed else self.reductions
             totals = together([r.reduce(unit, e, g) for r, e, g in zip(reductions, shares, self.groups, strict=True)])  # type: ignore[arg-type]
             for rank in range(RANKS):
                 self.residuals[rank][unit.index] = shares[rank]
-                if whole and not unit.uncompressed:
+                if uncompressed and not unit.uncompressed:
                     self.reductions[rank].observe(unit, totals[rank][0])
             total = totals[0][0]
             assert all(torch.equal(total, other) for other, _ in totals), "ranks differ"
@@ -241,8 +241,8 @@ class VirtualSync:
         self.step += 1
         if not self.options.delay_one_step:
             return means
-        late, self.late = self.late, means
-        return late if late is not None else {name: torch.zeros_like(value) for name, value in means.items()}
+        delayed, self.delayed = self.delayed, means
+        return delayed if delayed is not None else {name: torch.zeros_like(value) for name, value in means.items()}
 
     def ratio(self) -> float:
         return self.traffic[0].total() / self.step / dense_ring_bytes(self.numel, RANKS)

@@ -56,7 +56,7 @@ class Cost:
 
 
 def bytes_per_element(mode: str, job: Job) -> float:
-    """Bytes that stand for one compressible gradient entry on its way, headers included.
+    """Return the bytes that a compressible gradient entry is sent as, scales and indices included.
 
     Raises: ConfigError for an unknown mode, or low_rank without `low_rank_elements`.
     """
@@ -82,18 +82,18 @@ def bytes_per_element(mode: str, job: Job) -> float:
 
 
 def payload_bytes(mode: str, job: Job) -> float:
-    """Bytes of one step's gradient as it travels, before the collective's own factor."""
+    """Return the bytes of one step's gradient as it is sent, before the collective's factor."""
     uncompressed = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
     return uncompressed * job.uncompressed + bytes_per_element(mode, job) * job.compressible
 
 
 def ring_factor(ranks: int) -> float:
-    """How often a rank sends its payload in an allreduce: 2(N-1)/N."""
+    """Return how often a rank sends its payload in an allreduce: 2(N-1)/N."""
     return 2 * (ranks - 1) / ranks
 
 
 def sent_bytes(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
-    """Bytes that one rank sends a step: inside its node, and between nodes."""
+    """Return the bytes that a rank sends in a step: inside its node, and between nodes."""
     payload = payload_bytes(mode, job)
     if nodes_first(mode, shape):
         return ring_factor(shape.devices) * FP32_BYTES * job.trainable, ring_factor(
@@ -105,12 +105,12 @@ def sent_bytes(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
 
 
 def nodes_first(mode: str, shape: Shape) -> bool:
-    """Whether this mode adds up inside a node first, and sends each card's share of that between nodes."""
+    """Whether this mode reduces inside a node first, and sends each card's shard of the sum between nodes."""
     return shape.hierarchical and mode not in FLAT_MODES
 
 
 def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
-    """One step's cost in a mode. Raises: ConfigError as `bytes_per_element` does."""
+    """Return one step's cost in a mode. Raises: ConfigError as `bytes_per_element` does."""
     local, between = sent_bytes(mode, job, shape)
     buckets = max(1, math.ceil(FP32_BYTES * job.trainable / job.bucket_bytes))
     rounds = buckets / (job.local_steps if mode == "local" else 1)
@@ -138,7 +138,7 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
 
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
-    """Bytes on one card by kind; AdamW in float32, activations come on top."""
+    """Return the bytes on one card by kind, with AdamW in float32 and without activations."""
     compressed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(mode, job, shape)
     return {
         "weights": FP32_BYTES * job.trainable + job.frozen_bytes * job.frozen,
@@ -149,12 +149,12 @@ def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
 
 
 def compressed_share(mode: str, job: Job, shape: Shape) -> float:
-    """Gradient entries that one rank compresses: where nodes come first, its node's peers have the others."""
+    """Return how many gradient entries a rank compresses: where nodes reduce first, its shard of them."""
     return job.compressible / (shape.devices if nodes_first(mode, shape) else 1)
 
 
 def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
-    """Bytes a second between nodes that this efficiency takes; None where no link is fast enough.
+    """Return the bytes a second between nodes that this efficiency needs; None where no link is fast enough.
 
     Raises: ConfigError for an efficiency outside (0, 1).
     """
@@ -162,7 +162,7 @@ def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficie
 
 
 def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
-    """Seconds that a step must take for this efficiency on these links; None where none under a day is long enough.
+    """Return the seconds that a step must take for this efficiency; None where a day is not long enough.
 
     Raises: ConfigError for an efficiency outside (0, 1).
     """
@@ -176,7 +176,7 @@ def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, ef
 
 
 def _least(reached: Callable[[float], float], wanted: float, low: float, high: float) -> float | None:
-    """The least value in [low, high] that reaches what is wanted; `reached` grows with it."""
+    """Return the least value in [low, high] that reaches what is wanted; `reached` grows with it."""
     if not 0 < wanted < 1:
         raise ConfigError(f"efficiency must be between 0 and 1, got {wanted}; 0.927 is 92.7 % of linear")
     if reached(high) < wanted:

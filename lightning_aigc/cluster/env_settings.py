@@ -39,7 +39,7 @@ def apply(backend: str, nodes: int, deterministic: bool, environ: MutableMapping
 
 
 def planned(backend: str, nodes: int, deterministic: bool, environ: Mapping[str, str]) -> list[Setting]:
-    """The settings that are worth having and that `environ` does not hold yet.
+    """Return the settings that are worth having and that `environ` does not hold yet.
 
     Raises: ConfigError for a backend other than hccl, nccl and gloo.
     """

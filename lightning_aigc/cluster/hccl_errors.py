@@ -222,7 +222,7 @@ _NUMBERED = re.compile(r"(?i)(?:err(?:or)?|ret(?:urn)?|result|exception)[\w ]{0,
 
 
 def explain(text: str) -> list[str]:
-    """A line for each code found in a log, in the order of their first appearance."""
+    """Return a line for each code found in a log, in the order of their first appearance."""
     found = sorted(
         [(match.start(), match[0]) for match in _NAMED.finditer(text)]
         + [(match.start(), match[1]) for match in _NUMBERED.finditer(text) if match[1] in CODES]

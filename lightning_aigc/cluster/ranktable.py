@@ -53,9 +53,9 @@ def read_ranktable(path: str | Path) -> list[RankPlace]:
 
 
 def misplaced(places: Sequence[RankPlace]) -> RankPlace | None:
-    """The first rank of a ranktable that a launcher would put on another card: it counts node by node, cards ascending.
+    """Return the first rank of a ranktable that a launcher, counting node by node, would put on another card.
 
-    HCCL gives each rank the card that its ranktable says, so nothing can be reordered where there is one.
+    HCCL gives each rank the card that its ranktable says, so ranks cannot be reordered under a ranktable.
     """
     servers = {place.server: i for i, place in reversed(list(enumerate(places)))}
     launched = sorted(places, key=lambda place: (servers[place.server], place.device))

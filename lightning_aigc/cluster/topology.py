@@ -20,10 +20,10 @@ from lightning_aigc.errors import UserError
 
 TOOLS = {"npu-smi": ("npu-smi", "info", "-t", "topo"), "nvidia-smi": ("nvidia-smi", "topo", "-m")}
 VISIBLE = {"npu-smi": "ASCEND_RT_VISIBLE_DEVICES", "nvidia-smi": "CUDA_VISIBLE_DEVICES"}
-"""What hides cards from a process, and not from the tools."""
+"""The variables that hide cards from a process, but not from the tools."""
 REFUSAL = "This device does not support querying topo"
 CLOSENESS = ("SIO", "HCCS", "NV", "HCCS_SW", "PIX", "PIB", "PXB", "PHB", "NODE", "SYS")
-"""Links from the closest to the farthest; what stands in no Legend counts as farther than all of them."""
+"""Links from the closest to the farthest; a link that is in no Legend counts as farther than all of these."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines its header, even in a pipe
 _DEVICE = re.compile(r"(?:GPU|NPU|Phy-ID)\d+")
@@ -50,11 +50,11 @@ class Topology:
     """NUMA node of each card; None where the tool does not say."""
 
     def link(self, first: str, second: str) -> str:
-        """How two cards reach each other. Raises: ValueError for a name that is not in `devices`."""
+        """Return how two cards reach each other. Raises: ValueError for a name that is not in `devices`."""
         return self.links[self.devices.index(first)][self.devices.index(second)]
 
     def part(self, places: Sequence[int]) -> Topology:
-        """The cards at these places alone, in this order. Raises: IndexError for a place that is not there."""
+        """Return only the cards at these places, in this order. Raises: IndexError for a place that is not there."""
         return Topology(
             tuple(self.devices[i] for i in places),
             tuple(tuple(self.links[i][j] for j in places) for i in places),
@@ -103,7 +103,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def read_topology(timeout_s: float = 20) -> Reading:
-    """Ask the tool that is on PATH for the cards that this process sees; a topology of None comes with the reason."""
+    """Ask the tool on PATH for the cards that this process sees; a topology of None comes with the reason."""
     tool = next((name for name in TOOLS if shutil.which(name)), None)
     if tool is None:
         return Reading(None, f"neither {' nor '.join(TOOLS)} is on PATH")
@@ -120,7 +120,7 @@ def read_topology(timeout_s: float = 20) -> Reading:
 
 
 def visible_part(topology: Topology, variable: str, environ: Mapping[str, str]) -> Topology:
-    """The cards that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order; all when it is unset.
+    """Return the cards that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order; all when it is unset.
 
     Raises: TopologyError when it names cards by anything but their place in the table.
     """
@@ -136,10 +136,10 @@ def visible_part(topology: Topology, variable: str, environ: Mapping[str, str]) 
 
 
 def node_key() -> str:
-    """This process's node: equal for two processes that reach each other without a network.
+    """Return a key of this process's node, equal for two processes that reach each other without a network.
 
-    Host name, boot and network namespace: two containers of one host count as two nodes, because what they send one
-    another goes through the network stack.
+    It has host name, boot and network namespace: two containers of a host count as two nodes, because what they send
+    each other goes through the network stack.
     """
     return "|".join(
         (
@@ -159,9 +159,9 @@ def nodes_of(keys: Sequence[str]) -> list[list[int]]:
 
 
 def device_order(topology: Topology | None, count: int) -> list[int]:
-    """The first `count` cards of a node, each followed by the closest one that is left.
+    """Return the first `count` cards of a node, each followed by the closest remaining card.
 
-    Without a topology, with more ranks than cards, or with equal links between all of them they keep their order.
+    Without a topology, with more ranks than cards, or where all links are equal the cards keep their order.
     """
     if topology is None or not 0 < count <= len(topology.devices):
         return list(range(count))
@@ -181,7 +181,7 @@ def device_order(topology: Topology | None, count: int) -> list[int]:
 
 
 def distance(link: str) -> tuple[int, int]:
-    """How far a link reaches, the closest first; of two NVLinks the one with more lanes is closer."""
+    """Return a key that sorts links from close to far; of two NVLinks the wider is closer."""
     bonded = re.fullmatch(r"NV(\d+)", link)
     name = "NV" if bonded else link
     return (CLOSENESS.index(name) if name in CLOSENESS else len(CLOSENESS), -int(bonded[1]) if bonded else 0)

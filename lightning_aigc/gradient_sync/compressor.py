@@ -51,7 +51,7 @@ class GradientCompressor:
             scaler.update()
     ```
 
-    Every rank makes the same one. With one rank nothing is sent, a line says so, and the loop is the same.
+    Every rank makes the same compressor. With one rank nothing is sent, a line says so, and the loop is the same.
     """
 
     def __init__(

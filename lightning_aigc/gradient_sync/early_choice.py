@@ -35,8 +35,8 @@ class EarlyChoice:
         """Whether gradients of micro-batches that were not synced wait in `grad`."""
 
     def is_due(self, ddp: DistributedDataParallel) -> bool:
-        """Say, before a forward pass, whether it is the last one of a window of several micro-batches."""
-        # The wrapped module's mode: Lightning restores that one after validation, and leaves the wrapper in eval.
+        """Say, before a forward pass, whether it is the last of a window of several micro-batches."""
+        # The wrapped module's mode counts: Lightning restores it after validation, and leaves the wrapper in eval.
         if not (ddp.module.training and torch.is_grad_enabled() and self.enabled):
             return False
         was_accumulating, self.is_accumulating = self.is_accumulating, not ddp.require_backward_grad_sync

@@ -61,7 +61,7 @@ class LocalSGD(BucketSync):
 
     @torch.no_grad()
     def average_parameters(self) -> None:
-        """Take the outer step now, if the ranks have stepped since the last one."""
+        """Take the outer step now, if the ranks have stepped since the last outer step."""
         steps, self._steps_since_average = self._steps_since_average, 0
         if steps == 0:  # momentum would move them nevertheless
             return
