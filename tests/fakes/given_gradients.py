@@ -111,3 +111,12 @@ def residuals_of(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     for name, part in state["owed"].items():
         residuals[name][part["start"] : part["start"] + part["values"].numel()] = part["values"].double()
     return residuals
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The error that a call ends with, in words."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
