@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from lightning_aigc.gradient_sync.layout import Unit, make_units
-from lightning_aigc.gradient_sync.modes import make_reduction
+from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
+from lightning_aigc.gradient_sync.mode_reductions import make_reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.reductions import Whole
-from lightning_aigc.gradient_sync.traffic import Traffic, dense_ring_bytes
+from lightning_aigc.gradient_sync.reductions import Uncompressed
 
 RANKS, BATCH, STEPS, TIMESTEPS = 4, 16, 400, 1000
 RATES = (5e-4, 1e-3, 2e-3)
@@ -178,9 +178,9 @@ def together(work: list[Generator[Any, None, Any]]) -> list[Any]:
     results: list[Any] = [None] * RANKS
     while True:
         started = []
-        for rank, one in enumerate(work):
+        for rank, reducing in enumerate(work):
             try:
-                started.append(next(one))
+                started.append(next(reducing))
             except StopIteration as end:
                 results[rank] = end.value
         if not started:
@@ -203,14 +203,14 @@ class VirtualSync:
     """GradientSync's step for four ranks at once, on the package's units and reductions."""
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
-        self.options, self.step, self.late = options, 0, None
+        self.options, self.step, self.delayed = options, 0, None
         named = list(model.named_parameters())
-        self.units: list[Unit] = make_units(named, options, RANKS)
+        self.units: list[FlatUnit] = make_units(named, options, RANKS)
         self.traffic = [Traffic() for _ in range(RANKS)]
         self.groups = [VirtualGroup(rank, self.traffic[rank]) for rank in range(RANKS)]
         cpu = torch.device("cpu")
         self.reductions = [make_reduction(options, self.units, VirtualGroups(), cpu) for _ in range(RANKS)]  # type: ignore[arg-type]
-        self.owed = [{unit.index: torch.zeros(unit.numel) for unit in self.units} for _ in range(RANKS)]
+        self.residuals = [{unit.index: torch.zeros(unit.numel) for unit in self.units} for _ in range(RANKS)]
         self.numel = sum(p.numel() for _, p in named)
 
     def mean(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -221,16 +221,16 @@ class VirtualSync:
         for unit in self.units:
             shares = []
             for rank in range(RANKS):
-                flat = self.owed[rank][unit.index] * self.options.error_feedback
+                flat = self.residuals[rank][unit.index] * self.options.error_feedback
                 for entry in unit.entries:
                     flat[entry.start : entry.stop] += gradients[entry.name][rank].reshape(-1) / RANKS
                 shares.append(flat)
-            whole = unit.whole or not compressing
-            reductions = [Whole()] * RANKS if whole else self.reductions
+            uncompressed = unit.uncompressed or not compressing
+            reductions = [Uncompressed()] * RANKS if uncompressed else self.reductions
             totals = together([r.reduce(unit, e, g) for r, e, g in zip(reductions, shares, self.groups, strict=True)])  # type: ignore[arg-type]
             for rank in range(RANKS):
-                self.owed[rank][unit.index] = shares[rank]
-                if whole and not unit.whole:
+                self.residuals[rank][unit.index] = shares[rank]
+                if uncompressed and not unit.uncompressed:
                     self.reductions[rank].observe(unit, totals[rank][0])
             total = totals[0][0]
             assert all(torch.equal(total, other) for other, _ in totals), "ranks differ"
@@ -241,8 +241,8 @@ class VirtualSync:
         self.step += 1
         if not self.options.delay_one_step:
             return means
-        late, self.late = self.late, means
-        return late if late is not None else {name: torch.zeros_like(value) for name, value in means.items()}
+        delayed, self.delayed = self.delayed, means
+        return delayed if delayed is not None else {name: torch.zeros_like(value) for name, value in means.items()}
 
     def ratio(self) -> float:
         return self.traffic[0].total() / self.step / dense_ring_bytes(self.numel, RANKS)

@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from lightning_aigc.gradient_sync.cost_model import OVERLAP_SHARE, Job, Links, Shape, predict
+from lightning_aigc.cluster.cost_model import predict
+from lightning_aigc.cluster.workload import OVERLAP_SHARE, Job, Links, Shape
 
 SIZES = (2**14, 2**23)
 """Elements of the two allreduces that alpha and beta are fitted from."""

@@ -140,7 +140,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
             )
             loss.backward()
             if compressor is not None:
-                compressor.settle()
+                compressor.finish_step()
             optimizer.step()
             optimizer.zero_grad()
             times.append(time.perf_counter() - start)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_aigc.cli.doctor_checks import CHECKS, Finding, Host, run_check
+from lightning_aigc.cluster.hccl_errors import explain
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.hccl_errors import explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

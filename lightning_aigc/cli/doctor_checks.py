@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli import doctor_versions as versions
-from lightning_aigc.gradient_sync import link_settings, topology
+from lightning_aigc.cluster import env_settings, ranktable, topology
 
 PROBE = Path(__file__).with_name("doctor_probe.py")
 PROBE_TIMEOUT_S = 180
@@ -182,10 +182,10 @@ def _ranktable(host: Host) -> Findings:
     if path is None:
         return []
     try:
-        places = topology.read_ranktable(path)
+        places = ranktable.read_ranktable(path)
     except topology.TopologyError as error:
         return [("problem", str(error))]
-    stray = topology.misplaced(places)
+    stray = ranktable.misplaced(places)
     if stray is None:
         return [("ok", f"RANK_TABLE_FILE={path} gives {len(places)} ranks their cards, as a launcher counts them")]
     said = (
@@ -224,7 +224,7 @@ def check_environment(host: Host) -> Findings:
     """The variables that steer communication: those that are set, and those that we would set."""
     given = {name: value for name, value in sorted(host.environ.items()) if VARIABLES.fullmatch(name)}
     found: Findings = [("note", f"set: {name}={value}") for name, value in given.items()]
-    planned = link_settings.planned(host.backend, 1, False, host.environ)
+    planned = env_settings.planned(host.backend, 1, False, host.environ)
     found += [("note", f"would be set: {setting.name}={setting.value} ({setting.why})") for setting in planned]
     if host.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0" and versions.installed("torch_npu"):
         found.append(("warn", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu: unset it to train"))

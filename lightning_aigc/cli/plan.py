@@ -11,9 +11,10 @@ from typing import Any
 
 from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
+from lightning_aigc.cluster import cost_model
+from lightning_aigc.cluster.modes import MODES
+from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, Job, Links, Shape
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync import cost_model
-from lightning_aigc.gradient_sync.cost_model import Job, Links, Shape
 
 DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
@@ -91,7 +92,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         protected=(counted.protected if counted else 0) if args.protected is None else args.protected,
         small=counted.small if counted else 0,
         frozen=(counted.frozen if counted else 0) if args.frozen is None else args.frozen,
-        frozen_bytes=counted.frozen_bytes if counted else cost_model.BF16_BYTES,
+        frozen_bytes=counted.frozen_bytes if counted else BF16_BYTES,
         forward_s=step_time * (1 - cost_model.BACKWARD_SHARE),
         backward_s=step_time * cost_model.BACKWARD_SHARE,
         sparsity=options.sparsity if args.sparsity is None else args.sparsity,
@@ -107,7 +108,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 def modes_of(plan: Plan) -> list[str]:
     """The modes that can be modelled: low_rank depends on shapes, which only a counted model has."""
-    return [mode for mode in cost_model.MODES if mode != "low_rank" or plan.job.low_rank_elements is not None]
+    return [mode for mode in MODES if mode != "low_rank" or plan.job.low_rank_elements is not None]
 
 
 def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def constants(plan: Plan) -> dict[str, float]:
         "backward_share": cost_model.BACKWARD_SHARE,
         "overlap_share": plan.job.overlap_share,
         "bucket_bytes": plan.job.bucket_bytes,
-        "compression_Bps": cost_model.COMPRESSION_BPS[plan.job.device],
+        "compression_Bps": COMPRESSION_BPS[plan.job.device],
         "launch_s": cost_model.LAUNCH_S[plan.job.device],
     }
 
@@ -182,7 +183,7 @@ def _assumptions(plan: Plan) -> list[str]:
         "All of this is modelled, as rings over equal cards with nothing else on the links. It assumes: backward is"
         f" {cost_model.BACKWARD_SHARE:.0%}",
         f"of a step, {job.overlap_share:.0%} of it hides traffic, buckets hold {with_scale(job.bucket_bytes, 'B')},"
-        f" {job.device} compresses {with_scale(cost_model.COMPRESSION_BPS[job.device], 'B/s')}{launches}.",
+        f" {job.device} compresses {with_scale(COMPRESSION_BPS[job.device], 'B/s')}{launches}.",
     ]
 
 

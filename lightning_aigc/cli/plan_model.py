@@ -78,7 +78,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
     from lightning.pytorch import LightningModule
 
     from lightning_aigc.cli.aigc_cli import AIGCArgumentParser
-    from lightning_aigc.gradient_sync.layout import is_small
+    from lightning_aigc.gradient_sync.flat_units import is_small
 
     parser = AIGCArgumentParser()
     parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -24,16 +23,11 @@ from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_enc
 from lightning_aigc.data.index import IndexSettings, TrainingIndex, build_index
 from lightning_aigc.data.machine import choose_workers, has_accelerator
 from lightning_aigc.data.materialize import folder_from_dataset, folder_from_shards
+from lightning_aigc.data.names import print_anywhere
 from lightning_aigc.data.report import DataReport
 from lightning_aigc.data.sampler import BucketBatchSampler
 from lightning_aigc.errors import DataError
 from lightning_aigc.tiny.embedded import resolve
-
-SAME_NAMES = (
-    "caption_separator", "trigger_word", "class_prompt", "num_repeats", "missing_captions", "use_alpha_mask",
-    "max_image_pixels",
-)  # fmt: skip
-"""Arguments that IndexSettings has by the same name."""
 
 
 class ImageCaptionData(LightningDataModule):
@@ -160,7 +154,7 @@ class ImageCaptionData(LightningDataModule):
             return
         self._build_index()
         if self.trainer is None or self.trainer.is_global_zero:
-            _print(self.report())
+            print_anywhere(self.report())
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Fill the caches with the Trainer's model, each rank its share, then the loader of this rank."""
@@ -239,19 +233,18 @@ class ImageCaptionData(LightningDataModule):
         if self._index is None:
             if self.caches.wanted:
                 check_writable(self.cache_dir)
-            index = build_index(
-                IndexSettings(
-                    folder=self._picture_folder(),
-                    shown_as=str(self.train_data_dir or self.dataset_name or self.shards),
-                    cache_dir=self.cache_dir,
-                    buckets=self.buckets,
-                    class_folder=_folder(self.class_data_dir),
-                    mask_folder=_folder(self.mask_dir),
-                    caption_extension=self.caption_extension,
-                    caption_key=self.caption_column if self.train_data_dir is not None else "text",
-                    **{name: self._given[name] for name in SAME_NAMES},
-                )
-            )
+            same_names = {f.name: self._given[f.name] for f in fields(IndexSettings) if f.name in self._given}
+            own = {
+                "folder": self._picture_folder(),
+                "shown_as": str(self.train_data_dir or self.dataset_name or self.shards),
+                "cache_dir": self.cache_dir,
+                "buckets": self.buckets,
+                "class_folder": _folder(self.class_data_dir),
+                "mask_folder": _folder(self.mask_dir),
+                "caption_extension": self.caption_extension,
+                "caption_key": self.caption_column if self.train_data_dir is not None else "text",
+            }
+            index = build_index(IndexSettings(**same_names | own))
             self._complete_report(index)
             self._index = index
         return self._index
@@ -279,7 +272,7 @@ class ImageCaptionData(LightningDataModule):
         index = self._build_index()
         index.report.cache = self.caches.fill(encoder, index, self.options, rank, world_size)
         if rank == 0 and self.trainer is not None:
-            _print("cache: " + "; ".join(index.report.cache))
+            print_anywhere("cache: " + "; ".join(index.report.cache))
 
     def _loader_settings(self, batches: int, processes: int) -> dict[str, Any]:
         workers = self.num_workers
@@ -300,8 +293,3 @@ class ImageCaptionData(LightningDataModule):
 
 def _folder(path: str | None) -> Path | None:
     return None if path is None else resolve(path).absolute()
-
-
-def _print(text: str) -> None:
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 
 
@@ -13,3 +14,9 @@ def printable(text: object) -> str:
 def comparable(name: str) -> str:
     """File names compare in Unicode form C: macOS writes form D, most editors form C."""
     return unicodedata.normalize("NFC", name).removeprefix("./")
+
+
+def print_anywhere(text: str) -> None:
+    """Print text, escaping what the terminal's encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -12,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.checksum import check_equal
-from lightning_aigc.gradient_sync.factory import AnySync, make_sync
-from lightning_aigc.gradient_sync.groups import DEFAULT_TIMEOUT
-from lightning_aigc.gradient_sync.layout import check_protect
-from lightning_aigc.gradient_sync.options import DEFAULT_MODE, Mode, SyncOptions, without_effect
-from lightning_aigc.gradient_sync.plain import LocalSteps
-from lightning_aigc.gradient_sync.sync import GradientSync, StepReport
+from lightning_aigc.gradient_sync.base import Sync
+from lightning_aigc.gradient_sync.factory import make_sync
+from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
+from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, without_effect
+from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT
+from lightning_aigc.gradient_sync.replica_check import check_equal
+from lightning_aigc.gradient_sync.step_report import StepReport, describe
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class GradientCompressor:
     compressor.enable_gradient_accumulation(steps=4)  # optional
     for batch in loader:
         (loss(ddp(batch)) / 4).backward()
-        if compressor.settle():  # the window is complete, and finite on every rank
+        if compressor.finish_step():  # the window is complete, and finite on every rank
             optimizer.step()
             optimizer.zero_grad()  # here, and not before: gradients add up until then
     print(compressor.report())
@@ -49,7 +51,7 @@ class GradientCompressor:
             scaler.update()
     ```
 
-    Every rank makes the same one. With one rank nothing is sent, a line says so, and the loop is the same.
+    Every rank makes the same compressor. With one rank nothing is sent, a line says so, and the loop is the same.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class GradientCompressor:
     ) -> None:
         """Args:
             strategy: how layers share what a sparse mode sends: by their gradients' size, or evenly.
-            sparsity_target: share that waits, in the sparse modes.
+            sparsity_target: sparse modes: share of the gradient that waits for a later step.
             protect_layers: name patterns of parameters that are sent whole; None protects `vae.decoder` and
                 `mid_block.attentions` where the model has them.
             mode, options: the other fields of `SyncOptions`.
@@ -86,7 +88,7 @@ class GradientCompressor:
             raise ConfigError(f"{str(error).partition(' ')[2]}; SyncOptions has {known}") from None
         self.timeout = timeout
         self.mode: Mode = mode
-        self._sync: AnySync | None = None
+        self._sync: Sync | None = None
         self._why = "not hooked into a model yet"
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._written = {"sparsity": f"sparsity_target={sparsity_target}", "layer_wise_adaptive": f"{strategy=}"}
@@ -97,7 +99,7 @@ class GradientCompressor:
 
     @property
     def last_step(self) -> StepReport | None:
-        """The last settled step's bytes and times."""
+        """The last finished step's bytes and times."""
         return None if self._sync is None else self._sync.report
 
     def hook_into_model(
@@ -110,8 +112,8 @@ class GradientCompressor:
 
         Args:
             optimizer: its steps trigger the parameters' average in mode local, which needs it.
-            scaler: the loss scaler of the loop, if it has one. What is owed is kept without its scale, which changes
-                from step to step; the scale is read as the step's first gradients arrive.
+            scaler: the loss scaler of the loop, if it has one. Residuals are kept without its scale, which changes from
+                step to step; it is read when the step's first gradients are ready.
         Raises: ConfigError for a model that is not DistributedDataParallel or has sparse gradients, and for a pattern
             that covers nothing.
         """
@@ -147,15 +149,13 @@ class GradientCompressor:
         log.info("GradientCompressor: %s", self._why)
         if self._sync is not None:
             self._sync.attach(ddp_model)
-        if isinstance(self._sync, LocalSteps) and optimizer is not None:
-            sync = self._sync
-            self._removable.append(optimizer.register_step_post_hook(lambda *_: sync.after_optimizer_step()))
+            self._average_after_steps(self._sync, optimizer)
 
     def enable_gradient_accumulation(self, steps: int = 4, sync_mode: Literal["overlap", "plain"] = "overlap") -> None:
         """Sync once every `steps` forward passes in training; call it after `hook_into_model`.
 
-        Gradients add up locally meanwhile, and `settle` is False: divide the loss by `steps`, and set gradients to zero
-        after a step alone. In sparse modes `overlap` chooses what to send from the sum so far while the last
+        Gradients add up locally meanwhile, and `finish_step` is False: divide the loss by `steps`, and set gradients to
+        zero after a step alone. In sparse modes `overlap` chooses what to send from the sum so far while the last
         micro-batch runs, `plain` from the step before.
         """
         if steps < 1 or sync_mode not in ("overlap", "plain"):
@@ -173,36 +173,46 @@ class GradientCompressor:
                 ddp.require_backward_grad_sync = passes % steps == 0  # type: ignore[assignment]  # what no_sync sets
 
         self._removable.append(self._ddp.register_forward_pre_hook(before_forward, prepend=True))
-        if isinstance(self._sync, GradientSync):
-            self._sync.choose_early = sync_mode == "overlap"
+        if self._sync is not None:
+            self._sync.set_early_choice(sync_mode == "overlap")
 
-    def settle(self) -> bool:
-        """End the sync of the backward pass: whether it is time to step. Collective; call it after each backward.
+    def finish_step(self) -> bool:
+        """End the sync of the backward pass, and say whether to step. Collective; call it after each backward.
 
         False while gradients still add up locally: after micro-batches that were not synced, by
         `enable_gradient_accumulation` or DDP's `no_sync`. False too where a rank's gradients were not finite: then they
         are dropped on all ranks, and the next backward begins anew. With a loss scaler such a step is the scaler's to
         skip, since it lowers the scale: True, and every rank's scaler finds NaN in every gradient. With one rank, and
-        where `auto` chose dense, gradients are plain DDP's: nobody looks whether they are finite.
+        where `auto` chose dense, gradients are plain DDP's, and no check looks whether they are finite.
 
         Raises: RanksDivergedError, every `checksum_every_n_steps`, when the parameters of the step before are not the
             same on all ranks; SyncError when a rank is gone.
         """
         if not self._is_synced:
             return False
-        report = None if self._sync is None else self._sync.settle()
+        report = None if self._sync is None else self._sync.finish_step()
         finite = report is None or report.finite
         if not finite and self._scaler is None:
             for _, parameter in self._parameters:
                 parameter.grad = None
-        elif not finite:  # found in one bucket, and an optimizer may have the parameters of another
+        elif not finite:  # it was found in one bucket, and an optimizer may have the parameters of another
             torch._foreach_mul_(self._gradients(), torch.nan)
         else:
             self._finite_steps += 1
             every = self.options.checksum_every_n_steps
-            if every and self._finite_steps % every == 0 and self.mode != "local":
+            ranks_differ = self._sync is not None and self._sync.has_rank_local_parameters
+            if every and self._finite_steps % every == 0 and not ranks_differ:
                 check_equal(self._parameters)
         return finite or self._scaler is not None
+
+    def settle(self) -> bool:
+        """Do as `finish_step`, which is its name now."""
+        warnings.warn("GradientCompressor.settle is now finish_step", FutureWarning, stacklevel=2)
+        return self.finish_step()
+
+    def _average_after_steps(self, sync: Sync, optimizer: torch.optim.Optimizer | None) -> None:
+        if sync.has_rank_local_parameters and optimizer is not None:
+            self._removable.append(optimizer.register_step_post_hook(lambda *_: sync.after_optimizer_step()))
 
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
@@ -211,22 +221,22 @@ class GradientCompressor:
         return [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
 
     def _note_whether_synced(self, ddp: nn.Module, _: Any) -> None:
-        if torch.is_grad_enabled():  # DDP decides in its forward, by the same two
+        if torch.is_grad_enabled():  # DDP decides in its forward, by the same two values
             self._is_synced = bool(ddp.require_backward_grad_sync)
 
     def report(self) -> str:
-        """What the last step sent, by kind, and what that cost, in a few lines."""
+        """Return what the last step sent, by kind, and what that cost, in a few lines."""
         lines = [f"gradient sync: {self._why}"]
         if self._sync is not None:
             lines.append(describe(self._sync.report, self._sync.step, self._sync.skipped_steps))
         return "\n".join(lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, for each rank to save: plain CPU tensors and numbers, loadable with weights_only=True."""
+        """Return this rank's state, for each rank to save: CPU tensors and numbers, loadable with weights_only=True."""
         return {} if self._sync is None else self._sync.state_dict()
 
     def load_state_dict(self, *states: dict[str, Any]) -> list[str]:
-        """Take up a run: this rank's own state, or those of all ranks that saved, in their order.
+        """Resume a run from this rank's state, or from those of all ranks that saved, in their order.
 
         Returns: what cannot be exact, in sentences.
         """
@@ -237,7 +247,7 @@ class GradientCompressor:
         return self._sync.load_state_dict(states)
 
     def close(self) -> None:
-        """Stop the thread, let go of the process groups and of the hooks on optimizer and model; once.
+        """Stop the thread, destroy the process groups, and remove the hooks on optimizer and model.
 
         DDP keeps its communication hook: train on with a new DistributedDataParallel.
         """
@@ -246,31 +256,3 @@ class GradientCompressor:
         self._removable.clear()
         if self._sync is not None:
             self._sync.close()
-
-
-def trained_parameters(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that DDP syncs, under their names in the module it wraps."""
-    ignored = ddp.parameters_to_ignore
-    return [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
-
-
-def refuse_sparse_gradients(ddp: DistributedDataParallel) -> None:
-    """Raises: ConfigError for an embedding whose gradient is a sparse tensor: DDP hands those to no hook."""
-    for name, module in ddp.module.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise ConfigError(
-                f"{name or 'the model'}, an {type(module).__name__} with sparse=True, has a gradient that cannot be "
-                "synced here; make it with sparse=False, or freeze it"
-            )
-
-
-def describe(report: StepReport | None, steps: int, skipped: int) -> str:
-    """One line on a step's bytes and times."""
-    if report is None:
-        return "no step yet"
-    parts = ", ".join(f"{kind} {sent / 1e6:.2f} MB" for kind, sent in report.sent_bytes.items() if sent)
-    return (
-        f"step {steps}: sent {parts or 'nothing'}; {report.ratio:.3f} of a dense float32 ring; "
-        f"{report.exposed_ms:.0f} ms exposed, {100 * report.share_hidden:.0f} % hidden"
-        + (f"; {skipped} steps skipped for values that are not finite" if skipped else "")
-    )

@@ -6,16 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_aigc.cluster.modes import DEFAULT_MODE, MODES, SPARSE_MODES, Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
-Mode = Literal[
-    "auto", "dense", "bf16", "int8", "int4", "int3",
-    "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
-]  # fmt: skip
-DEFAULT_MODE: Mode = "int3"
-SPARSE_MODES: tuple[Mode, ...] = ("sparse", "sparse_int8", "sparse_int4")
-SERVES: dict[str, tuple[Mode, ...]] = {
+SERVES: dict[str, tuple[str, ...]] = {
     "sparsity": SPARSE_MODES,
     "layer_wise_adaptive": SPARSE_MODES,
     "rank": ("low_rank",),
@@ -23,13 +18,13 @@ SERVES: dict[str, tuple[Mode, ...]] = {
     "outer_learning_rate": ("local",),
     "outer_momentum": ("local",),
 }
-"""Options that some modes alone look at."""
+"""Options that only some modes read."""
 DEFAULT_PROTECT = ("vae.decoder*", "*mid_block.attentions*")
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How gradients travel between ranks.
+    """How gradients are reduced over the ranks.
 
     Raises: ConfigError for a value outside what its field says.
     """
@@ -41,8 +36,8 @@ class SyncOptions:
     layer_wise_adaptive: bool = True
     """Sparse modes: layers share what is sent by the size of their gradients; else each sends the same share."""
     protect: Sequence[str] | None = None
-    """Name patterns of parameters that are sent whole in float32, as in FusedBackwardPrecision; one that covers nothing
-    is an error. None protects `vae.decoder` and `mid_block.attentions` where a model has them."""
+    """Name patterns of parameters that are sent whole in float32, as in FusedBackwardPrecision; a pattern that covers
+    nothing is an error. None protects `vae.decoder` and `mid_block.attentions` where a model has them."""
     warmup_steps: int = 0
     """Dense steps before compression begins."""
     error_feedback: bool = True
@@ -50,7 +45,7 @@ class SyncOptions:
     hierarchical: bool | Literal["auto"] = "auto"
     """Whether ranks of one node first add up among themselves, dense; auto does where nodes have equally many ranks."""
     bucket_mb: float = 25.0
-    """MB of float32 gradient that travel together, DDP's own unit too."""
+    """MB of float32 gradient that are reduced together; DDP's buckets are as large."""
     overlap: bool = True
     """Whether gradients travel while backward runs on."""
     delay_one_step: bool = False
@@ -85,12 +80,12 @@ class SyncOptions:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
-        if self.delay_one_step and self.mode in ("dense", "local", "auto"):
+        if self.delay_one_step and (self.mode == "auto" or MODES[self.mode].is_exact):
             raise ConfigError(f"delay_one_step wants a mode that compresses, got mode={self.mode!r}")
         self.protection()
 
     def protection(self) -> GradientProtection:
-        """The patterns as the one mechanism that also serves FusedBackwardPrecision."""
+        """Return the patterns as the mechanism that FusedBackwardPrecision uses too."""
         try:
             return GradientProtection(DEFAULT_PROTECT if self.protect is None else self.protect)
         except ValueError as error:
@@ -98,7 +93,7 @@ class SyncOptions:
 
 
 def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
-    """A sentence for each option that was changed and that its mode does not look at.
+    """Return a sentence for each option that was changed and that its mode does not read.
 
     Args: written: how the user wrote a field, where that is not `field=value`.
     """
@@ -112,3 +107,16 @@ def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> lis
                 "have it, or leave it out"
             )
     return sentences
+
+
+def check_protect(options: SyncOptions, names: Sequence[str]) -> None:
+    """Check the user's patterns against the parameters' names.
+
+    Raises: ConfigError for a pattern that covers none of them.
+    """
+    if options.protect is None:
+        return
+    try:
+        options.protection().check(names)
+    except ValueError as error:
+        raise ConfigError(f"{error}; leave protect out for the default, or give [] to protect nothing") from None

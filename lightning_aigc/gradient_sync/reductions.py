@@ -1,9 +1,9 @@
-"""How one flat vector is added up over the ranks: exact, in bfloat16, or in few-bit integers.
+"""Reductions: add up one flat vector over the ranks, exactly, in bfloat16, or in few-bit integers.
 
-A reduction is a generator: it yields each collective it has started and goes on when that is done, so that whoever
-drives several of them decides what runs meanwhile. It is given e, this rank's share of the mean gradient with what it
-still owes, and returns the sum over the ranks, the same bits everywhere, with a number that is finite when the sum is.
-What it did not send stays in e: the sum of all e before equals the result plus the sum of all e after.
+A reduction is a generator: it yields each collective it has started and goes on when that is done, so that an executor
+decides what runs meanwhile. It is given e, this rank's share of the mean gradient plus its residual, and returns the
+sum over the ranks, the same bits on every rank, with a number that is finite when the sum is. What it did not send
+stays in e as the next residual: the sum of all e before equals the result plus the sum of all e after.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.block_integers import BlockIntegers
-from lightning_aigc.gradient_sync.layout import Unit
-from lightning_aigc.gradient_sync.traffic import CountedGroup
+from lightning_aigc.gradient_sync.collectives import CountedGroup
+from lightning_aigc.gradient_sync.flat_units import FlatUnit
+from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 
 Reducing = Generator[Any, None, tuple[Tensor, Tensor]]
 
 
 class Reduction(Protocol):
-    """One mode. Its state, if it has any, changes at `commit` alone, when the whole step was finite."""
+    """How a mode reduces a unit. Its state, if it has any, changes in `commit` alone, when the step was finite."""
 
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing: ...
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing: ...
 
-    def observe(self, unit: Unit, total_N: Tensor) -> None:
-        """A sum that was sent whole, in a step of warm-up."""
+    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
+        """Learn from a sum that was sent uncompressed, in a step of warm-up."""
 
-    def commit(self) -> None: ...
+    def commit(self) -> None:
+        """Keep what the step changed."""
 
-    def forget(self) -> None:
-        """The step was not finite."""
+    def rollback(self) -> None:
+        """Drop what the step changed: it was not finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -40,15 +41,15 @@ class Reduction(Protocol):
 
 
 class Stateless:
-    """What a reduction without a state of its own has in place of one."""
+    """A reduction without state."""
 
-    def observe(self, unit: Unit, total_N: Tensor) -> None:
+    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
         pass
 
     def commit(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def rollback(self) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,10 +59,10 @@ class Stateless:
         pass
 
 
-class Whole(Stateless):
-    """Everything, in float32."""
+class Uncompressed(Stateless):
+    """Sends everything in float32."""
 
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         total = e_N.clone()
         yield group.all_reduce(total, _kind(unit))
         e_N.zero_()
@@ -69,59 +70,59 @@ class Whole(Stateless):
 
 
 class BFloat16(Stateless):
-    """Everything, in bfloat16; partial sums round to it as well, and those roundings are lost."""
+    """Sends everything in bfloat16; partial sums round to it as well, and those roundings are lost."""
 
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         total = yield from in_bfloat16(e_N, group)
         return total.float(), total.sum(dtype=torch.float32)
 
 
-class Integers(Stateless):
-    """Blocks of few-bit integers in two hops, both with error feedback."""
+class Quantized(Stateless):
+    """Sends blocks of few-bit integers in two hops, both with error feedback."""
 
     def __init__(self, bits: int) -> None:
-        self.code = BlockIntegers(bits)
+        self.quantizer = BlockQuantizer(bits)
 
-    def reduce(self, unit: Unit, e_N: Tensor, group: CountedGroup) -> Reducing:
-        result = yield from in_two_hops(e_N, self.code, group)
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        result = yield from in_two_hops(e_N, self.quantizer, group)
         return result
 
 
 def in_bfloat16(e_N: Tensor, group: CountedGroup) -> Generator[Any, None, Tensor]:
-    """The sum in bfloat16; what rounding cost stays in e_N."""
+    """Return the sum in bfloat16; the rounding error stays in e_N."""
     wire = e_N.bfloat16()
     e_N.sub_(wire)
     yield group.all_reduce(wire)
     return wire
 
 
-def in_two_hops(e_N: Tensor, code: BlockIntegers, group: CountedGroup) -> Reducing:
-    """Each rank adds up one part of the vector, which all send it packed, and sends the sum, packed anew.
+def in_two_hops(e_N: Tensor, quantizer: BlockQuantizer, group: CountedGroup) -> Reducing:
+    """Each rank adds up one shard of the vector, which all ranks send it quantized, and sends the sum, quantized anew.
 
-    A rank's own part is not packed on its way to itself: there e_N takes what the second hop leaves, and so one vector
-    holds what either hop still owes. N must divide by the group's size times `code.multiple`.
+    A rank's own shard is not quantized in the first hop: there e_N takes the error of the second, and so one vector
+    holds the residual of both hops. N must divide by the group's size times `quantizer.multiple`.
     """
     e_RN = e_N.view(group.size, -1)
-    nbytes = code.wire_bytes(e_RN.shape[1])
+    nbytes = quantizer.wire_bytes(e_RN.shape[1])
     out_RB, received_RB = (torch.empty(group.size, nbytes, dtype=torch.uint8, device=e_N.device) for _ in range(2))
     others = [slice(0, group.rank), slice(group.rank + 1, group.size)]
     for rows in others:
-        code.encode_(e_RN[rows], out_RB[rows])
-    yield group.all_to_all(received_RB.view(-1), out_RB.view(-1))  # what is there for oneself no one reads
+        quantizer.encode_(e_RN[rows], out_RB[rows])
+    yield group.all_to_all(received_RB.view(-1), out_RB.view(-1))  # no rank reads its own row
 
     mine_1N = e_RN[group.rank : group.rank + 1]
     for rows in others:
-        code.add_rows_(received_RB[rows], mine_1N[0])
+        quantizer.add_rows_(received_RB[rows], mine_1N[0])
     sum_1B = torch.empty(1, nbytes, dtype=torch.uint8, device=e_N.device)
-    code.encode_(mine_1N, sum_1B)
+    quantizer.encode_(mine_1N, sum_1B)
     yield group.all_gather(received_RB.view(-1), sum_1B.view(-1))
 
     total_RN = torch.empty_like(e_RN)
-    check = code.decode(received_RB, total_RN)
+    check = quantizer.decode(received_RB, total_RN)
     return total_RN.view(-1), check
 
 
-def _kind(unit: Unit) -> str:
-    if not unit.whole:
+def _kind(unit: FlatUnit) -> str:
+    if not unit.uncompressed:
         return "values"
     return "protected" if unit.protected else "small"

@@ -1,6 +1,6 @@
-"""The order of a node's devices under its ranks: one rank a node asks the tool for the links, and the others follow.
+"""The order of a node's devices under its ranks: one rank of each node asks for the links, and tells the others.
 
-Were each rank to ask for itself, one whose tool does not answer would keep the old order, and share another's card.
+If each rank asked by itself, a rank whose tool does not answer would keep the old order, and share another rank's card.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_aigc.gradient_sync.topology import Topology, device_order, read_topology
+from lightning_aigc.cluster.topology import Topology, device_order, read_topology
 
 _agreed: dict[tuple[int, ...], list[int]] = {}
-"""What was agreed on in this process, by the devices' indices: a later fit finds the process group made."""
+"""The orders agreed on in this process, by the devices' indices: a later fit finds a process group already."""
 
 
 def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
-    """What all ranks share before there is a process group; MASTER_ADDR and MASTER_PORT say where."""
+    """Open the store that all ranks share before there is a process group, at MASTER_ADDR and MASTER_PORT."""
     timeout = timeout or default_pg_timeout
     store: Store = next(rendezvous("env://", rank, ranks, timeout=timeout))[0]
     store.set_timeout(timeout)
@@ -32,9 +32,9 @@ def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
 def agree_on_order(
     indices: Sequence[int], open_store: Callable[[], Store], node: int, *, decides: bool
 ) -> tuple[list[int], str]:
-    """These indices of devices in the order of a node's ranks, and a line to print where that is news.
+    """Return these indices of devices in the order of a node's ranks, and a line to print where the order changed.
 
-    Args: decides: whether this is the rank of its node that asks; the others of that `node` wait for what it says.
+    Args: decides: whether this is the rank of its `node` that asks the tool; the node's other ranks wait for it.
     """
     if "RANK_TABLE_FILE" in os.environ:
         return list(indices), "keeps the devices in their order: RANK_TABLE_FILE gives each rank its own"
@@ -54,7 +54,7 @@ def agree_on_order(
 
 
 def ordered(indices: Sequence[int], topology: Topology | None) -> list[int]:
-    """These indices, each followed by the closest one that is left; as they are where the topology lacks one."""
+    """Return these indices, each followed by the closest remaining; unchanged where the topology lacks some."""
     if topology is None or not all(index < len(topology.devices) for index in indices):
         return list(indices)
     return [indices[place] for place in device_order(topology.part(indices), len(indices))]

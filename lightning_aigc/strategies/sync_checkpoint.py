@@ -1,4 +1,4 @@
-"""Each rank's sync state in a file of its own beside the checkpoint: `last.ckpt.sync/rank0.ckpt` and so on."""
+"""Sync checkpoints: each rank's sync state in a file beside the checkpoint, `last.ckpt.sync/rank0.ckpt` and so on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from lightning_aigc.gradient_sync.factory import AnySync
-from lightning_aigc.gradient_sync.plain import LocalSteps
-from lightning_aigc.gradient_sync.sync import GradientSync
+from lightning_aigc.gradient_sync.base import Sync
 
 
 class SyncCheckpoint:
-    """Writes what a rank owes, and keeps what was read until there is a sync to take it up."""
+    """Writes a rank's sync state, and keeps what was read until there is a sync to load it."""
 
     KEY = "npu_sparse"
 
@@ -28,14 +26,14 @@ class SyncCheckpoint:
         self._written: dict[str, Any] = {}
         """The step of each file that some rank was asked to write, until it is removed."""
 
-    def save(self, checkpoint_io: Any, sync: AnySync, checkpoint: dict[str, Any], filepath: Any) -> dict[str, Any]:
+    def save(self, checkpoint_io: Any, sync: Sync, checkpoint: dict[str, Any], filepath: Any) -> dict[str, Any]:
         """Write this rank's file.
 
-        Returns: the checkpoint with a word on how many ranks wrote theirs, and at which step.
+        Returns: the checkpoint with how many ranks wrote theirs, and at which step.
         """
         written = {"world_size": sync.groups.world_size, "global_step": checkpoint.get("global_step")}
         state = sync.state_dict() | {"global_step": written["global_step"]}
-        if isinstance(sync, LocalSteps):  # the ranks' optimizers step apart, and the checkpoint has one of them
+        if sync.has_rank_local_parameters:  # the ranks' optimizers differ, and the checkpoint has rank zero's alone
             state["optimizer_states"] = checkpoint.get("optimizer_states")
         for rank in range(sync.groups.world_size):
             self._written[_path(filepath, rank)] = written["global_step"] or 0
@@ -52,9 +50,9 @@ class SyncCheckpoint:
         *,
         own_optimizers: bool,
     ) -> dict[str, Any]:
-        """Read this rank's state, or all of them when their number has changed.
+        """Read this rank's state, or those of all ranks when their number has changed.
 
-        Returns: the checkpoint, where `own_optimizers` with this rank's optimizer states, if it had its own.
+        Returns: the checkpoint; where `own_optimizers`, with this rank's optimizer states, if it wrote them.
         """
         self._expected, self._states, self._error = False, [], ""
         written = checkpoint.get(self.KEY)
@@ -78,7 +76,7 @@ class SyncCheckpoint:
         return checkpoint if own is None else {**checkpoint, "optimizer_states": own}
 
     def expect(self, state_of: Callable[[int], dict[str, Any] | None], rank: int, ranks: int, saved_ranks: int) -> None:
-        """Take a snapshot's states in place of a checkpoint's: None where the run had no sync."""
+        """Take a snapshot's states in place of a checkpoint's; `state_of` is None where the run had no sync."""
 
         def read(of_ranks: Iterable[int]) -> list[dict[str, Any]]:
             return [state for state in map(state_of, of_ranks) if state is not None]
@@ -87,31 +85,34 @@ class SyncCheckpoint:
         self._states = read([rank] if saved_ranks == ranks else range(saved_ranks))
         self._expected = bool(self._states)
 
-    def apply(self, sync: AnySync | None, agree: Callable[[bool], bool]) -> list[str]:
-        """Hand what was read to the sync; sentences on what is not exact. Collective where there is a sync.
+    def apply(self, sync: Sync | None, agree: Callable[[bool], bool]) -> list[str]:
+        """Load what was read into the sync; returns sentences on what is not exact. Collective where there is a sync.
 
-        Args: agree: whether all ranks say yes.
+        Args: agree: returns whether all ranks say yes.
         """
         states, expected, self._states, self._expected = self._states, self._expected, [], False
         if not expected:
             return []
         if sync is None:
-            return ["the checkpoint's run compressed gradients and this one does not; what ranks owed is dropped"]
+            return ["the checkpoint's run compressed gradients and this one does not; the residuals are dropped"]
         if self._saved_ranks == sync.groups.world_size and states:
-            if isinstance(sync, GradientSync) and states[0].get("ranks_inside", 1) != sync.ranks_inside:
+            if sync.needs_all_states(states[0]):
                 states = self._read(range(self._saved_ranks))
             else:
                 states = states * self._saved_ranks
         if not agree(bool(states)):  # one rank with another history would choose and send other values than the rest
             return [
-                f"{self._error or 'another rank misses its sync state'}; what {self._saved_ranks} ranks still owed is "
-                "lost, and compression starts anew"
+                f"{self._error or 'another rank misses its sync state'}; the residuals of {self._saved_ranks} ranks "
+                "are lost, and compression starts anew"
             ]
         return sync.load_state_dict(states)
 
     def remove(self, checkpoint_io: Any, filepath: Any) -> None:
-        """Remove a checkpoint and its files. An IO that writes behind training does so once the other ranks' files of
-        the checkpoints that stay are durable: rank 0 knows of its own only."""
+        """Remove a checkpoint and its files.
+
+        An IO that writes behind training does so once the other ranks' files of the remaining checkpoints are durable:
+        rank 0 knows about its own files only.
+        """
         folder = _folder(filepath)
         self._written = {path: step for path, step in self._written.items() if not path.startswith(f"{folder}/")}
         remove_once = getattr(checkpoint_io, "remove_once", None)
@@ -123,12 +124,12 @@ class SyncCheckpoint:
 
 
 def _are_written(steps: dict[str, Any]) -> bool:
-    found = {path: _step_in(path) for path in steps}  # a newer one in its place will do
+    found = {path: _step_in(path) for path in steps}  # a newer file in its place is as good
     return all(found[path] is not None and found[path] >= step for path, step in steps.items())
 
 
 def _step_in(path: str) -> Any:
-    """The step that a file of a rank is of; None where there is none yet. Its tensors are not read."""
+    """Return the step of a rank's file, None where there is no file yet. Its tensors are not read."""
     try:
         return torch.load(path, weights_only=True, mmap=True)["global_step"]
     except (OSError, RuntimeError, KeyError):
@@ -140,7 +141,7 @@ def _nothing(ranks: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def _folder(filepath: Any) -> str:
-    """Where a checkpoint's sync state lies; `filepath` may be the URL of a remote folder, and no Path."""
+    """Return the folder of a checkpoint's sync state; `filepath` may be a URL instead of a Path."""
     link = None if "://" in str(filepath) else Path(filepath)
     return f"{link.resolve() if link is not None and link.is_symlink() else filepath}.sync"  # save_last="link"
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_aigc.cli import doctor_checks, doctor_versions
 from lightning_aigc.cli.doctor_checks import CHECKS, Host, run_check
-from lightning_aigc.gradient_sync.topology import Reading, parse_topology
+from lightning_aigc.cluster.topology import Reading, parse_topology
 
 Command = Callable[..., Any]
 NO_CANN = "libhccl.so: cannot open shared object file: No such file or directory"

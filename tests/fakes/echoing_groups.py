@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.groups import Groups
-from lightning_aigc.gradient_sync.traffic import Traffic
+from lightning_aigc.gradient_sync.collectives import Traffic
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 
 
 class Done:
@@ -44,7 +44,7 @@ class EchoingGroup:
         return Done()
 
 
-class EchoingGroups(Groups):
+class EchoingGroups(ProcessGroups):
     """Nodes of `inside` ranks each; `rank` is this one's place among the nodes."""
 
     def __init__(self, nodes: int = 2, inside: int = 1, rank: int = 0) -> None:

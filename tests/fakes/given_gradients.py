@@ -81,7 +81,7 @@ class Training:
         self.optimizer.zero_grad()
         for gradients in micro_batches:
             (self.ddp(gradients) / len(micro_batches)).backward()
-        finite = self.compressor.settle()
+        finite = self.compressor.finish_step()
         if finite:
             self.optimizer.step()
         return finite
@@ -105,9 +105,18 @@ def poisoned(gradients: dict[str, Tensor], name: str, at: int, value: float = ma
     return gradients | {name: changed}
 
 
-def owed_of(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
-    """What a rank's state says it owes, by name, float64 [values of the parameter]."""
-    owed = {name: torch.zeros(math.prod(shape), dtype=torch.float64) for name, shape in shapes.items()}
+def residuals_of(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    """The residuals in a rank's state, by name, float64 [values of the parameter]."""
+    residuals = {name: torch.zeros(math.prod(shape), dtype=torch.float64) for name, shape in shapes.items()}
     for name, part in state["owed"].items():
-        owed[name][part["start"] : part["start"] + part["values"].numel()] = part["values"].double()
-    return owed
+        residuals[name][part["start"] : part["start"] + part["values"].numel()] = part["values"].double()
+    return residuals
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The error that a call ends with, in words."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

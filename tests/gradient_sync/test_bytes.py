@@ -13,10 +13,12 @@ from diffusers import UNet2DConditionModel
 
 from fakes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync import cost_model, groups
-from lightning_aigc.gradient_sync.block_integers import BlockIntegers
-from lightning_aigc.gradient_sync.layout import Unit, make_units
+from lightning_aigc.cluster import cost_model
+from lightning_aigc.cluster.workload import Job, Shape
+from lightning_aigc.gradient_sync import process_groups
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 
 COMPRESSED = tuple(mode for mode in MODES if mode not in ("dense", "local"))
 RANK = 5
@@ -36,7 +38,7 @@ PER_VALUE = {
 
 
 def work(rank: int, nodes: int, inside: int) -> dict[str, Any]:
-    groups.node_key = lambda: f"node {rank // inside}"
+    process_groups.node_key = lambda: f"node {rank // inside}"
 
     def last_step(shapes: Mapping[str, tuple[int, ...]], **options: Any) -> tuple[dict[str, float], float]:
         run = Training(module=Given(shapes), strategy="uniform", sparsity_target=1 - DENSITY, rank=RANK, **options)
@@ -85,8 +87,8 @@ def test_counted_bytes_are_those_of_the_parameters(mode: str, setting: str, coun
 def test_plan_says_the_bytes_that_are_counted(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
     nodes, inside = SETTINGS[setting]
     factors = RANK * (512 + 320 + 256 + 64 * 9)
-    job = cost_model.Job(N + 351, 1.0, 2.0, protected=301, small=50, sparsity=1 - DENSITY, low_rank_elements=factors)
-    in_node, between = cost_model.sent_bytes(mode, job, cost_model.Shape(nodes, inside))
+    job = Job(N + 351, 1.0, 2.0, protected=301, small=50, sparsity=1 - DENSITY, low_rank_elements=factors)
+    in_node, between = cost_model.sent_bytes(mode, job, Shape(nodes, inside))
     for sent, _ in (row[mode] for row in counted[setting]):
         if nodes > 1 and mode != "low_rank":
             assert sent["intra_node"] == pytest.approx(in_node, rel=1e-4)
@@ -125,9 +127,9 @@ def unet() -> list[tuple[str, torch.Tensor]]:
     return list(model.named_parameters())
 
 
-def ratio_of(units: list[Unit], numel: int, values_bytes: Any) -> float:
+def ratio_of(units: list[FlatUnit], numel: int, values_bytes: Any) -> float:
     """To the dense float32 ring; the factor of the ranks is in both."""
-    sent = sum(4 * unit.numel if unit.whole else values_bytes(unit) for unit in units)
+    sent = sum(4 * unit.numel if unit.uncompressed else values_bytes(unit) for unit in units)
     return sent / (4 * numel)
 
 
@@ -140,15 +142,15 @@ def test_the_default_sends_less_than_0_15_of_stable_diffusions_gradient(
     assert numel == 859_520_964
     units = make_units(unet, options, ranks, min(ranks, 8))
     assert any(unit.protected for unit in units)
-    code = BlockIntegers(int(options.mode[3:]))
+    code = BlockQuantizer(int(options.mode[3:]))
     ratio = ratio_of(units, numel, lambda unit: code.wire_bytes(unit.numel))
     assert 0.1 < ratio <= 0.15
     if ranks == 8:
         held = {
-            kind: sum(e.shape.numel() for u in units if u.protected is kind and u.whole for e in u.entries)
+            kind: sum(e.shape.numel() for u in units if u.protected is kind and u.uncompressed for e in u.entries)
             for kind in (True, False)
         }
-        job = cost_model.Job(numel, 1.0, 2.0, protected=held[True], small=held[False])
+        job = Job(numel, 1.0, 2.0, protected=held[True], small=held[False])
         assert cost_model.payload_bytes(options.mode, job) / (4 * numel) == pytest.approx(ratio, rel=0.01)
 
 
@@ -156,9 +158,9 @@ def test_the_default_sends_less_than_0_15_of_stable_diffusions_gradient(
 def test_a_twentieth_in_int8_sends_a_fiftieth(ranks: int, unet: list[tuple[str, torch.Tensor]]) -> None:
     options = SyncOptions(mode="sparse_int8", sparsity=0.95, protect=[])
     units = make_units(unet, options, ranks)
-    code = BlockIntegers(8)
+    code = BlockQuantizer(8)
 
-    def values_bytes(unit: Unit) -> float:
+    def values_bytes(unit: FlatUnit) -> float:
         blocks = unit.numel // 256
         sent = math.ceil((1 - options.sparsity) * blocks) + len(unit.entries)  # a layer rounds up
         return code.wire_bytes(-(-sent // ranks) * ranks * 256) + 2 * blocks

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-import os
-import re
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients, owed_of, poisoned
+from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients, poisoned, refusal
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync import GradientCompressor, SyncError, SyncOptions, factory
-from lightning_aigc.gradient_sync.checksum import bits_of, check_equal
-from lightning_aigc.gradient_sync.probe import Probe, choose_mode
+from lightning_aigc.gradient_sync import GradientCompressor, SyncOptions, factory
+from lightning_aigc.gradient_sync.autotune import ModeTimings, choose_mode
+from lightning_aigc.gradient_sync.replica_check import bits_of, check_equal
 
-ROOT = Path(__file__).parents[2]
-SCALED = ("dense", "int3", "sparse", "low_rank", "local")
-SHORT = timedelta(seconds=3)
-ENDS = ("int3", "dense", "sparse", "local", "inline", "late")
-FAST = Probe(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
-SLOW = Probe(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})
-
-
-def refusal(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+FAST = ModeTimings(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
+SLOW = ModeTimings(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})
 
 
 def micro_batches(step: int, rank: int, count: int) -> list[dict[str, torch.Tensor]]:
@@ -86,7 +68,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
     results["report"] = run.compressor.report()
 
     for name, measured in (("fast", FAST), ("slow", SLOW)):
-        factory.probe = lambda *_, m=measured: m
+        factory.measure_modes = lambda *_, m=measured: m
         run = Training(mode="auto", module=Given({"weight": (1024, 1024)}))
         run.step({"weight": torch.full((1024, 1024), float(rank))})
         stepped = []
@@ -137,177 +119,18 @@ def drift(rank: int) -> dict[str, str]:
     for step in range(3):
         module.zero_grad()
         ddp(poisoned(make_gradients(step, rank), "tail", 0) if step == 1 else make_gradients(step, rank)).backward()
-        assert compressor.settle() == (step != 1)
+        assert compressor.finish_step() == (step != 1)
     if rank == 0:
         with torch.no_grad():
             module.bias[3] += 1
     ddp(make_gradients(3, rank)).backward()
-    said["without an optimizer"] = refusal(compressor.settle)  # the third that counts
+    said["without an optimizer"] = refusal(compressor.finish_step)  # the third that counts
     return said
-
-
-def scaled_loop(rank: int) -> dict[str, Any]:
-    """A loop under torch's loss scaler, whose scale grows and whose fourth step overflows on rank 1; and none of it."""
-    results = {}
-    for mode in SCALED:
-        options: dict[str, Any] = {"mode": mode, "local_steps": 2, "sparsity_target": 0.6}
-        without = Training(**options)
-        without.steps(rank, [0, 1, 2, 4, 5])
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        run = Training(**options, scaler=scaler)
-        told, scales, moved = [], [], []
-        for step in range(6):
-            gradients = make_gradients(step, rank)
-            if (step, rank) == (3, 1):
-                gradients = poisoned(gradients, "second", 7, 3e38)
-            before = run.flat()
-            run.optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-            scaler.scale(run.ddp(gradients)).backward()
-            told.append(run.compressor.settle())
-            scaler.unscale_(run.optimizer)
-            scaler.step(run.optimizer)
-            scaler.update()
-            moved.append(not torch.equal(before, run.flat()))
-        owed = [owed_of(r.compressor.state_dict()) for r in (without, run)] if mode != "local" else [{}, {}]
-        results[mode] = [without.flat(), run.flat(), owed, told, scales, moved]
-    return results
-
-
-def after_a_bad_window(rank: int) -> list[Any]:
-    """What `settle` says of a window with NaN on rank 1 and of the next, with nobody setting gradients to zero."""
-    run = Training(accumulate=2)
-    told = []
-    for step in range(4):
-        gradients = make_gradients(step, rank)
-        run.ddp(poisoned(gradients, "tail", 0) if (step, rank) == (1, 1) else gradients).backward()
-        told.append(run.compressor.settle())
-    return told
-
-
-def part_of_an_overflow(rank: int) -> list[Any]:
-    """Whether the optimizers of two parameters stepped, where one of the two overflowed on rank 1."""
-    run = Training(mode="dense", scaler=(scaler := torch.amp.GradScaler("cpu")))
-    parts = [torch.optim.SGD([parameter], 1.0) for parameter in (run.module.first, run.module.second)]
-    gradients = make_gradients(0, rank)
-    scaler.scale(run.ddp(poisoned(gradients, "second", 7, 3e38) if rank == 1 else gradients)).backward()
-    run.compressor.settle()
-    for optimizer in parts:
-        scaler.step(optimizer)
-    scaler.update()
-    return [bool(run.module.first.any()), bool(run.module.second.any())]
-
-
-def documented_loops(rank: int) -> dict[str, Any]:
-    """The loops of our documents, as printed, on batches of each rank's own: parameters before and after."""
-    text = Path(ROOT, "docs", "gradient_sync.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    plain, scaled = (block for block in blocks if "compressor.settle()" in block)
-    in_docstring = re.findall(r"```python\n(.*?)```", inspect.getdoc(GradientCompressor) or "", re.DOTALL)[0]
-    hooked = "compressor.hook_into_model(ddp, optimizer"
-    with_scaler = plain[: plain.index("for batch")].replace(hooked, f"{hooked}, scaler") + scaled
-    ends = {}
-    for name, code in {"plain": plain, "with a scaler": with_scaler, "in the docstring": in_docstring}.items():
-        torch.manual_seed(0)
-        model = Decoder()
-        before = torch.cat([p.detach().clone().view(-1) for p in model.parameters()])
-        torch.manual_seed(1 + rank)
-        names: dict[str, Any] = {
-            "model": model,
-            "optimizer": torch.optim.AdamW(model.parameters(), 1e-3),
-            "loader": [torch.randn(8, 64) for _ in range(10)],  # two whole windows, and a half
-            "scaler": torch.amp.GradScaler("cpu"),
-            "loss": lambda value: value,
-            "torch": torch,
-            "DistributedDataParallel": nn.parallel.DistributedDataParallel,
-            "GradientCompressor": GradientCompressor,
-        }
-        exec(code, names)
-        after = torch.cat([p.detach().view(-1) for p in model.parameters()])
-        ends[name] = [before, after, names["optimizer"].state[next(model.parameters())]["step"].item()]
-    return ends
-
-
-class Decoder(nn.Module):
-    """Has the layers that the documents protect, and returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vae = nn.ModuleDict({"decoder": nn.Linear(64, 64)})
-        self.net = nn.Linear(64, 64)
-
-    def forward(self, batch_NC: torch.Tensor) -> torch.Tensor:
-        return (self.net(self.vae["decoder"](batch_NC)) - batch_NC.roll(1, 1)).square().mean()
-
-
-def loops(rank: int) -> dict[str, Any]:
-    heard: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_aigc").addHandler(handler)
-    Training(sparsity_target=0.95, strategy="uniform", rank=4)
-    Training(mode="sparse", sparsity_target=0.95, strategy="uniform")
-    logging.getLogger("lightning_aigc").removeHandler(handler)
-    embedding = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
-    return {
-        "scaled": scaled_loop(rank),
-        "documented": documented_loops(rank),
-        "heard": heard,
-        "after a bad window": after_a_bad_window(rank),
-        "part of an overflow": part_of_an_overflow(rank),
-        "sparse gradients": refusal(lambda: Training(module=embedding)),
-    }
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(two_ranks, 2, tmp_path_factory.mktemp("compressor"))
-
-
-@pytest.fixture(scope="module")
-def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(loops, 2, tmp_path_factory.mktemp("loops"))
-
-
-@pytest.mark.parametrize("mode", SCALED)
-def test_under_a_loss_scaler_a_step_that_overflowed_leaves_no_trace_on_any_rank(mode: str, of_loops: list[Any]) -> None:
-    for row in of_loops:
-        without, with_it, (owed, owed_with_it), told, scales, moved = row["scaled"][mode]
-        assert scales == [2.0**8, 2.0**8, 2.0**9, 2.0**9, 2.0**8, 2.0**8]
-        assert told == [True] * 6 and moved == [step != 3 for step in range(6)]
-        assert torch.equal(without, with_it)
-        assert all(torch.equal(owed[name], owed_with_it[name]) for name in owed)
-    assert mode == "local" or torch.equal(of_loops[0]["scaled"][mode][1], of_loops[1]["scaled"][mode][1])
-
-
-def test_a_window_that_is_not_finite_is_dropped_and_the_next_begins_anew(of_loops: list[Any]) -> None:
-    assert [row["after a bad window"] for row in of_loops] == [[False, False, False, True]] * 2
-
-
-def test_an_overflow_in_one_optimizers_part_skips_the_steps_of_all(of_loops: list[Any]) -> None:
-    assert [row["part of an overflow"] for row in of_loops] == [[False, False]] * 2
-
-
-@pytest.mark.parametrize("loop", ["plain", "with a scaler", "in the docstring"])
-def test_the_documented_loop_trains_all_ranks_alike(loop: str, of_loops: list[Any]) -> None:
-    (before, after, steps), (_, other, _) = (row["documented"][loop] for row in of_loops)
-    assert torch.equal(after, other) and not torch.equal(before, after)
-    assert steps == 2
-
-
-def test_an_argument_that_the_mode_does_not_look_at_is_said_once_and_by_its_name(of_loops: list[Any]) -> None:
-    assert of_loops[1]["heard"] == []
-    sparse = "mode='sparse' or mode='sparse_int8' or mode='sparse_int4' to have it, or leave it out"
-    assert of_loops[0]["heard"] == [
-        f"GradientCompressor: sparsity_target=0.95 changes nothing in mode int3: write {sparse}",
-        f"GradientCompressor: strategy='uniform' changes nothing in mode int3: write {sparse}",
-        "GradientCompressor: rank=4 changes nothing in mode int3: write mode='low_rank' to have it, or leave it out",
-    ]
-
-
-def test_sparse_gradients_are_refused_before_training(of_loops: list[Any]) -> None:
-    for row in of_loops:
-        assert row["sparse gradients"].startswith("ConfigError: 0, an Embedding with sparse=True, has a gradient")
 
 
 @pytest.mark.parametrize(("mode", "sync_mode"), [("dense", "overlap"), ("sparse", "overlap"), ("sparse", "plain")])
@@ -380,7 +203,7 @@ def test_a_closed_sync_has_no_groups_left_and_says_so_in_a_later_backward(mode: 
     ("measured", "numel", "mode"),
     [(FAST, 1e6, "dense"), (FAST, 1e9, "bf16"), (SLOW, 1e6, "int4"), (SLOW, 1e4, "dense")],
 )
-def test_auto_weighs_the_link_against_the_packing(measured: Probe, numel: float, mode: str) -> None:
+def test_auto_weighs_the_link_against_the_packing(measured: ModeTimings, numel: float, mode: str) -> None:
     assert choose_mode(measured, int(numel), 4)[0] == mode
 
 
@@ -430,7 +253,7 @@ def alone(rank: int) -> Any:
     told = []
     for _ in range(4):
         window.ddp(make_gradients(0, 0)).backward()
-        told.append(window.compressor.settle())
+        told.append(window.compressor.finish_step())
     return run.compressor.report(), state, after, notes, told
 
 
@@ -468,48 +291,3 @@ def test_a_value_outside_what_is_accepted_is_refused_with_what_is(arguments: dic
 
 def test_every_mode_is_an_option() -> None:
     assert {SyncOptions(mode=mode).mode for mode in MODES} == set(MODES)  # type: ignore[arg-type]
-
-
-def left_alone(rank: int, how: str) -> Any:
-    """What rank 0 meets in the step that rank 1 never takes, and after how many seconds."""
-    options: dict[str, Any] = {
-        "inline": {"mode": "int3", "overlap": False},
-        "late": {"mode": "int3", "delay_one_step": True},
-    }.get(how, {"mode": how})
-    run = Training({"bucket_cap_mb": 0.001}, **options, bucket_mb=0.002, timeout=SHORT)
-    run.steps(rank, [0, 1])
-    if rank == 1:
-        os._exit(1)
-    start = time.monotonic()
-    try:
-        run.steps(rank, [2, 3])
-    except SyncError as error:
-        return str(error), time.monotonic() - start, refusal(run.compressor.state_dict)
-    return None
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(how: str, tmp_path: Path) -> None:
-    (said, seconds, afterwards), _ = run_ranks(left_alone, 2, tmp_path, how, may_die=[1])
-    assert "rank 0 of 2 could not add up gradients in step" in said
-    assert "another rank has stopped or hangs: look at its log first" in said
-    assert seconds < SHORT.total_seconds() + 2
-    if how in ("int3", "sparse", "inline", "late"):
-        assert afterwards.startswith("SyncError: rank 0 of 2 could not")  # a state of half a step would be none
-
-
-def stuck(rank: int, mode: Any) -> Any:
-    run = Training(mode=mode, timeout=SHORT)
-    run.steps(rank, [0, 1])  # DDP rebuilds its buckets before the second, in its own group and time
-    if rank == 1:
-        time.sleep(SHORT.total_seconds() + 2)
-        return None
-    start = time.monotonic()
-    return refusal(lambda: run.steps(rank, [2])), time.monotonic() - start
-
-
-@pytest.mark.parametrize("mode", ["int3", "dense"])
-def test_a_rank_that_hangs_is_an_error_after_the_timeout(mode: str, tmp_path: Path) -> None:
-    (said, seconds), _ = run_ranks(stuck, 2, tmp_path, mode)
-    assert said.startswith("SyncError: rank 0 of 2 could not") and "a longer timeout than 0:00:03" in said
-    assert 2 < seconds < SHORT.total_seconds() + 2

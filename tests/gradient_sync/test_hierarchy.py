@@ -16,20 +16,20 @@ from fakes.given_gradients import (
     Training,
     make_gradients,
     make_round_gradients,
-    owed_of,
     poisoned,
+    residuals_of,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync import groups
+from lightning_aigc.gradient_sync import process_groups
 
 STEPS = range(5)
-OWING = [mode for mode in MODES if mode not in ("dense", "local")]
-NODES_FIRST = [mode for mode in OWING if mode != "low_rank"]
+WITH_RESIDUALS = [mode for mode in MODES if mode not in ("dense", "local")]
+NODES_FIRST = [mode for mode in WITH_RESIDUALS if mode != "low_rank"]
 RESUMED_ON = {"four flat": 4, "four on two nodes": 4, "two": 2}
 
 
 def on_two_nodes(rank: int) -> None:
-    groups.node_key = lambda: f"node {rank // 2}"
+    process_groups.node_key = lambda: f"node {rank // 2}"
 
 
 def all_states(run: Training) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def four(rank: int, folder: str) -> dict[str, Any]:
         for hierarchical in ("auto", False):
             exact = Training(mode=mode, hierarchical=hierarchical, sparsity_target=0.0, local_steps=1)
             results[mode, hierarchical] = exact.steps(rank, STEPS, make_round_gradients)
-    for mode in OWING:
+    for mode in WITH_RESIDUALS:
         without, bad = Training(mode=mode), Training(mode=mode)
         without.steps(rank, [0, 1, 3])
 
@@ -61,11 +61,11 @@ def four(rank: int, folder: str) -> dict[str, Any]:
 
         unused = Training({"find_unused_parameters": True}, mode=mode)
         unused.steps(rank, [0, 1])
-        before = owed_of(unused.compressor.state_dict())["second"]
+        before = residuals_of(unused.compressor.state_dict())["second"]
         gradients = make_gradients(2, rank)
         del gradients["second"]
         unused.step(gradients)
-        results["unused", mode] = [before, owed_of(unused.compressor.state_dict())["second"]]
+        results["unused", mode] = [before, residuals_of(unused.compressor.state_dict())["second"]]
 
         flat, layered = Training(mode=mode, hierarchical=False), Training(mode=mode)
         for name, run in (("four flat", flat), ("four on two nodes", layered)):
@@ -75,7 +75,7 @@ def four(rank: int, folder: str) -> dict[str, Any]:
 
 
 def two(rank: int, folder: str) -> None:
-    for mode in OWING:
+    for mode in WITH_RESIDUALS:
         run = Training(mode=mode)
         run.steps(rank, [0, 1, 2])
         torch.save(all_states(run), Path(folder, f"two {mode}.pt"))
@@ -85,14 +85,14 @@ def resume(rank: int, folder: str, layered: bool) -> dict[str, Any]:
     if layered:
         on_two_nodes(rank)
     results = {}
-    for mode in OWING:
+    for mode in WITH_RESIDUALS:
         for name in RESUMED_ON:
             states = torch.load(Path(folder, f"{name} {mode}.pt"), weights_only=True)
             run = Training(mode=mode)
             notes = run.compressor.load_state_dict(*states)
-            owed = owed_of(run.compressor.state_dict())
+            residuals = residuals_of(run.compressor.state_dict())
             run.steps(rank, [3, 4])
-            results[name, mode] = [owed, notes, run.flat()]
+            results[name, mode] = [residuals, notes, run.flat()]
     return results
 
 
@@ -132,7 +132,7 @@ def test_nodes_first_is_the_same_sum_where_numbers_are_exact(mode: str, ranks: l
         assert torch.equal(layered, ranks[0]["dense", False][step])
 
 
-@pytest.mark.parametrize("mode", OWING)
+@pytest.mark.parametrize("mode", WITH_RESIDUALS)
 def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: str, ranks: list[Any]) -> None:
     for rank in ranks:
         finite, without, bad, state_without, state = rank["bad", mode]
@@ -142,27 +142,27 @@ def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: st
             assert torch.equal(part["values"], state_without["owed"][name]["values"])
 
 
-@pytest.mark.parametrize("mode", OWING)
-def test_what_is_owed_to_an_unused_parameter_waits_with_its_half(mode: str, ranks: list[Any]) -> None:
+@pytest.mark.parametrize("mode", WITH_RESIDUALS)
+def test_the_residual_of_an_unused_parameter_waits_with_its_half(mode: str, ranks: list[Any]) -> None:
     assert any(rank["unused", mode][0].any() for rank in ranks)
     for rank in ranks:
         before, after = rank["unused", mode]
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("mode", OWING)
+@pytest.mark.parametrize("mode", WITH_RESIDUALS)
 @pytest.mark.parametrize("now", RESUMED_ON)
 @pytest.mark.parametrize("before", RESUMED_ON)
-def test_other_ranks_or_nodes_take_up_the_sum_of_what_was_owed(
+def test_other_ranks_or_nodes_share_out_the_sum_of_the_residuals(
     before: str, now: str, mode: str, folder: Path, resumed: dict[str, list[Any]]
 ) -> None:
-    saved = [owed_of(state) for state in torch.load(folder / f"{before} {mode}.pt", weights_only=True)]
+    saved = [residuals_of(state) for state in torch.load(folder / f"{before} {mode}.pt", weights_only=True)]
     taken = [rank[before, mode][0] for rank in resumed[now]]
     for name in SHAPES:
-        owed = sum(state[name] for state in saved)
-        torch.testing.assert_close(sum(state[name] for state in taken), owed, rtol=1e-6, atol=1e-7)
+        residuals = sum(state[name] for state in saved)
+        torch.testing.assert_close(sum(state[name] for state in taken), residuals, rtol=1e-6, atol=1e-7)
         if name in ("first", "second", "third"):
-            assert owed.any()  # type: ignore[union-attr]
+            assert residuals.any()  # type: ignore[union-attr]
     flat = {name: "flat" if mode == "low_rank" or name != "four on two nodes" else "nodes" for name in RESUMED_ON}
     same = RESUMED_ON[before] == RESUMED_ON[now] and flat[before] == flat[now]
     assert ("shared out evenly" in str(resumed[now][0][before, mode][1])) == (not same)
@@ -179,7 +179,7 @@ def test_uneven_nodes_are_no_hierarchy_and_asking_for_one_says_so(tmp_path: Path
 
 
 def uneven(rank: int) -> list[Any]:
-    groups.node_key = lambda: "one" if rank < 2 else "other"
+    process_groups.node_key = lambda: "one" if rank < 2 else "other"
     run = Training(mode="int8")
     try:
         Training(mode="int8", hierarchical=True)

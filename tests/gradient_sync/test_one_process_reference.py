@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fakes.echoing_groups import EchoingGroups
-from fakes.given_gradients import SHAPES, Training, make_gradients, make_round_gradients, owed_of
+from fakes.given_gradients import SHAPES, Training, make_gradients, make_round_gradients, residuals_of
 from fakes.ranks import run_ranks
+from lightning_aigc.gradient_sync.hook import BucketFuture
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
+from lightning_aigc.gradient_sync.sync import GradientSync
 
 STEPS = 5
 ORDER = ("third", "second", "first")
@@ -148,7 +149,7 @@ class TwoOfFour:
         return total, left
 
 
-class LowRank:
+class PowerSGD:
     """One power iteration for each matrix, from where the last one ended."""
 
     def __init__(self, rank: int = 3) -> None:
@@ -171,7 +172,7 @@ class LowRank:
         return total, left
 
 
-class Integers:
+class Quantized:
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
@@ -180,13 +181,13 @@ class Integers:
 
 
 REFERENCES: dict[str, Callable[[], Any]] = {
-    "int8": lambda: Integers(8),
-    "int4": lambda: Integers(4),
-    "int3": lambda: Integers(3),
+    "int8": lambda: Quantized(8),
+    "int4": lambda: Quantized(4),
+    "int3": lambda: Quantized(3),
     "sparse": lambda: Sparse(None),
     "sparse_int8": lambda: Sparse(8),
     "two_four": TwoOfFour,
-    "low_rank": LowRank,
+    "low_rank": PowerSGD,
 }
 
 
@@ -195,13 +196,13 @@ def work(rank: int) -> dict[str, Any]:
     for mode in MODES:
         for make in (make_gradients, make_round_gradients):
             run = Training(mode=mode, strategy="uniform", rank=3)
-            after, owed = [], []
+            after, residuals = [], []
             for step in range(STEPS):
                 before = {name: p.detach().clone() for name, p in run.module.named_parameters()}
                 run.step(make(step, rank))
                 after.append({name: before[name] - p.detach() for name, p in run.module.named_parameters()})
-                owed.append(owed_of(run.compressor.state_dict()))
-            results[mode, make.__name__] = after, owed
+                residuals.append(residuals_of(run.compressor.state_dict()))
+            results[mode, make.__name__] = after, residuals
     return results
 
 
@@ -214,18 +215,18 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_that_of_the_reference(mode: str, ranks: int, done: dict[int, list[Any]]) -> None:
     reference = REFERENCES[mode]()
-    owed = [torch.zeros_like(flatten(make_gradients(0, 0), ranks)) for _ in range(ranks)]
+    residuals = [torch.zeros_like(flatten(make_gradients(0, 0), ranks)) for _ in range(ranks)]
     parameters = {name: torch.zeros(SHAPES[name]).view(-1) for name in ORDER}
     # How four ranks' bfloat16 add up is the ring's affair: numbers whose sums are exact, until energies' sums choose.
     by_sums = ranks > 2 and not mode.startswith(("int", "low"))
     make, steps = (make_round_gradients, 2) if by_sums else (make_gradients, STEPS)
     for step in range(steps):
-        e = [o.add(flatten(make(step, r), ranks), alpha=1 / ranks) for r, o in enumerate(owed)]
+        e = [o.add(flatten(make(step, r), ranks), alpha=1 / ranks) for r, o in enumerate(residuals)]
         if step == 0 and hasattr(reference, "observe"):
-            total, owed = sum(e[1:], e[0]), [torch.zeros_like(x) for x in e]
+            total, residuals = sum(e[1:], e[0]), [torch.zeros_like(x) for x in e]
             reference.observe(total)
         else:
-            total, owed = reference.reduce(e)
+            total, residuals = reference.reduce(e)
         for name, expected in split(total).items():
             got = done[ranks][0][mode, make.__name__][0][step][name].view(-1)
             before, parameters[name] = parameters[name], parameters[name] - expected
@@ -236,9 +237,7 @@ def test_a_step_is_that_of_the_reference(mode: str, ranks: int, done: dict[int, 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_the_ranks_owe_and_what_they_sent_add_up_to_their_gradients(
-    mode: str, ranks: int, done: dict[int, list[Any]]
-) -> None:
+def test_residuals_and_what_was_sent_add_up_to_the_gradients(mode: str, ranks: int, done: dict[int, list[Any]]) -> None:
     sent = {name: torch.zeros(math.prod(SHAPES[name]), dtype=torch.float64) for name in ORDER}
     came = {name: torch.zeros_like(total) for name, total in sent.items()}
     for step in range(STEPS):
@@ -246,9 +245,11 @@ def test_what_the_ranks_owe_and_what_they_sent_add_up_to_their_gradients(
             sent[name] += done[ranks][0][mode, "make_round_gradients"][0][step][name].double().view(-1)
             for rank in range(ranks):
                 came[name] += make_round_gradients(step, rank)[name].double().view(-1) / ranks
-            owed = sum(rank[mode, "make_round_gradients"][1][step][name] for rank in done[ranks])
-            torch.testing.assert_close(sent[name] + owed, came[name], rtol=0, atol=2e-6)
-    assert any(owed.abs().max() > 1e-3 for owed in done[ranks][0][mode, "make_round_gradients"][1][-1].values())
+            residuals = sum(rank[mode, "make_round_gradients"][1][step][name] for rank in done[ranks])
+            torch.testing.assert_close(sent[name] + residuals, came[name], rtol=0, atol=2e-6)
+    assert any(
+        residuals.abs().max() > 1e-3 for residuals in done[ranks][0][mode, "make_round_gradients"][1][-1].values()
+    )
 
 
 def alone(gradients: list[Tensor]) -> list[tuple[bool, Tensor]]:
@@ -259,8 +260,8 @@ def alone(gradients: list[Tensor]) -> list[tuple[bool, Tensor]]:
     with torch.no_grad():
         for gradient in gradients:
             mean = gradient.clone()
-            sync._arrived([parameter], [mean], _BucketFuture(mean), last=True)
-            report = sync.settle()
+            sync.hook.gradients_ready([parameter], [mean], BucketFuture(mean), last=True)
+            report = sync.finish_step()
             assert report is not None
             steps.append((report.finite, mean))
     return steps

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fakes.deferred_streams import Device
 from fakes.echoing_groups import EchoingGroup, EchoingGroups
+from lightning_aigc.gradient_sync.executors import StreamExecutor
+from lightning_aigc.gradient_sync.hook import BucketFuture
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.runners import Stream
-from lightning_aigc.gradient_sync.sync import GradientSync, _BucketFuture
+from lightning_aigc.gradient_sync.sync import GradientSync
 
 SHAPES = {"first": (40, 30), "second": (64, 48), "bias": (40,)}
 STEPS = 4
@@ -43,15 +44,15 @@ def make_sync(
     groups = groups or EchoingGroups(2, inside)
     sync = GradientSync(parameters, SyncOptions(**options), groups, find_unused=find_unused)
     if device is not None:
-        sync._on_cpu = False
-        sync._runner = Stream(sync._explain, sync.device, late=sync.options.delay_one_step)
+        sync.reducer.on_cpu = False
+        sync.executor = StreamExecutor(sync._explain, sync.device, delayed=sync.options.delay_one_step)
     return sync
 
 
 def arrive(sync: GradientSync, gradients: dict[str, Tensor], names: Sequence[str], *, last: bool) -> None:
     parameters = dict(sync.parameters)
-    waiting = _BucketFuture(next(iter(gradients.values())))
-    sync._arrived([parameters[n] for n in names], [gradients[n] for n in names], waiting, last=last)
+    waiting = BucketFuture(next(iter(gradients.values())))
+    sync.hook.gradients_ready([parameters[n] for n in names], [gradients[n] for n in names], waiting, last=last)
 
 
 def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
@@ -65,7 +66,7 @@ def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
                 buckets[name].copy_(gradients[name] * 2)
                 arrive(sync, buckets, [name], last=name == next(iter(SHAPES)))
             found += [bucket.clone() for bucket in buckets.values()]
-            sync.settle()
+            sync.finish_step()
     if device is not None:
         device.main.run()
     return found
@@ -90,7 +91,7 @@ def test_streams_wait_for_each_other(mode: Any, late: bool, inside: int, device:
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("mode", ["bf16", "int3", "sparse_int8", "two_four", "low_rank"])
-def test_the_host_waits_for_nothing_before_the_step_is_settled(
+def test_the_host_waits_for_nothing_before_the_step_is_finished(
     mode: Any, find_unused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(side_runs_at_once=False)
@@ -102,29 +103,29 @@ def test_the_host_waits_for_nothing_before_the_step_is_settled(
             before = [stream.done for stream in device.streams]
             arrive(sync, gradients, list(SHAPES), last=True)
             assert [stream.done for stream in device.streams] == before
-            assert sync.settle().finite
+            assert sync.finish_step().finite
 
 
 @pytest.mark.parametrize("mode", ["bf16", "int3", "sparse", "low_rank"])
-def test_what_is_owed_to_an_unused_parameter_waits_without_the_host_looking(mode: Any, device: Device) -> None:
-    owed, found = {}, {}
+def test_the_residual_of_an_unused_parameter_waits_without_the_host_looking(mode: Any, device: Device) -> None:
+    residuals, found = {}, {}
     for on in (None, device):
         torch.manual_seed(0)
         sync = make_sync(on, mode=mode, find_unused=True, bucket_mb=1.0)
         given = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(4)]
         given[2]["second"] = torch.zeros(SHAPES["second"])
-        owed[on], found[on] = [], []
+        residuals[on], found[on] = [], []
         with torch.no_grad(), on or contextlib.nullcontext():
             for gradients in given:
                 arrive(sync, gradients, list(SHAPES), last=True)
-                sync.settle()
-                owed[on].append(sync.state_dict()["owed"]["second"]["values"].clone())
+                sync.finish_step()
+                residuals[on].append(sync.state_dict()["owed"]["second"]["values"].clone())
                 found[on] += [gradients[name].clone() for name in SHAPES]
         device.main.run()
-    for one, other in zip([*owed[None], *found[None]], [*owed[device], *found[device]], strict=True):
+    for one, other in zip([*residuals[None], *found[None]], [*residuals[device], *found[device]], strict=True):
         torch.testing.assert_close(one, other)
-    assert torch.equal(owed[None][1], owed[None][2]) and owed[None][1].any()
-    assert not torch.equal(owed[None][2], owed[None][3])
+    assert torch.equal(residuals[None][1], residuals[None][2]) and residuals[None][1].any()
+    assert not torch.equal(residuals[None][2], residuals[None][3])
 
 
 class Lasting(EchoingGroup):
@@ -162,7 +163,7 @@ def test_the_report_says_what_backward_hid(
             arrive(sync, gradients, ["second"], last=False)
             device.busy(backward_ms)
             arrive(sync, gradients, ["first"], last=True)
-            report = sync.settle()
+            report = sync.finish_step()
             assert report is not None
             assert report.exposed_ms == pytest.approx(exposed_ms)
             assert report.share_hidden == pytest.approx(hidden)
@@ -175,7 +176,7 @@ def test_a_late_step_waits_only_for_what_outlasts_the_next_ones_beginning(device
         for _ in range(2):
             arrive(sync, gradients, list(SHAPES), last=True)
             device.busy(2 * COLLECTIVE_MS)
-        report = sync.settle()
+        report = sync.finish_step()
         assert report is not None
         assert report.exposed_ms == pytest.approx(COLLECTIVE_MS)
         assert report.share_hidden == pytest.approx(2 / 3)
@@ -192,6 +193,6 @@ def test_the_thread_starts_to_send_before_the_last_gradient_has_come() -> None:
             time.sleep(0.001)
         assert groups.between.started == ["all_reduce"]
         arrive(sync, gradients, ["second", "first"], last=True)
-        assert sync.settle().finite
+        assert sync.finish_step().finite
     assert groups.between.started == ["all_reduce"] * 3
     sync.close()

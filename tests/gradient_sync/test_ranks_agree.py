@@ -20,12 +20,12 @@ from fakes.given_gradients import (
     Training,
     make_gradients,
     make_round_gradients,
-    owed_of,
     poisoned,
+    residuals_of,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync.groups import Groups
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
 
 STEPS = range(6)
@@ -85,7 +85,7 @@ def steps_that_did_not_count(rank: int) -> dict[str, Any]:
                 return poisoned(gradients, p, i, v) if (step, rank) == (3, 1) else gradients
 
             bad_gradients: list[bool] = []
-            look_and_settle(run, bad_gradients)
+            look_and_finish(run, bad_gradients)
             run.steps(rank, STEPS, make)
             ends[name][what] = [run.flat(), run.compressor.state_dict(), run.compressor.report(), bad_gradients]
     early = {"mode": "sparse", "accumulate": 2, "sparsity_target": 0.6}
@@ -99,18 +99,18 @@ def steps_that_did_not_count(rank: int) -> dict[str, Any]:
     return ends
 
 
-def look_and_settle(run: Training, bad_gradients: list[bool]) -> None:
+def look_and_finish(run: Training, bad_gradients: list[bool]) -> None:
     """Note for each step that does not count whether the gradients showed it."""
-    settle = run.compressor.settle
+    finish_step = run.compressor.finish_step
 
-    def settle_after_a_look() -> bool:
+    def finish_after_a_look() -> bool:
         finite = all(bool(p.grad.isfinite().all()) for p in run.module.parameters() if p.grad is not None)
-        counts = settle()
+        counts = finish_step()
         if not counts:
             bad_gradients.append(not finite)
         return counts
 
-    run.compressor.settle = settle_after_a_look  # type: ignore[method-assign]
+    run.compressor.finish_step = finish_after_a_look  # type: ignore[method-assign]
 
 
 def resumed_runs(rank: int, folder: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def unused_parameters(rank: int) -> dict[str, Any]:
     after = {}
     for mode in MODES:
         run = training({"mode": mode, "local_steps": 1, "ddp": {"find_unused_parameters": True}})
-        owed, parameters = [], []
+        residuals, parameters = [], []
         for step in STEPS:
             gradients = make_gradients(step, rank)
             if step in (2, 3):
@@ -144,13 +144,13 @@ def unused_parameters(rank: int) -> dict[str, Any]:
                 del gradients["first"]
             run.step(gradients)
             parameters.append(run.flat())
-            owed.append(owed_of(run.compressor.state_dict())["second"])
-        after[mode] = [parameters, owed]
+            residuals.append(residuals_of(run.compressor.state_dict())["second"])
+        after[mode] = [parameters, residuals]
     return after
 
 
 def scaled_runs(rank: int) -> dict[str, Any]:
-    """What is owed under a loss scale that changes from step to step, and what without one."""
+    """The residuals under a loss scale that changes from step to step, and what without one."""
     ends = {}
     for mode in MODES[1:-1]:
         scaler = SimpleNamespace(is_enabled=lambda: True)
@@ -225,14 +225,14 @@ def test_a_resumed_run_equals_the_uninterrupted_one(mode: str, both: list[Any]) 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_owed_to_a_parameter_waits_while_no_rank_uses_it(mode: str, both: list[Any]) -> None:
+def test_the_residual_of_a_parameter_waits_while_no_rank_uses_it(mode: str, both: list[Any]) -> None:
     for rank in both:
-        parameters, owed = rank["unused"][mode]
+        parameters, residuals = rank["unused"][mode]
         start = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if name in ("first", "bias"))
         of_second = [p[start : start + 2560] for p in parameters]
         assert torch.equal(of_second[1], of_second[3]) and not torch.equal(of_second[3], of_second[4])
-        assert torch.equal(owed[1], owed[3])
-        assert owed[1].any() == (mode not in ("dense", "local"))
+        assert torch.equal(residuals[1], residuals[3])
+        assert residuals[1].any() == (mode not in ("dense", "local"))
     assert all(torch.equal(a, b) for a, b in zip(both[0]["unused"][mode][0], both[1]["unused"][mode][0], strict=True))
 
 
@@ -251,7 +251,7 @@ def test_a_late_gradient_is_the_one_of_the_step_before(both: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES[1:-1])
-def test_what_is_owed_knows_nothing_of_the_loss_scale(mode: str, both: list[Any]) -> None:
+def test_residuals_are_kept_without_the_loss_scale(mode: str, both: list[Any]) -> None:
     for rank in both:
         plain, scaled, gradients, scaled_gradients, scale = rank["scaled"][mode]
         assert_same(plain, scaled)
@@ -277,7 +277,7 @@ def closed(rank: int, overlap: bool) -> dict[str, Any]:
     run = training({"mode": "sparse", "overlap": overlap, "ddp": {"bucket_cap_mb": 0.001}})
     run.steps(rank, [0, 1, 2])
     before = run.compressor.state_dict()
-    run.ddp(make_gradients(3, rank)).backward()  # and never settled
+    run.ddp(make_gradients(3, rank)).backward()  # and never finished
     run.compressor.close()
     run.compressor.close()
     found: dict[str, Any] = {"states": [before, run.compressor.state_dict()], "report": run.compressor.report()}
@@ -331,7 +331,7 @@ class Words(torch.nn.Module):
 def sparse_gradients(rank: int) -> str:
     """Under the sync alone: GradientCompressor refuses such a module before."""
     ddp = torch.nn.parallel.DistributedDataParallel(Words())
-    sync = GradientSync(list(ddp.module.named_parameters()), SyncOptions(), Groups(False))
+    sync = GradientSync(list(ddp.module.named_parameters()), SyncOptions(), ProcessGroups(False))
     sync.attach(ddp)
     try:
         ddp(torch.arange(4)).backward()

@@ -1,4 +1,4 @@
-"""Checkpoints of `npu_sparse`: what ranks owe lies beside the file, goes with it, and is taken up again."""
+"""Checkpoints of `npu_sparse`: residuals lie beside the file, are removed with it, and are loaded again."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SHAPES = {"net.0.weight": (64, 40), "net.2.weight": (40, 64), "head.weight": (40
 RUNS: dict[str, dict[str, Any]] = {mode: {"mode": mode, "local_steps": 3} for mode in MODES}
 RUNS |= {"outer momentum": {"mode": "local", "local_steps": 2, "outer_momentum": 0.5}}
 RUNS |= {"late": {"mode": "int4", "delay_one_step": True}, "16-mixed": {"mode": "sparse"}}
-OWING = ("int3", "sparse", "low_rank")
+WITH_RESIDUALS = ("int3", "sparse", "low_rank")
 
 
-class Owed(Callback):
-    """Keeps what this rank owes before the first step."""
+class Residuals(Callback):
+    """Keeps the residuals of this rank before the first step."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         state = trainer.strategy.sync.state_dict()
@@ -77,18 +77,18 @@ def two(rank: int, folder: str) -> dict[str, Any]:
         precision = "16-mixed" if name == "16-mixed" else "32"
         place = Path(folder, name)
         whole, trainer = run(rank, 2, options, precision=precision, **saving(place))
-        owed = Owed()
+        residuals = Residuals()
         first = place / "epoch=0.ckpt"
-        resumed, again = run(rank, 2, options, precision=precision, ckpt_path=first, callbacks=[owed])
-        results[name] = [whole.after[4:], resumed.after, whole.flat(), resumed.flat(), owed.values]
+        resumed, again = run(rank, 2, options, precision=precision, ckpt_path=first, callbacks=[residuals])
+        results[name] = [whole.after[4:], resumed.after, whole.flat(), resumed.flat(), residuals.values]
         results[name] += [[t.optimizers[0].state_dict()["state"][0]["exp_avg"] for t in (trainer, again)]]
 
     heard = Heard()
     best = saving(Path(folder, "best"), save_top_k=1, monitor="loss", mode="min", save_last="link")
     run(rank, 2, {"mode": "int3"}, epochs=3, **best)
-    owed = Owed()
-    run(rank, 2, {"mode": "int3"}, epochs=4, ckpt_path=Path(folder, "best", "last.ckpt"), callbacks=[owed])
-    results["linked"] = owed.values
+    residuals = Residuals()
+    run(rank, 2, {"mode": "int3"}, epochs=4, ckpt_path=Path(folder, "best", "last.ckpt"), callbacks=[residuals])
+    results["linked"] = residuals.values
 
     for what, path, spoil in (
         ("missing", "int3/epoch=0.ckpt.sync/rank1.ckpt", lambda path: path.unlink()),
@@ -99,8 +99,8 @@ def two(rank: int, folder: str) -> dict[str, Any]:
         torch.distributed.barrier()
         heard.lines.clear()
         mode = path.partition("/")[0]
-        module, _ = run(rank, 2, {"mode": mode}, ckpt_path=Path(folder, mode, "epoch=0.ckpt"), callbacks=[owed])
-        results[what] = [list(heard.lines), module.after, owed.values]
+        module, _ = run(rank, 2, {"mode": mode}, ckpt_path=Path(folder, mode, "epoch=0.ckpt"), callbacks=[residuals])
+        results[what] = [list(heard.lines), module.after, residuals.values]
     heard.lines.clear()
     run(rank, 2, {"mode": "dense"}, ckpt_path=Path(folder, "int8", "epoch=0.ckpt"))
     results["to dense"] = list(heard.lines)
@@ -144,14 +144,14 @@ def slow_sidecars(rank: int, folder: str) -> list[list[bool]]:
 def other_number(rank: int, ranks: int, folder: str, write: bool) -> dict[str, Any]:
     """Save on these many ranks, or resume on them what others have saved."""
     results = {}
-    for mode in OWING:
+    for mode in WITH_RESIDUALS:
         place = Path(folder, f"{mode} of other ranks")
         if write:
             run(rank, ranks, {"mode": mode}, epochs=1, **saving(place))
         else:
-            owed = Owed()
-            module, _ = run(rank, ranks, {"mode": mode}, ckpt_path=place / "epoch=0.ckpt", callbacks=[owed])
-            results[mode] = [owed.values, module.after]
+            residuals = Residuals()
+            module, _ = run(rank, ranks, {"mode": mode}, ckpt_path=place / "epoch=0.ckpt", callbacks=[residuals])
+            results[mode] = [residuals.values, module.after]
     return results
 
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(name: str, both: 
 
 
 @pytest.mark.parametrize("name", ["int3", "sparse", "two_four", "low_rank"])
-def test_the_files_hold_what_each_rank_owes_and_load_without_code(name: str, folder: Path, both: list[Any]) -> None:
+def test_the_files_hold_each_ranks_residuals_and_load_without_code(name: str, folder: Path, both: list[Any]) -> None:
     path = folder / name / "epoch=0.ckpt"
     assert torch.load(path, weights_only=True)["npu_sparse"]["world_size"] == 2
     for rank, row in enumerate(both):
@@ -209,15 +209,15 @@ def test_sync_state_that_is_not_whole_is_named_and_no_rank_uses_its_part(
     what: str, mode: str, words: str, both: list[Any]
 ) -> None:
     said, after, _ = both[0][what]
-    (line,) = (line for line in said if "still owed is lost" in line)
-    assert words in line and "what 2 ranks still owed is lost, and compression starts anew" in line
+    (line,) = (line for line in said if "residuals of 2 ranks are lost" in line)
+    assert words in line and "the residuals of 2 ranks are lost, and compression starts anew" in line
     for row in both:
         assert not any(values.any() for values in row[what][2].values())
     assert all(torch.equal(a, b) for a, b in zip(after, both[1][what][1], strict=True))
 
 
-def test_going_on_in_mode_dense_says_that_what_was_owed_is_dropped(both: list[Any]) -> None:
-    assert any("what it still owed is dropped by mode dense" in line for line in both[0]["to dense"])
+def test_going_on_in_mode_dense_says_that_residuals_are_dropped(both: list[Any]) -> None:
+    assert any("its residuals are dropped by mode dense" in line for line in both[0]["to dense"])
 
 
 def test_going_on_from_local_steps_every_rank_takes_the_same_optimizer_state(both: list[Any]) -> None:
@@ -233,17 +233,17 @@ def test_an_old_checkpoint_stays_until_every_ranks_part_of_the_newer_one_is_dura
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 4), (4, 2)])
-def test_other_numbers_of_ranks_take_up_the_sum_of_what_was_owed(before: int, now: int, tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_share_out_the_sum_of_the_residuals(before: int, now: int, tmp_path: Path) -> None:
     run_ranks(other_number, before, tmp_path / "before", before, str(tmp_path), True, gloo=False)
     rows = run_ranks(other_number, now, tmp_path / "now", now, str(tmp_path), False, gloo=False)
-    for mode in OWING:
+    for mode in WITH_RESIDUALS:
         place = tmp_path / f"{mode} of other ranks" / "epoch=0.ckpt.sync"
         saved = [torch.load(place / f"rank{rank}.ckpt", weights_only=True)["owed"] for rank in range(before)]
         for name in SHAPES:
-            owed = torch.stack([state[name]["values"].double() for state in saved]).sum(0)
+            residuals = torch.stack([state[name]["values"].double() for state in saved]).sum(0)
             taken = torch.stack([row[mode][0][name].double() for row in rows]).sum(0)
-            torch.testing.assert_close(taken, owed, rtol=1e-6, atol=1e-9)
-            assert owed.any()
+            torch.testing.assert_close(taken, residuals, rtol=1e-6, atol=1e-9)
+            assert residuals.any()
         for row in rows[1:]:
             assert all(torch.equal(a, b) for a, b in zip(row[mode][1], rows[0][mode][1], strict=True))
 
@@ -253,7 +253,12 @@ def test_a_remote_folder_holds_the_sync_state_beside_the_checkpoint(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     groups = SimpleNamespace(world_size=2, rank=1)
-    sync: Any = SimpleNamespace(groups=groups, state_dict=lambda: {"owed": {"w": torch.ones(3)}})
+    sync: Any = SimpleNamespace(
+        groups=groups,
+        has_rank_local_parameters=False,
+        needs_all_states=lambda state: False,
+        state_dict=lambda: {"owed": {"w": torch.ones(3)}},
+    )
     io, where = TorchCheckpointIO(), "memory://run/last.ckpt"
     written = SyncCheckpoint().save(io, sync, {"global_step": 4}, where)
     files = fsspec.filesystem("memory")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fakes import fake_npu
 from fakes.ranks import meeting_point, run_ranks
 from fakes.small_lightning import Small, fit
-from lightning_aigc.gradient_sync.topology import Reading, parse_topology
+from lightning_aigc.cluster.topology import Reading, parse_topology
 from lightning_aigc.strategies import device_order
 
 ROOT = Path(__file__).parents[2]

@@ -148,13 +148,13 @@ class CountEarlyChoices(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         sync = trainer.strategy.sync
-        choose = sync._choose_from_sum_so_far
+        choose = sync.early_choice.choose
 
-        def counted() -> None:
+        def counted(reduction: Any) -> Any:
             self.count += 1
-            choose()
+            return choose(reduction)
 
-        sync._choose_from_sum_so_far = counted
+        sync.early_choice.choose = counted
 
 
 class Meddle(Callback):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_aigc.callbacks.health.alert import Alert, Finding
-from lightning_aigc.gradient_sync.checksum import bits_of, first_difference
+from lightning_aigc.gradient_sync.replica_check import bits_of, first_difference
 
 
 def is_alone() -> bool:

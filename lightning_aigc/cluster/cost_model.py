@@ -1,0 +1,187 @@
+"""What gradient sync costs, modelled: bytes, seconds and memory of each mode from the link's latency and bandwidth.
+
+Nothing here is measured: an alpha-beta model of ring collectives, one machine's share of the link between nodes, and
+buckets that travel while backward runs. `benchmarks/scaling_model.py` says how far it is off on one machine.
+N ranks are M nodes of L. Needs no torch.
+
+Sources: Thakur et al., Optimization of Collective Communication Operations in MPICH, for the ring's 2(N-1)/N; Li et
+al., PyTorch Distributed, arXiv:2006.15704, for the buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_aigc.cluster.modes import EXACT_MODES, FLAT_MODES, MODES
+from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, FP32_BYTES, Job, Links, Shape
+from lightning_aigc.errors import ConfigError
+
+QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
+"""Values that share a scale, and the scale's bits: a bfloat16."""
+ENERGY_BLOCK, ENERGY_BYTES = 256, 2
+"""Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
+TWO_FOUR_DENSITY = 2 / 4
+
+BACKWARD_SHARE = 2 / 3
+"""Share of a step's arithmetic that is backward; more with gradient checkpointing."""
+LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
+"""Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
+LAUNCHES = {
+    "bf16": 15, "int8": 90, "int4": 100, "int3": 125, "sparse": 28, "sparse_int8": 105, "sparse_int4": 115,
+    "two_four": 40, "low_rank": 50,
+}  # fmt: skip
+"""Kernels that a bucket takes on any number of ranks, counted as torch's operators; low_rank's for four matrices, and
+their QR is in truth many more."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A mode's modelled cost of one step, for one rank."""
+
+    mode: str
+    local_bytes: float
+    """Sent inside the node."""
+    between_bytes: float
+    """Sent between nodes, by this rank; in the modes that know no nodes, on average."""
+    wire_s: float
+    compression_s: float
+    """Packing and unpacking, the launches of their kernels included."""
+    exposed_s: float
+    """What backward does not hide."""
+    step_s: float
+    efficiency: float
+    """One card's step time over this one: 1 is linear scaling."""
+
+
+def bytes_per_element(mode: str, job: Job) -> float:
+    """Return the bytes that a compressible gradient entry is sent as, scales and indices included.
+
+    Raises: ConfigError for an unknown mode, or low_rank without `low_rank_elements`.
+    """
+    scale = SCALE_BITS / QUANTIZATION_BLOCK
+    density, energy = 1 - job.sparsity, ENERGY_BYTES / ENERGY_BLOCK
+    traits = MODES.get(mode)
+    if traits is None:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    if traits.value_bits is not None:
+        quantized = (traits.value_bits + scale) / 8
+        return density * quantized + energy if traits.is_block_sparse else quantized
+    if mode == "low_rank":
+        if job.low_rank_elements is None:
+            raise ConfigError("low_rank depends on the matrices' shapes; give low_rank_elements, or a config to count")
+        return FP32_BYTES * job.low_rank_elements / max(job.compressible, 1)
+    return {
+        "dense": FP32_BYTES,
+        "bf16": BF16_BYTES,
+        "sparse": density * BF16_BYTES + energy,
+        "two_four": TWO_FOUR_DENSITY * BF16_BYTES,
+        "local": FP32_BYTES / job.local_steps,
+    }[mode]
+
+
+def payload_bytes(mode: str, job: Job) -> float:
+    """Return the bytes of one step's gradient as it is sent, before the collective's factor."""
+    uncompressed = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
+    return uncompressed * job.uncompressed + bytes_per_element(mode, job) * job.compressible
+
+
+def ring_factor(ranks: int) -> float:
+    """Return how often a rank sends its payload in an allreduce: 2(N-1)/N."""
+    return 2 * (ranks - 1) / ranks
+
+
+def sent_bytes(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
+    """Return the bytes that a rank sends in a step: inside its node, and between nodes."""
+    payload = payload_bytes(mode, job)
+    if nodes_first(mode, shape):
+        return ring_factor(shape.devices) * FP32_BYTES * job.trainable, ring_factor(
+            shape.nodes
+        ) * payload / shape.devices
+    flat = ring_factor(shape.ranks) * payload
+    leaves = 1 / shape.devices if shape.nodes > 1 else 0.0  # of a node's cards one has its neighbour in another node
+    return flat * (1 - leaves), flat * leaves
+
+
+def nodes_first(mode: str, shape: Shape) -> bool:
+    """Whether this mode reduces inside a node first, and sends each card's shard of the sum between nodes."""
+    return shape.hierarchical and mode not in FLAT_MODES
+
+
+def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
+    """Return one step's cost in a mode. Raises: ConfigError as `bytes_per_element` does."""
+    local, between = sent_bytes(mode, job, shape)
+    buckets = max(1, math.ceil(FP32_BYTES * job.trainable / job.bucket_bytes))
+    rounds = buckets / (job.local_steps if mode == "local" else 1)
+    # Backends cut an all_reduce over all ranks into nodes themselves, so it has no more hops than one with nodes first.
+    inside_steps = 2 * (shape.devices - 1) if local else 0
+    between_steps = 2 * (shape.nodes - 1) if between else 0
+    wire = (
+        local / links.local_Bps
+        + shape.devices * between / links.between_Bps
+        + rounds * (inside_steps * links.latency_local_s + between_steps * links.latency_between_s)
+    )
+    compressed = mode not in EXACT_MODES and shape.ranks > 1
+    compression = 0.0
+    if compressed:
+        compression = FP32_BYTES * compressed_share(mode, job, shape) / COMPRESSION_BPS[job.device]
+        compression += buckets * LAUNCHES[mode] * LAUNCH_S[job.device]
+    busy = wire + compression
+    if mode == "local":
+        exposed = busy  # parameters travel between steps, when nothing runs that could hide it
+    else:
+        last = busy / buckets
+        exposed = max(0.0, busy - last - min(job.overlap_share, 1 - 1 / buckets) * job.backward_s) + last
+    step = job.compute_s + exposed
+    return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
+
+
+def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
+    """Return the bytes on one card by kind, with AdamW in float32 and without activations."""
+    compressed = 0.0 if mode in EXACT_MODES or shape.ranks == 1 else compressed_share(mode, job, shape)
+    return {
+        "weights": FP32_BYTES * job.trainable + job.frozen_bytes * job.frozen,
+        "gradients": FP32_BYTES * job.trainable,
+        "optimizer": 2 * FP32_BYTES * job.trainable,
+        "residuals": 2 * FP32_BYTES * compressed,  # the current one, and the next if the step turns out finite
+    }
+
+
+def compressed_share(mode: str, job: Job, shape: Shape) -> float:
+    """Return how many gradient entries a rank compresses: where nodes reduce first, its shard of them."""
+    return job.compressible / (shape.devices if nodes_first(mode, shape) else 1)
+
+
+def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
+    """Return the bytes a second between nodes that this efficiency needs; None where no link is fast enough.
+
+    Raises: ConfigError for an efficiency outside (0, 1).
+    """
+    return _least(lambda x: predict(mode, job, shape, replace(links, between_Bps=x)).efficiency, efficiency, 1e6, 1e15)
+
+
+def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
+    """Return the seconds that a step must take for this efficiency; None where a day is not long enough.
+
+    Raises: ConfigError for an efficiency outside (0, 1).
+    """
+    share = job.backward_s / job.compute_s
+
+    def reached(seconds: float) -> float:
+        timed = replace(job, forward_s=seconds * (1 - share), backward_s=seconds * share)
+        return predict(mode, timed, shape, links).efficiency
+
+    return _least(reached, efficiency, 1e-6, 86_400.0)
+
+
+def _least(reached: Callable[[float], float], wanted: float, low: float, high: float) -> float | None:
+    """Return the least value in [low, high] that reaches what is wanted; `reached` grows with it."""
+    if not 0 < wanted < 1:
+        raise ConfigError(f"efficiency must be between 0 and 1, got {wanted}; 0.927 is 92.7 % of linear")
+    if reached(high) < wanted:
+        return None
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if reached(middle) >= wanted else (middle, high)
+    return high

@@ -1,0 +1,52 @@
+"""The table of gradient sync modes: what each sends and over which ranks. Needs no torch.
+
+Both `gradient_sync`, which runs the modes, and `cost_model`, which predicts them, read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal[
+    "auto", "dense", "bf16", "int8", "int4", "int3",
+    "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
+]  # fmt: skip
+DEFAULT_MODE: Mode = "int3"
+
+
+@dataclass(frozen=True)
+class ModeTraits:
+    """What a mode does with a gradient."""
+
+    value_bits: int | None = None
+    """Bits of a quantized value; None where values travel in a floating-point type."""
+    is_block_sparse: bool = False
+    """Whether it sends some blocks of a gradient and leaves the others in the residual."""
+    needs_dense_first_step: bool = False
+    """Whether it chooses what to send by the last sum, which the first step must provide."""
+    is_exact: bool = False
+    """Whether it loses nothing, so that it keeps no residual and compresses nothing."""
+    is_flat: bool = False
+    """Whether it reduces over all ranks at once, also where there are many nodes: it needs whole parameters."""
+
+
+MODES: dict[str, ModeTraits] = {
+    "dense": ModeTraits(is_exact=True, is_flat=True),
+    "bf16": ModeTraits(),
+    "int8": ModeTraits(value_bits=8),
+    "int4": ModeTraits(value_bits=4),
+    "int3": ModeTraits(value_bits=3),
+    "sparse": ModeTraits(is_block_sparse=True, needs_dense_first_step=True),
+    "sparse_int8": ModeTraits(value_bits=8, is_block_sparse=True, needs_dense_first_step=True),
+    "sparse_int4": ModeTraits(value_bits=4, is_block_sparse=True, needs_dense_first_step=True),
+    "two_four": ModeTraits(needs_dense_first_step=True),
+    "low_rank": ModeTraits(is_flat=True),
+    "local": ModeTraits(is_exact=True, is_flat=True),
+}
+"""Every mode but `auto`, which chooses among them."""
+
+SPARSE_MODES = tuple(mode for mode, traits in MODES.items() if traits.is_block_sparse)
+QUANTIZED_MODES = tuple(mode for mode, traits in MODES.items() if traits.value_bits and not traits.is_block_sparse)
+EXACT_MODES = tuple(mode for mode, traits in MODES.items() if traits.is_exact)
+FLAT_MODES = tuple(mode for mode, traits in MODES.items() if traits.is_flat)

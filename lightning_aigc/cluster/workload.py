@@ -1,0 +1,115 @@
+"""What the cost model is asked about: one card's part of a step, the links, and the number of nodes and cards.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_aigc.errors import ConfigError
+
+FP32_BYTES, BF16_BYTES = 4, 2
+OVERLAP_SHARE = 0.9
+"""Share of backward in which a bucket can travel; the first bucket has to be full before."""
+COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
+"""Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one measured thread; the
+cards' is derived: ten passes at 1.6 TB/s."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One card's part of a training step. Raises: ConfigError for a value outside what its field says."""
+
+    trainable: float
+    """Parameters that are trained."""
+    forward_s: float
+    backward_s: float
+    protected: float = 0
+    """Of them: parameters that are always sent whole, in float32."""
+    small: float = 0
+    """Of them: biases, norms and tensors too small to compress, sent like protected ones."""
+    frozen: float = 0
+    """Parameters that are not trained; they cost memory alone."""
+    frozen_bytes: float = BF16_BYTES
+    sparsity: float = 0.75
+    low_rank_elements: float | None = None
+    """Sum of rank x (rows + columns) over the compressed matrices; without it low_rank is not modelled."""
+    local_steps: int = 8
+    bucket_bytes: float = 25 * 2**20
+    overlap_share: float = OVERLAP_SHARE
+    """0 where whatever moves the bytes takes its time from backward, as gloo does on cores that are all busy."""
+    device: str = "npu"
+    """What compresses: npu, cuda or cpu."""
+
+    def __post_init__(self) -> None:
+        if self.trainable <= 0 or self.protected < 0 or self.small < 0:
+            raise ConfigError(f"trainable must be above 0, protected and small at least 0; got {self}")
+        if self.protected + self.small > self.trainable:
+            raise ConfigError(
+                f"protected ({self.protected:,.0f}) and small ({self.small:,.0f}) parameters are part of the trainable"
+                f" ones, got only {self.trainable:,.0f} of those"
+            )
+        if self.forward_s < 0 or self.backward_s < 0 or self.compute_s <= 0:
+            raise ConfigError(f"a step must take time, got forward {self.forward_s} s and backward {self.backward_s} s")
+        if not 0 <= self.sparsity < 1:
+            raise ConfigError(f"sparsity must be in [0, 1), got {self.sparsity}")
+        if not 0 <= self.overlap_share <= 1:
+            raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
+        if self.local_steps < 1 or self.bucket_bytes <= 0:
+            raise ConfigError(f"local_steps must be at least 1 and buckets hold something; got {self}")
+        if self.device not in COMPRESSION_BPS:
+            raise ConfigError(f"device must be one of {', '.join(COMPRESSION_BPS)}; got {self.device!r}")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without communication."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def uncompressed(self) -> float:
+        """Parameters that travel in float32 whatever the mode."""
+        return self.protected + self.small
+
+    @property
+    def compressible(self) -> float:
+        return self.trainable - self.uncompressed
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one card has inside its node and what one node has between nodes.
+
+    Raises: ConfigError for a bandwidth of nothing or a negative latency.
+    """
+
+    local_Bps: float  # noqa: N815  bytes a second, as the unit is written
+    between_Bps: float  # noqa: N815
+    """Of the whole node: its cards share it."""
+    latency_local_s: float = 5e-6
+    latency_between_s: float = 30e-6
+
+    def __post_init__(self) -> None:
+        if min(self.local_Bps, self.between_Bps) <= 0 or min(self.latency_local_s, self.latency_between_s) < 0:
+            raise ConfigError(f"bandwidths must be above 0 and latencies at least 0, got {self}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many nodes, and cards in each. Raises: ConfigError below 1."""
+
+    nodes: int
+    devices: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.devices < 1:
+            raise ConfigError(f"nodes and devices must be at least 1, got {self.nodes} and {self.devices}")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.devices
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks first add up inside their node: only where there is an inside and an outside."""
+        return self.nodes > 1 and self.devices > 1

@@ -1,0 +1,92 @@
+"""`mode="auto"`: try each mode for a moment on this link, and choose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_aigc.cluster.modes import Mode
+from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
+from lightning_aigc.gradient_sync.flat_units import FlatUnit
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction
+
+TRIAL_VALUES = 1 << 20
+"""About how many values the vector has: 4 MB, enough for a link's bandwidth to show."""
+REPEATS = 8
+WORTHWHILE = 0.7
+"""A less exact mode must bring gradient sync below this share of the time to be chosen."""
+NOT_WORTH_MS = 2.0
+"""Below this a dense sync stays as it is."""
+
+
+@dataclass(frozen=True)
+class ModeTimings:
+    """How long it took to reduce one vector."""
+
+    values: int
+    seconds: dict[Mode, float]
+    """By mode, from exact to coarse; copies to and from the vector included, as in a real step."""
+
+
+def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
+    """Time the modes. Collective; every rank gets the same numbers, the means of each rank's best."""
+    group = CountedGroup(groups.everyone.group, Traffic())  # bytes that are no gradients' do not count
+    values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
+    gradients = torch.randn(values, device=device)
+    unit = FlatUnit(0, uncompressed=False, protected=False, entries=(), numel=values)
+
+    def add_up(reduction: Reduction) -> None:
+        flat = gradients / group.size
+        work = reduction.reduce(unit, flat, group)
+        while True:
+            try:
+                next(work).wait()
+            except StopIteration as end:
+                gradients.copy_(end.value[0])
+                return
+
+    zeros = torch.zeros_like(gradients)
+    tried: dict[Mode, Reduction] = {
+        "bf16": BFloat16(),
+        "int8": Quantized(8),
+        "int4": Quantized(4),
+        "int3": Quantized(3),
+    }
+    runs: dict[Mode, Callable[[], object]] = {"dense": lambda: group.all_reduce(zeros).wait()}
+    for mode, reduction in tried.items():
+        runs[mode] = lambda r=reduction: add_up(r)  # type: ignore[misc]
+    seconds = dict.fromkeys(runs, float("inf"))
+    for _ in range(REPEATS):  # in turns, so that a moment of other load hits all modes
+        for mode, run in runs.items():
+            seconds[mode] = min(seconds[mode], _timed(run, device))
+    means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
+    group.all_reduce(means).wait()
+    return ModeTimings(values, dict(zip(seconds, (means / group.size).cpu().tolist(), strict=True)))
+
+
+def choose_mode(measured: ModeTimings, numel: int, ranks: int) -> tuple[Mode, str]:
+    """Return the mode with the least to wait for, the more exact when in doubt, and a sentence that says why."""
+    scale = numel / measured.values
+    dense = measured.seconds["dense"]
+    chosen: Mode = "dense"
+    for mode, seconds in measured.seconds.items():
+        if 1e3 * scale * dense > NOT_WORTH_MS and seconds < WORTHWHILE * measured.seconds[chosen]:
+            chosen = mode
+    speed = dense_ring_bytes(measured.values, ranks) / dense / 1e6
+    estimates = ", ".join(f"{mode} {1e3 * seconds * scale:.0f} ms" for mode, seconds in measured.seconds.items())
+    return chosen, (
+        f"auto chose {chosen}: the link carries {speed:.0f} MB/s, and {numel / 1e6:.1f} M gradients would take "
+        f"{estimates} a step (measured on {measured.values / 1e6:.0f} M, without overlap)"
+    )
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,79 @@
+"""Collectives that count the bytes they send.
+
+Only what HCCL, NCCL and Gloo all offer: all_reduce, reduce_scatter_tensor, all_gather_into_tensor and all_to_all_single
+with even parts, sums alone. Bytes are those that one rank sends by the bandwidth-optimal algorithm: 2 (N-1)/N of the
+payload for an all_reduce, (N-1)/N for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+KINDS = ("values", "index", "protected", "small", "intra_node")
+"""What bytes are counted as: compressed values, what the choice of indices needs, the parameters that are sent
+uncompressed, by pattern and by size, and what stays inside a node."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent, by kind."""
+
+    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+
+    def total(self) -> float:
+        return sum(self.sent.values())
+
+
+# Their names until torch 2.12, whose successors still have them and warn.
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CountedGroup:
+    """A process group that starts collectives without waiting, and counts their bytes."""
+
+    def __init__(self, group: Any, traffic: Traffic, *, inside_node: bool = False) -> None:
+        self.group, self.traffic, self.inside_node = group, traffic, inside_node
+        self.size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+
+    def all_reduce(self, tensor: Tensor, kind: str = "values") -> Any:
+        self._count(2 * tensor.nbytes, kind)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
+        self._count(tensor.nbytes, kind)
+        return reduce_scatter(out, tensor, group=self.group, async_op=True)
+
+    def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
+        self._count(out.nbytes, kind)
+        return all_gather(out, tensor, group=self.group, async_op=True)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
+        self._count(tensor.nbytes, kind)
+        return dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
+
+    def shard(self, tensor: Tensor, rank: int | None = None) -> Tensor:
+        """Return the part of a flat tensor that belongs to a rank of this group, this rank's by default."""
+        length = tensor.numel() // self.size
+        at = self.rank if rank is None else rank
+        return tensor[at * length : (at + 1) * length]
+
+    def _count(self, nbytes: int, kind: str) -> None:
+        self.traffic.sent["intra_node" if self.inside_node else kind] += (self.size - 1) / self.size * nbytes
+
+
+def dense_ring_bytes(numel: int, ranks: int) -> float:
+    """Return what one rank sends when `ranks` add up float32 gradients in a ring: the yardstick of every ratio."""
+    return 2 * (ranks - 1) / ranks * 4 * numel
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of an accelerator; nothing on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

@@ -1,0 +1,189 @@
+"""Executors of reductions: a thread beside backward where collectives block, a side stream on accelerators."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from lightning_aigc.gradient_sync.sync_error import SyncError
+
+Work = Generator[Any, None, None]
+"""Yields the collectives it has started, and goes on when the last of them is done."""
+
+
+class InlineExecutor:
+    """Runs each work to its end at once, as `overlap=False` wants it."""
+
+    def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
+        self._explain = explain
+        self._busy_s = self._busy_before_s = self._wanted_at = self._done_at = 0.0
+
+    def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
+        start = time.perf_counter()
+        done(_run(work, self._explain))
+        self._done_at = time.perf_counter()
+        self._busy_s += self._done_at - start
+
+    def finish(self) -> None:
+        """Wait until everything that was submitted is done."""
+
+    def new_step(self) -> None:
+        """Count time from here on."""
+        self._busy_before_s = self._busy_s
+
+    def wanted(self) -> None:
+        """Note that from here on the step waits for its sums."""
+        self._wanted_at = time.perf_counter()
+
+    def times_ms(self) -> tuple[float, float]:
+        """Return, for a finished step, the milliseconds that its sums took and those that the step waited for them."""
+        return 1e3 * (self._busy_s - self._busy_before_s), 1e3 * max(0.0, self._done_at - self._wanted_at)
+
+    def close(self) -> bool:
+        """Take no more work; returns whether all of it has ended. A second call does nothing."""
+        return True
+
+
+class ThreadExecutor(InlineExecutor):
+    """Runs all works in one thread, so that a unit is packed while the collectives of others run.
+
+    The order of collectives depends on the order of the works alone, never on what finished first, so it is the same on
+    every rank. With each new work all of them advance to their next collective, the new one first, and the last work
+    runs all to their end. So each collective has had the time of packing a unit when the thread waits for it.
+    """
+
+    def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
+        super().__init__(explain)
+        self._inbox: queue.Queue[tuple[Work, Callable[[SyncError | None], None], bool] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._serve, name="gradient-sync", daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
+        self._inbox.put((work, done, last))
+
+    def finish(self) -> None:
+        if not self._closed:
+            self._inbox.join()
+
+    def close(self) -> bool:
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+            self._thread.join(timeout=5)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        running: list[_Running] = []
+        failed: SyncError | None = None
+        start = 0.0
+        while (item := self._inbox.get()) is not None:
+            work, done, last = item
+            if not running:
+                start = time.perf_counter()
+            running.append(_Running(work, done))
+            while failed is None and running:
+                try:
+                    for begun in reversed(list(running)):
+                        if begun.advance():
+                            running.remove(begun)
+                except Exception as error:
+                    failed = self._explain(error)
+                if not last:
+                    break
+            if failed is not None:  # the groups stay out of step: every later work fails with the same error
+                for begun in running:
+                    begun.done(failed)
+                running.clear()
+            if not running:
+                self._done_at = time.perf_counter()
+                self._busy_s += self._done_at - start
+            self._inbox.task_done()
+
+
+class _Running:
+    """A work that has begun, and the collective that it waits for."""
+
+    def __init__(self, work: Work, done: Callable[[SyncError | None], None]) -> None:
+        self._work, self.done = work, done
+        self._waiting: Any = None
+
+    def advance(self) -> bool:
+        """Wait for the current collective and go on to the next; returns whether the work has ended."""
+        if self._waiting is not None:
+            self._waiting.wait()
+        try:
+            self._waiting = next(self._work)
+        except StopIteration:
+            self.done(None)
+            return True
+        return False
+
+
+class StreamExecutor(InlineExecutor):
+    """Queues all works on a side stream of an accelerator, where waiting for a collective does not block the host.
+
+    The stream of the backward pass waits for the side stream after the last work, or where `delayed`, in `finish`.
+    Events on both streams measure the times, and are read when the host has waited for both anyway.
+    """
+
+    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, delayed: bool) -> None:
+        super().__init__(explain)
+        self._is_delayed = delayed
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._stream = self._module.Stream(device=device)
+        self._spans: list[tuple[Any, Any]] = []
+        self._wanted: Any = None
+
+    def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
+        current = self._module.current_stream(self._device)
+        self._stream.wait_stream(current)
+        start = self._now_on(self._stream)
+        with self._module.stream(self._stream):
+            error = _run(work, self._explain)
+        self._spans.append((start, self._now_on(self._stream)))
+        if last and not self._is_delayed:
+            current.wait_stream(self._stream)
+        done(error)
+
+    def finish(self) -> None:
+        self._module.current_stream(self._device).wait_stream(self._stream)
+
+    def new_step(self) -> None:
+        self._spans = []
+
+    def wanted(self) -> None:
+        self._wanted = self._now_on(self._module.current_stream(self._device))
+
+    def times_ms(self) -> tuple[float, float]:
+        busy = sum(start.elapsed_time(end) for start, end in self._spans)
+        return busy, max(0.0, self._wanted.elapsed_time(self._spans[-1][1]))
+
+    def _now_on(self, stream: Any) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+
+def make_executor(
+    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool, delayed: bool
+) -> InlineExecutor:
+    """Return the executor for a device; `explain` turns the error of a collective into one that says where to look."""
+    if not overlap:
+        return InlineExecutor(explain)
+    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device, delayed=delayed)
+
+
+def _run(work: Work, explain: Callable[[BaseException], SyncError]) -> SyncError | None:
+    try:
+        for collective in work:
+            collective.wait()
+    except Exception as error:
+        return explain(error)
+    return None

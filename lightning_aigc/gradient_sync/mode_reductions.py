@@ -1,0 +1,38 @@
+"""The reduction of each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_aigc.cluster.modes import MODES
+from lightning_aigc.gradient_sync.block_sparse import BlockSparse, layer_of_each_block
+from lightning_aigc.gradient_sync.flat_units import FlatUnit
+from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.powersgd import PowerSGD
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
+from lightning_aigc.gradient_sync.quantization import BlockQuantizer
+from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction, Uncompressed
+from lightning_aigc.gradient_sync.two_four import TwoOfFour
+
+
+def make_reduction(
+    options: SyncOptions, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device
+) -> Reduction:
+    """Return what reduces those of these units that are compressed."""
+    mode, traits = options.mode, MODES[options.mode]
+    units = [unit for unit in units if not unit.uncompressed]
+    if mode == "bf16":
+        return BFloat16()
+    if mode == "low_rank":
+        return PowerSGD(units, options.rank, device)
+    start = {unit.index: own_shard(unit, groups)[0] for unit in units}
+    length = {unit.index: own_shard(unit, groups)[1] for unit in units}
+    if mode == "two_four":
+        return TwoOfFour(length, device)
+    if traits.is_block_sparse:
+        layers = {i: of.to(device) for i, of in layer_of_each_block(units, start, length).items()}
+        quantizer = BlockQuantizer(traits.value_bits) if traits.value_bits else None
+        return BlockSparse(layers, 1 - options.sparsity, quantizer, adaptive=options.layer_wise_adaptive)
+    return Quantized(traits.value_bits) if traits.value_bits else Uncompressed()

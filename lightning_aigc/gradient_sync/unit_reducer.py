@@ -1,0 +1,113 @@
+"""One unit from the gradients of this rank to their mean over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, view_of
+from lightning_aigc.gradient_sync.hook import UnitGradients
+from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.reductions import Reduction, Uncompressed
+from lightning_aigc.gradient_sync.residual import Residuals
+from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
+
+
+class UnitReducer:
+    """Flattens a unit's gradients, adds its residual, reduces it over the ranks, and writes the sum back.
+
+    Where nodes reduce first, that happens dense, and each rank compresses its shard of the node's sum.
+    """
+
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        reduction: Reduction,
+        residuals: Residuals,
+        unused: UnusedParameters | None,
+        device: torch.device,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._groups, self._reduction, self._residuals, self._unused = groups, reduction, residuals, unused
+        self._uncompressed: Reduction = Uncompressed()
+        self._device, self._loss_scale = device, loss_scale
+        self.on_cpu = device.type == "cpu"
+        """Whether the host may look at values without waiting for a device."""
+        self._is_compressing = False
+        self._scale: float | None = None
+        self._checks: list[Tensor] = []
+
+    def begin_step(self, *, compressing: bool) -> None:
+        self._is_compressing, self._scale, self._checks = compressing, None, []
+
+    def is_finite(self) -> bool:
+        """Whether all sums of the step are finite; the same on every rank. Waits for the device."""
+        return bool(torch.isfinite(torch.stack(self._checks)).all())
+
+    def reduce(self, collected: UnitGradients) -> Generator[Any, None, None]:
+        """Replace the unit's gradients by their mean over the ranks."""
+        total = yield from self.add_up(collected, self.flatten(collected))
+        self.write_back(collected, total)
+
+    def flatten(self, collected: UnitGradients) -> Tensor:
+        """Return this rank's share of the unit's mean gradient as one vector; in a flat sync with the residual."""
+        if self._scale is None:
+            self._scale = self._loss_scale()
+        share = 1 / (self._groups.world_size * self._scale)
+        unit, gradients = collected.unit, collected.by_name
+        has_own_buffer = self._needs_own_buffer(unit)
+        flat = torch.zeros(unit.numel, device=self._device) if has_own_buffer else self._residuals.next_of(unit)
+        if has_own_buffer or not self._residuals.error_feedback:
+            torch._foreach_copy_([view_of(flat, e) for e in unit.entries], [gradients[e.name] for e in unit.entries])
+            return flat.mul_(share)
+        residual = self._residuals.of(unit)
+        if self.on_cpu:  # one pass in place of two
+            for entry in unit.entries:
+                torch.add(view_of(residual, entry), gradients[entry.name], alpha=share, out=view_of(flat, entry))
+        else:
+            flat.copy_(residual)
+            torch._foreach_add_(
+                [view_of(flat, e) for e in unit.entries], [gradients[e.name] for e in unit.entries], alpha=share
+            )
+        return flat
+
+    def add_up(self, collected: UnitGradients, flat: Tensor) -> Generator[Any, None, Tensor]:
+        """Return the sum over the ranks of what `flatten` returned."""
+        unit, inside = collected.unit, self._groups.inside
+        compresses = not unit.uncompressed and self._is_compressing
+        e_N = flat
+        if inside is not None:
+            e_N = flat.new_empty(unit.numel // inside.size) if unit.uncompressed else self._residuals.next_of(unit)
+            yield inside.reduce_scatter(e_N, flat)
+            if self._residuals.error_feedback and not unit.uncompressed:
+                e_N.add_(self._residuals.of(unit))
+        aside_N = None
+        if self._unused is not None and not unit.uncompressed:
+            aside_N = yield from self._unused.set_aside(unit, collected.by_name, e_N, on_cpu=self.on_cpu)
+        reduction = self._reduction if compresses else self._uncompressed
+        total, check = yield from reduction.reduce(unit, e_N, self._groups.between)
+        if aside_N is not None:
+            e_N.add_(aside_N)
+        if not unit.uncompressed and not compresses:
+            self._reduction.observe(unit, total)
+        total[0] += 0 * check  # what is not finite may not have been sent: a loss scaler must find it nevertheless
+        if inside is not None:
+            yield inside.all_gather(flat, total)
+            total, check = flat, flat.view(inside.size, -1)[:, 0].sum()  # the ranks of a node must decide alike
+        self._checks.append(check)
+        return total
+
+    def write_back(self, collected: UnitGradients, total: Tensor) -> None:
+        """Write a sum into the gradients of the unit, under the loss scale of this step."""
+        assert self._scale is not None
+        if self._scale != 1.0:
+            total.mul_(self._scale)
+        entries = collected.unit.entries
+        torch._foreach_copy_([collected.by_name[e.name] for e in entries], [view_of(total, e) for e in entries])
+
+    def _needs_own_buffer(self, unit: FlatUnit) -> bool:
+        """Whether the unit needs its own buffer instead of the residual's next one."""
+        return unit.uncompressed or self._groups.inside is not None

@@ -1,0 +1,20 @@
+"""What a logger gets of a step's gradient sync."""
+
+from __future__ import annotations
+
+from lightning_aigc.gradient_sync.base import Sync
+
+
+def sync_metrics(sync: Sync) -> dict[str, float]:
+    """Return the last step's bytes in MB by kind, its times, and how many steps were skipped; nothing before it."""
+    report = sync.report
+    if report is None:
+        return {}
+    numbers = {f"sync/{kind}_mb": sent / 1e6 for kind, sent in report.sent_bytes.items()}
+    return numbers | {
+        "sync/between_nodes_mb": report.between_nodes_bytes / 1e6,
+        "sync/ratio_to_dense": report.ratio,
+        "sync/exposed_ms": report.exposed_ms,
+        "sync/share_hidden": report.share_hidden,
+        "sync/skipped_steps": float(sync.skipped_steps),
+    }

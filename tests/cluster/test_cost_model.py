@@ -1,0 +1,259 @@
+"""The model's bytes against their formulas, its constants against the compressors', its time against what must hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from lightning_aigc.cluster import cost_model
+from lightning_aigc.cluster.cost_model import memory_bytes, predict, sent_bytes
+from lightning_aigc.cluster.modes import FLAT_MODES, MODES, QUANTIZED_MODES, Mode
+from lightning_aigc.cluster.workload import Job, Links, Shape
+from lightning_aigc.errors import ConfigError
+
+N = 1_000_000
+LINKS = Links(local_Bps=200e9, between_Bps=25e9 / 8)
+SD15 = Job(trainable=859.5e6, protected=34.9e6, forward_s=0.4, backward_s=0.8)
+
+
+def job(**changes: Any) -> Job:
+    return replace(Job(trainable=N, forward_s=0.1, backward_s=0.2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bytes_each"),
+    [
+        ("dense", 4), ("bf16", 2), ("int8", 8.5 / 8), ("int4", 4.5 / 8), ("int3", 3.5 / 8),
+        ("sparse", 0.25 * 2 + 2 / 256), ("sparse_int8", 0.25 * 8.5 / 8 + 2 / 256),
+        ("sparse_int4", 0.25 * 4.5 / 8 + 2 / 256), ("two_four", 1), ("local", 4 / 8),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("ranks", [2, 8, 384])
+def test_bytes_follow_the_formula_of_each_mode(mode: str, bytes_each: float, ranks: int) -> None:
+    inside, between = sent_bytes(mode, job(), Shape(1, ranks))
+    assert between == 0 and inside == pytest.approx(2 * (ranks - 1) / ranks * bytes_each * N)
+
+
+def test_protected_and_small_parameters_are_sent_uncompressed() -> None:
+    plain, _ = sent_bytes("int3", job(), Shape(1, 2))
+    mixed, _ = sent_bytes("int3", job(protected=N // 10, small=N // 100), Shape(1, 2))
+    assert mixed == pytest.approx(plain * 0.89 + 4 * 0.11 * N)
+
+
+def test_low_rank_sends_its_factors() -> None:
+    assert sent_bytes("low_rank", job(low_rank_elements=5000), Shape(1, 2)) == (pytest.approx(4 * 5000), 0)
+    with pytest.raises(ConfigError, match="low_rank_elements"):
+        sent_bytes("low_rank", job(), Shape(1, 2))
+
+
+def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
+    inside, between = sent_bytes("int8", SD15, Shape(48, 8))
+    assert inside == pytest.approx(2 * 7 / 8 * 4 * 859.5e6)
+    assert between == pytest.approx(2 * 47 / 48 / 8 * (4 * 34.9e6 + 8.5 / 8 * (859.5e6 - 34.9e6)))
+
+
+@pytest.mark.parametrize("mode", FLAT_MODES)
+def test_modes_that_know_no_nodes_send_one_ring_over_all_ranks(mode: str) -> None:
+    some = job(low_rank_elements=N / 10)
+    alike, _ = sent_bytes(mode, some, Shape(1, 16))
+    inside, between = sent_bytes(mode, some, Shape(4, 4))
+    assert inside + between == pytest.approx(alike)
+    assert between == pytest.approx(alike / 4)  # one card of four has its neighbour in another node
+    assert memory_bytes(mode, some, Shape(4, 4)) == memory_bytes(mode, some, Shape(1, 16))
+
+
+def test_one_card_a_node_sends_only_between_nodes() -> None:
+    assert sent_bytes("dense", job(), Shape(2, 1)) == (0, pytest.approx(4 * N))
+
+
+def test_a_single_rank_sends_nothing_and_is_linear() -> None:
+    for mode in ("dense", "int3", "local"):
+        cost = predict(mode, job(), Shape(1, 1), LINKS)
+        assert cost.local_bytes == cost.between_bytes == cost.exposed_s == 0 and cost.efficiency == 1
+
+
+def test_constants_are_the_compressors_own() -> None:
+    from lightning_aigc.gradient_sync import block_sparse, quantization
+
+    assert quantization.BLOCK == cost_model.QUANTIZATION_BLOCK
+    assert 8 * quantization.SCALE_BYTES == cost_model.SCALE_BITS
+    assert block_sparse.BLOCK == cost_model.ENERGY_BLOCK
+
+
+def test_every_mode_that_compresses_has_a_reduction_with_the_bits_of_the_table() -> None:
+    import torch
+
+    from fakes.echoing_groups import EchoingGroups
+    from lightning_aigc.gradient_sync.mode_reductions import make_reduction
+    from lightning_aigc.gradient_sync.options import SyncOptions
+    from lightning_aigc.gradient_sync.reductions import Quantized, Uncompressed
+
+    for mode, traits in MODES.items():
+        reduction = make_reduction(SyncOptions(mode=mode), [], EchoingGroups(), torch.device("cpu"))  # type: ignore[arg-type]
+        assert isinstance(reduction, Uncompressed) == traits.is_exact
+        assert isinstance(reduction, Quantized) == (mode in QUANTIZED_MODES)
+        if isinstance(reduction, Quantized):
+            assert reduction.quantizer.bits == traits.value_bits
+
+
+@pytest.mark.parametrize("mode", cost_model.LAUNCHES)
+def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes are too few: the first rank of a group packs nothing for ranks before it."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fakes.echoing_groups import EchoingGroups
+    from lightning_aigc.gradient_sync import quantization
+    from lightning_aigc.gradient_sync.hook import BucketFuture
+    from lightning_aigc.gradient_sync.options import SyncOptions
+    from lightning_aigc.gradient_sync.sync import GradientSync
+
+    class Counted(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.launches += not op.is_view and "empty" not in op.name()
+            return op(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(quantization, "CPU_CHUNK", 2**40)
+    parameters = [(f"layer{i}", torch.nn.Parameter(torch.zeros(256, 256))) for i in range(4)]
+    groups = EchoingGroups(8, 1 if mode == "low_rank" else 2, rank=3)
+    sync = GradientSync(parameters, SyncOptions(mode=mode, overlap=False), groups)
+    sync.reducer.on_cpu = False
+    for _ in range(2):  # the first of a sparse mode is dense
+        gradients = [torch.randn(256, 256) for _ in parameters]
+        waiting = BucketFuture(gradients[0])
+        with Counted() as counted:
+            sync.hook.gradients_ready([p for _, p in parameters], gradients, waiting, last=True)
+        sync.finish_step()
+    assert counted.launches == pytest.approx(cost_model.LAUNCHES[mode], rel=0.15)
+
+
+def test_modes_are_those_that_can_be_chosen() -> None:
+    assert set(MODES) == set(get_args(Mode)) - {"auto"}
+
+
+def test_quantized_values_pack_to_the_modelled_bytes() -> None:
+    from lightning_aigc.gradient_sync.quantization import BlockQuantizer
+
+    for mode in QUANTIZED_MODES:
+        bits = MODES[mode].value_bits
+        assert bits is not None
+        assert BlockQuantizer(bits).wire_bytes(25_600) == 25_600 * cost_model.bytes_per_element(mode, job())
+
+
+def test_a_faster_link_never_costs_time_and_fewer_bytes_never_do_either() -> None:
+    shape = Shape(48, 8)
+    steps = [predict("dense", SD15, shape, replace(LINKS, between_Bps=b)).step_s for b in (1e9, 1e10, 1e11)]
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+    assert predict("int3", SD15, shape, LINKS).step_s < predict("int8", SD15, shape, LINKS).step_s
+
+
+def test_the_last_bucket_is_always_seen() -> None:
+    cost = predict("dense", job(trainable=100e6), Shape(1, 8), LINKS)
+    buckets = 16  # 400 MB in buckets of 25 MiB
+    assert cost.exposed_s == pytest.approx(cost.wire_s / buckets)
+
+
+def test_traffic_longer_than_backward_sticks_out_by_the_rest() -> None:
+    slow = Links(local_Bps=1e9, between_Bps=1e9, latency_local_s=0)
+    cost = predict("dense", job(trainable=100e6), Shape(1, 2), slow)
+    assert cost.wire_s == pytest.approx(0.4)
+    assert cost.exposed_s == pytest.approx(0.4 - 0.9 * 0.2)
+
+
+def test_cores_that_compute_hide_nothing() -> None:
+    cost = predict("dense", job(trainable=100e6, overlap_share=0.0), Shape(1, 2), LINKS)
+    assert cost.exposed_s == pytest.approx(cost.wire_s)
+
+
+def test_the_cards_of_a_node_share_its_link() -> None:
+    still = replace(LINKS, latency_local_s=0.0, latency_between_s=0.0)
+    inside, between = sent_bytes("int8", SD15, Shape(48, 8))
+    wire = predict("int8", SD15, Shape(48, 8), still).wire_s
+    assert wire == pytest.approx(inside / still.local_Bps + 8 * between / still.between_Bps)
+
+
+def test_latency_counts_every_hop_of_every_bucket() -> None:
+    still = replace(LINKS, latency_local_s=0.0, latency_between_s=0.0)
+    shape, some = Shape(4, 2), job(trainable=100e6)
+    slower = replace(still, latency_local_s=1e-3, latency_between_s=1e-2)
+    more = predict("dense", some, shape, slower).wire_s - predict("dense", some, shape, still).wire_s
+    assert more == pytest.approx(16 * (2 * 1 * 1e-3 + 2 * 3 * 1e-2))
+
+
+def test_averaging_every_few_steps_divides_its_traffic_and_hides_none() -> None:
+    rare, often = (predict("local", job(local_steps=steps), Shape(1, 4), LINKS) for steps in (16, 4))
+    assert often.wire_s == pytest.approx(4 * rare.wire_s)
+    assert rare.exposed_s == rare.wire_s
+
+
+def test_compressing_on_a_cpu_can_cost_more_than_it_saves() -> None:
+    dense, int8 = (predict(mode, job(trainable=50e6, device="cpu"), Shape(1, 2), LINKS) for mode in ("dense", "int8"))
+    assert int8.step_s > dense.step_s
+
+
+def test_a_card_launches_its_kernels_for_every_bucket_and_a_cpu_does_not() -> None:
+    some, buckets = job(trainable=100e6), 16  # 400 MB in buckets of 25 MiB
+    card, cpu = (predict("int3", replace(some, device=device), Shape(1, 8), LINKS) for device in ("npu", "cpu"))
+    assert card.compression_s == pytest.approx(400e6 / 160e9 + buckets * cost_model.LAUNCHES["int3"] * 5e-6)
+    assert cpu.compression_s == pytest.approx(400e6 / 1.6e9)
+    assert predict("dense", some, Shape(1, 8), LINKS).compression_s == 0
+
+
+def test_residuals_are_shared_inside_a_node() -> None:
+    flat, shared = (memory_bytes("int8", job(), shape)["residuals"] for shape in (Shape(1, 8), Shape(2, 8)))
+    assert (flat, shared) == (8 * N, 8 * N / 8)  # the residual, and the next one until the step is known to be finite
+    assert memory_bytes("dense", job(), Shape(2, 8))["residuals"] == 0
+
+
+def test_memory_counts_weights_gradients_and_adamw() -> None:
+    kinds = memory_bytes("dense", job(frozen=N, frozen_bytes=2), Shape(1, 2))
+    assert kinds == {"weights": 6 * N, "gradients": 4 * N, "optimizer": 8 * N, "residuals": 0}
+
+
+@pytest.mark.parametrize("mode", ["dense", "int8", "int3", "sparse_int4"])
+def test_the_link_for_an_efficiency_reaches_it_just_so(mode: str) -> None:
+    shape = Shape(48, 8)
+    link = cost_model.link_for_efficiency(mode, SD15, shape, LINKS, 0.927)
+    assert link is not None
+    assert predict(mode, SD15, shape, replace(LINKS, between_Bps=link)).efficiency == pytest.approx(0.927)
+
+
+def test_the_step_time_for_an_efficiency_reaches_it_just_so() -> None:
+    shape = Shape(48, 8)
+    step = cost_model.step_time_for_efficiency("dense", SD15, shape, LINKS, 0.927)
+    assert step is not None
+    longer = replace(SD15, forward_s=step / 3, backward_s=2 * step / 3)
+    assert predict("dense", longer, shape, LINKS).efficiency == pytest.approx(0.927)
+
+
+def test_no_link_mends_a_latency_that_is_too_long() -> None:
+    far = replace(LINKS, latency_between_s=1.0)
+    assert cost_model.link_for_efficiency("dense", SD15, Shape(48, 8), far, 0.9) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trainable": 0}, "above 0"), ({"protected": 2 * N}, "part of the trainable"), ({"sparsity": 1.0}, "sparsity"),
+        ({"forward_s": 0, "backward_s": 0}, "take time"), ({"device": "tpu"}, "npu"), ({"overlap_share": 2}, "overlap"),
+        ({"local_steps": 0}, "local_steps"),
+    ],
+)  # fmt: skip
+def test_a_job_that_cannot_be_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        job(**change)
+
+
+def test_links_shapes_modes_and_efficiencies_are_checked() -> None:
+    with pytest.raises(ConfigError, match="bandwidths"):
+        Links(local_Bps=0, between_Bps=1)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Shape(0, 8)
+    with pytest.raises(ConfigError, match="mode must be one of"):
+        predict("topk", job(), Shape(1, 2), LINKS)
+    with pytest.raises(ConfigError, match="efficiency"):
+        cost_model.link_for_efficiency("dense", job(), Shape(2, 2), LINKS, 92.7)

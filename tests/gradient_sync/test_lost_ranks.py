@@ -1,0 +1,63 @@
+"""A rank that dies or hangs is an error on the others, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.given_gradients import Training, refusal
+from fakes.ranks import run_ranks
+from lightning_aigc.gradient_sync import SyncError
+
+SHORT = timedelta(seconds=3)
+ENDS = ("int3", "dense", "sparse", "local", "inline", "delayed")
+
+
+def left_alone(rank: int, how: str) -> Any:
+    """What rank 0 meets in the step that rank 1 never takes, and after how many seconds."""
+    options: dict[str, Any] = {
+        "inline": {"mode": "int3", "overlap": False},
+        "delayed": {"mode": "int3", "delay_one_step": True},
+    }.get(how, {"mode": how})
+    run = Training({"bucket_cap_mb": 0.001}, **options, bucket_mb=0.002, timeout=SHORT)
+    run.steps(rank, [0, 1])
+    if rank == 1:
+        os._exit(1)
+    start = time.monotonic()
+    try:
+        run.steps(rank, [2, 3])
+    except SyncError as error:
+        return str(error), time.monotonic() - start, refusal(run.compressor.state_dict)
+    return None
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(how: str, tmp_path: Path) -> None:
+    (said, seconds, afterwards), _ = run_ranks(left_alone, 2, tmp_path, how, may_die=[1])
+    assert "rank 0 of 2 could not add up gradients in step" in said
+    assert "another rank has stopped or hangs: look at its log first" in said
+    assert seconds < SHORT.total_seconds() + 2
+    if how in ("int3", "sparse", "inline", "delayed"):
+        assert afterwards.startswith("SyncError: rank 0 of 2 could not")  # a state of half a step would be none
+
+
+def stuck(rank: int, mode: Any) -> Any:
+    run = Training(mode=mode, timeout=SHORT)
+    run.steps(rank, [0, 1])  # DDP rebuilds its buckets before the second, in its own group and time
+    if rank == 1:
+        time.sleep(SHORT.total_seconds() + 2)
+        return None
+    start = time.monotonic()
+    return refusal(lambda: run.steps(rank, [2])), time.monotonic() - start
+
+
+@pytest.mark.parametrize("mode", ["int3", "dense"])
+def test_a_rank_that_hangs_is_an_error_after_the_timeout(mode: str, tmp_path: Path) -> None:
+    (said, seconds), _ = run_ranks(stuck, 2, tmp_path, mode)
+    assert said.startswith("SyncError: rank 0 of 2 could not") and "a longer timeout than 0:00:03" in said
+    assert 2 < seconds < SHORT.total_seconds() + 2
