@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.checkpoint import SnapshotWriter
 from lightning_aigc.checkpoint.coordination import all_agree
-from lightning_aigc.checkpoint.dataloader.stateful import make_all_resumable
+from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.lightning_loops import LoopHooks, LoopState, State, mute_sigterm_broadcast, run_end_hooks
 from lightning_aigc.checkpoint.preemption import StopPoll, end_run
 from lightning_aigc.checkpoint.resume import (
@@ -31,8 +31,6 @@ from lightning_aigc.checkpoint.training_state import ChangeTracker, LocalBuffers
 from lightning_aigc.errors import ConfigError, SnapshotError
 
 Mode = Literal["min", "max"]
-LAST_COMMIT_S = 30.0
-"""How long a snapshot after an error may wait for the other ranks' files: one of them may be gone by then."""
 
 
 class ExactSnapshot(Callback):
@@ -234,8 +232,7 @@ class ExactSnapshot(Callback):
             taker.finish_copy()
             taker.report_failure()
             if loop_state is not None and self._can_save(trainer, loop_state):
-                writer.commit_timeout_s = min(writer.commit_timeout_s, LAST_COMMIT_S)
-                taker.save(trainer, loop_state, at_once=True)
+                taker.save_last(trainer, loop_state)
             writer.wait()
         except SnapshotError as error:
             rank_zero_warn(str(error))

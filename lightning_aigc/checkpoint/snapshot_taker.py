@@ -18,6 +18,9 @@ from lightning_aigc.checkpoint.training_state import LocalBuffers
 from lightning_aigc.checkpoint.writer import SnapshotWriter
 from lightning_aigc.errors import SnapshotError
 
+LAST_COMMIT_S = 30.0
+"""A rank that met an error may never write its files."""
+
 
 class SnapshotTaker:
     """Takes the snapshots of one fit.
@@ -77,6 +80,11 @@ class SnapshotTaker:
         self.blocked_s.append(time.perf_counter() - start)
         self.last_state, self.is_torn = loop_state, False
         self.last_step, self.last_time = loop_state.step, time.monotonic()
+
+    def save_last(self, trainer: Trainer, loop_state: LoopState) -> None:
+        """Start a snapshot after an error, which waits for the other ranks' files for `LAST_COMMIT_S` at most."""
+        self.writer.commit_timeout_s = min(self.writer.commit_timeout_s, LAST_COMMIT_S)
+        self.save(trainer, loop_state, at_once=True)
 
     def finish_copy(self) -> None:
         """Call it before anything writes a weight: returns when the copy beside training is complete."""

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_aigc.cli.doctor_checks import CHECKS, Finding, Host, run_check
+from lightning_aigc.cli.doctor_checks import CHECKS
+from lightning_aigc.cli.doctor_host import Finding, Host, run_check
 from lightning_aigc.cluster.hccl_errors import explain
 from lightning_aigc.errors import ConfigError
 

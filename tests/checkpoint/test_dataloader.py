@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
 from fakes.killed_trainings import Noisy
-from lightning_aigc.checkpoint.dataloader import stateful
+from lightning_aigc.checkpoint.dataloader import resumable, stateful
 from lightning_aigc.checkpoint.dataloader.sampler import LoaderRNG
 from lightning_aigc.checkpoint.serialization import pack, unpack
 
@@ -70,10 +70,10 @@ def test_the_rest_comes_after_a_place(name: str, workers: int, persistent: bool)
     plain, _ = epochs_of(make(**options))
     for stop in (5, BATCHES + 1):
         seed(0)
-        batches, (epoch, place, draws) = epochs_of(stateful.make_resumable(make(**options)), stop)
+        batches, (epoch, place, draws) = epochs_of(resumable.make_resumable(make(**options)), stop)
         assert all(map(torch.equal, batches, plain))
         seed(99)
-        loader = stateful.make_resumable(make(**options))
+        loader = resumable.make_resumable(make(**options))
         loader.load_snapshot_state(place)
         running = iter(loader)
         loader.start_pending()
@@ -92,7 +92,7 @@ def test_the_rest_comes_after_a_place(name: str, workers: int, persistent: bool)
 def test_the_loader_given_stays_as_it_is() -> None:
     loader = MAKERS["shuffled"](num_workers=2)
     before = dict(vars(loader))
-    twin = stateful.make_resumable(loader)
+    twin = resumable.make_resumable(loader)
     assert vars(loader) == before and type(loader) is DataLoader
     assert isinstance(twin, DataLoader) and twin.dataset is loader.dataset and len(twin) == len(loader)
 
@@ -103,14 +103,14 @@ class Stream(IterableDataset[Any]):
 
 
 def test_what_may_differ_is_named() -> None:
-    stream = stateful.resume_caveat(stateful.make_resumable(DataLoader(Stream())))
+    stream = resumable.resume_caveat(resumable.make_resumable(DataLoader(Stream())))
     assert stream is not None and "Stream is an IterableDataset without state_dict" in stream
-    assert "map object is no DataLoader" not in str(stateful.resume_caveat(stateful.make_resumable([1, 2])))
-    assert stateful.resume_caveat(stateful.make_resumable(MAKERS["shuffled"]())) is None
+    assert "map object is no DataLoader" not in str(resumable.resume_caveat(resumable.make_resumable([1, 2])))
+    assert resumable.resume_caveat(resumable.make_resumable(MAKERS["shuffled"]())) is None
 
 
 def test_an_iterable_is_read_again_up_to_the_place() -> None:
-    loader = stateful.make_resumable([1, 2, 3, 4])
+    loader = resumable.make_resumable([1, 2, 3, 4])
     loader.load_snapshot_state(loader.state_after(2))
     running = iter(loader)
     loader.start_pending()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_aigc.cli import doctor_checks, doctor_versions
-from lightning_aigc.cli.doctor_checks import CHECKS, Host, run_check
+from lightning_aigc.cli.doctor_checks import CHECKS
+from lightning_aigc.cli.doctor_host import Host, run_check
 from lightning_aigc.cluster.topology import Reading, parse_topology
 
 Command = Callable[..., Any]
