@@ -70,7 +70,7 @@ class AIGCCLI(LightningCLI):
             parser_class=AIGCArgumentParser,
             seed_everything_default=42,
             trainer_defaults={"max_epochs": -1, "default_root_dir": "runs/default"},
-            # DESIGN decision 13: the automatic key binds parameters before the LoRA exists.
+            # docs/architecture.md, decision 13: the automatic key binds parameters before the LoRA exists.
             auto_configure_optimizers=False,
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
