@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fakes.ranks import meeting_point
-from lightning_aigc.callbacks import sample_grid
-from lightning_aigc.callbacks.image_checks import check_images
-from lightning_aigc.callbacks.picture_sheet import draw_sheet, wrap
 from lightning_aigc.callbacks.sample_grid import SampleGrid
+from lightning_aigc.callbacks.sampling.checks import check_images
+from lightning_aigc.callbacks.sampling.sheet import draw_sheet, wrap
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import undisturbed
 
@@ -288,7 +287,7 @@ def test_a_disk_that_fills_up_warns_once_and_training_goes_on(tmp_path: Path, mo
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sample_grid.Image.Image, "save", full)
+    monkeypatch.setattr(Image.Image, "save", full)
     with pytest.warns(UserWarning, match="No space left on device; training goes on") as caught:
         make_trainer(tmp_path, grid, max_steps=4).fit(module, data())
     assert sum("No space" in str(warning.message) for warning in caught) == 1

@@ -1,4 +1,4 @@
-"""Warn by name of pictures that came out black, of one colour, or not finite, with the likely remedy."""
+"""Warn of pictures that are black, of one colour, or not finite, with their names and the likely remedy."""
 
 from __future__ import annotations
 
