@@ -1,27 +1,45 @@
-"""Checks that only a LoRA needs: B that stays zero, B far larger than A, and more change than base."""
+"""What only a LoRA has: a B that stays zero, a B far larger than A, and a change larger than the base weight."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.callbacks.health.alert import Check, Finding
-from lightning_aigc.callbacks.health.measurement import Measurement
-from lightning_aigc.callbacks.health.names import lora_pairs, plain_name
+from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.parameter_names import clean_name, lora_pairs
+from lightning_aigc.callbacks.health.parameter_stats import Named, ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.step_reading import StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
-CHECKS: tuple[Check, ...] = ("lora_b_zero", "lora_imbalance", "lora_delta")
+
+class LoRACheck(Check):
+    """Compares each LoRA's matrices with one another and with their base weight, at each look."""
+
+    policies: ClassVar = {"lora_b_zero": Policy(), "lora_imbalance": Policy(), "lora_delta": Policy()}
+
+    def attach(self, model: nn.Module, trained: Named, frozen: Named) -> None:
+        self._deltas = LoRADeltas(model)
+
+    def run(self, reading: StepReading) -> Findings | None:
+        stats, limits, remedies = reading.stats, reading.limits, reading.remedies
+        if stats is None or not reading.is_due:
+            return None
+        found = check_pairs(stats, reading.taken_steps - 1, limits, remedies)
+        found += self._deltas.check(stats, limits, remedies)
+        return Findings(found, self.policies, reading.layers_of(stats.names))
 
 
-def check_pairs(now: Measurement, taken_steps: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
-    """B that is still zero after so many steps taken, and B that is far larger than A."""
-    weights = now.by_name(now.weight_norm)
+def check_pairs(stats: ParameterStats, taken_steps: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
+    """Find each B that is still zero after `lora_b_steps` steps, and each that is far larger than its A."""
+    weights = stats.by_name(stats.weight_norm)
     findings = []
-    for a, b in lora_pairs(now.names).values():
+    for a, b in lora_pairs(stats.names).values():
         if weights[b] == 0 and taken_steps >= limits.lora_b_steps:
             findings.append(
                 Finding(
@@ -47,8 +65,8 @@ def check_pairs(now: Measurement, taken_steps: int, limits: HealthThresholds, re
     return findings
 
 
-class Deltas:
-    """What LoRA layers add to their base weights: scale * B @ A against W."""
+class LoRADeltas:
+    """The change that each LoRA layer adds to its base weight: scale * B @ A beside W."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[str, tuple[nn.Module, str]] = {}
@@ -56,15 +74,15 @@ class Deltas:
             if hasattr(module, "lora_A") and hasattr(module, "base_layer") and isinstance(module.lora_A, nn.ModuleDict):
                 adapter = next(iter(module.lora_A), None)
                 if adapter is not None:
-                    self._layers[plain_name(name)] = (module, adapter)
+                    self._layers[clean_name(name)] = (module, adapter)
         self._base_norms: dict[str, float] = {}
 
     @torch.no_grad()
-    def check(self, now: Measurement, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
-        """Layers whose LoRA outgrew their base. Waits for the device only where norms alone cannot rule it out."""
+    def check(self, stats: ParameterStats, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
+        """Find layers whose change outgrew the base. Waits for the device only where norms cannot rule that out."""
         if not self._layers:
             return []
-        weights = now.by_name(now.weight_norm)
+        weights = stats.by_name(stats.weight_norm)
         if not self._base_norms:
             self._base_norms = _norms({name: _base(module) for name, (module, _) in self._layers.items()})
         findings = []

@@ -12,7 +12,7 @@ WRAPPERS = ("_orig_mod.", "_forward_module.")
 T = TypeVar("T")
 
 
-def plain_name(name: str) -> str:
+def clean_name(name: str) -> str:
     """A parameter's name without what torch.compile and wrapping strategies put into it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
@@ -21,12 +21,12 @@ def plain_name(name: str) -> str:
 
 def trained(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
     """The trainable ones, by their plain names."""
-    return [(plain_name(name), p) for name, p in named if p.requires_grad]
+    return [(clean_name(name), p) for name, p in named if p.requires_grad]
 
 
 def frozen(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
     """The others, by their plain names."""
-    return [(plain_name(name), p) for name, p in named if not p.requires_grad]
+    return [(clean_name(name), p) for name, p in named if not p.requires_grad]
 
 
 def block_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Says a thing once: who was told what, since when, and when it has become worse."""
+"""Which findings are news: new ones, those that have become worse, and those that come back."""
 
 from __future__ import annotations
 
@@ -6,60 +6,48 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_aigc.callbacks.health.alert import Alert, Check, Finding, Level, is_above
+from lightning_aigc.callbacks.health.alerts import Alert, CheckName, Finding, Level, Policy, is_above
 
-
-@dataclass(frozen=True)
-class Policy:
-    """How a check's findings become alerts."""
-
-    confirm: int = 1
-    """Looks in a row from which it has its own level; below, it is an info."""
-    escalate_after: int | None = None
-    """Looks in a row from which it is an error; None never makes it one."""
-
-
-POLICIES: Mapping[Check, Policy] = {
-    "exploding": Policy(confirm=2, escalate_after=4),
-    "vanishing": Policy(confirm=2, escalate_after=10),
-    "saturated": Policy(confirm=2),
-    "no_gradient": Policy(confirm=2, escalate_after=10),
-    "no_update": Policy(confirm=2, escalate_after=10),
-    "update_ratio": Policy(escalate_after=10),
-    "loss_spike": Policy(confirm=2),
-}
 FORGET_AFTER = 5
-"""Looks without a finding after which it is news again."""
+"""Looks without a finding after which the same finding is news again."""
 
 
 @dataclass
 class _Entry:
     since: int
     seen: int = 0
+    """Looks in a row that found it."""
     missed: int = 0
+    """Looks in a row that did not."""
     told: Level | None = None
+    """The highest level reported so far."""
 
 
-class Ledger:
-    """Turns the findings of each look into the alerts that are news."""
+class AlertTracker:
+    """Turns the findings of each look into alerts.
 
-    def __init__(self) -> None:
+    Args:
+        policies: How findings become alerts, by check; a check without one reports each finding at its own level.
+    """
+
+    def __init__(self, policies: Mapping[CheckName, Policy]) -> None:
+        self._policies = policies
         self._entries: dict[tuple[str, str], _Entry] = {}
 
     def update(
         self,
         step: int,
-        looked_at: Collection[Check],
+        checked: Collection[CheckName],
         findings: Sequence[Finding],
         layers: Collection[str] | None = None,
     ) -> list[Alert]:
-        """The alerts to give at this step.
+        """Return the alerts to report at this step.
 
         Args:
             step: The optimizer step.
-            looked_at: Checks that ran: where they found nothing, what they said before is over.
+            checked: Checks that ran: an earlier finding of theirs that is not among these has ended.
             findings: What they found.
-            layers: The places that they looked at; None means all.
+            layers: The layers that they looked at; None means all.
         """
         alerts, found = [], set()
         for finding in findings:
@@ -75,21 +63,20 @@ class Ledger:
                 said = asdict(replace(finding, level=level))
                 alerts.append(Alert(step=step, since=entry.since, **said))
         for known, entry in list(self._entries.items()):
-            if known in found or known[0] not in looked_at or (layers is not None and known[1] not in layers):
+            if known in found or known[0] not in checked or (layers is not None and known[1] not in layers):
                 continue
             entry.seen, entry.missed = 0, entry.missed + 1
             if entry.missed >= FORGET_AFTER:
                 del self._entries[known]
         return alerts
 
-    def is_open(self, check: Check, layer: str) -> bool:
-        """Whether the last look at this place found something."""
+    def is_open(self, check: CheckName, layer: str) -> bool:
+        """Whether the last look at this layer found something."""
         entry = self._entries.get((check, layer))
         return entry is not None and entry.seen > 0
 
-    @staticmethod
-    def _level(finding: Finding, seen: int) -> Level:
-        policy = POLICIES.get(finding.check, Policy())
+    def _level(self, finding: Finding, seen: int) -> Level:
+        policy = self._policies.get(finding.check, Policy())
         if seen < policy.confirm:
             return "info"
         if finding.level != "info" and policy.escalate_after is not None and seen >= policy.escalate_after:

@@ -1,4 +1,4 @@
-"""The checks for a plain torch loop: one look at gradients and weights, no Trainer, no history."""
+"""`check`: the checks for a plain torch loop, one look at gradients and weights without a history."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_aigc.callbacks.health.alert import Alert, Finding
-from lightning_aigc.callbacks.health.gradients import check_gradients, non_finite_gradients
-from lightning_aigc.callbacks.health.lora import check_pairs
-from lightning_aigc.callbacks.health.measurement import measure
-from lightning_aigc.callbacks.health.names import trained
+from lightning_aigc.callbacks.health.alerts import Alert, Finding
+from lightning_aigc.callbacks.health.checks.gradients import check_gradients
+from lightning_aigc.callbacks.health.checks.lora import check_pairs
+from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE, non_finite_gradients
+from lightning_aigc.callbacks.health.parameter_names import trained
+from lightning_aigc.callbacks.health.parameter_stats import measure
 from lightning_aigc.callbacks.health.remedies import GENERAL
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.errors import ConfigError
@@ -22,7 +23,7 @@ def check(
     step: int = 0,
     thresholds: HealthThresholds | Mapping[str, Any] | None = None,
 ) -> list[Alert]:
-    """Every alert that one look gives, between backward and the optimizer's step; waits for the device once.
+    """Check gradients and weights once, between backward and the optimizer's step; waits for the device once.
 
     >>> import torch
     >>> layer = torch.nn.Linear(8, 8)
@@ -41,17 +42,17 @@ def check(
     named = trained(named_parameters)
     if not named:
         raise ConfigError("check got no trainable parameter; give it model.named_parameters() with requires_grad set")
-    now = measure(named, limits.alike_share)
+    stats = measure(named, limits.alike_share)
     found = [
         Finding(
-            "non_finite",
+            NON_FINITE,
             name,
             "error",
             "its gradient is not finite",
             "an overflow or a division by zero in forward or backward",
             GENERAL.non_finite("backward"),
         )
-        for name in non_finite_gradients(now)
+        for name in non_finite_gradients(stats)
     ]
-    found += check_gradients(now, limits, GENERAL) + check_pairs(now, step, limits, GENERAL)
+    found += check_gradients(stats, limits, GENERAL) + check_pairs(stats, step, limits, GENERAL)
     return [Alert(step, f.check, f.layer, f.level, f.message, f.cause, f.remedy, since=step) for f in found]

@@ -1,4 +1,4 @@
-"""Remedies that are put together when a finding asks for one: a healthy step needs none."""
+"""Remedies that are made when a finding asks for the first: a healthy step needs none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from lightning_aigc.callbacks.health.remedies import Remedies
 
 
-class RemediesOnDemand:
-    """Behaves as the Remedies that `make` gives, and calls it once, when it is first asked."""
+class LazyRemedies:
+    """Behaves as the Remedies that `make` returns, and calls it at the first attribute that is read."""
 
     def __init__(self, make: Callable[[], Remedies]) -> None:
         self._make = make

@@ -1,72 +1,87 @@
-"""Checks of each parameter's gradient: missing, vanishing, exploding, saturated, not finite."""
+"""Each parameter's gradient: missing, vanishing, exploding, or saturated."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
-from lightning_aigc.callbacks.health.alert import Check, Finding, Level
+from lightning_aigc.callbacks.health.alerts import Finding, Level, Policy
+from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
 from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.measurement import Measurement
-from lightning_aigc.callbacks.health.names import lora_pairs
+from lightning_aigc.callbacks.health.parameter_names import lora_pairs
+from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.step_reading import StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
-from lightning_aigc.callbacks.health.trend import Standing
+from lightning_aigc.callbacks.health.training_stage import TrainingStage
 
-CHECKS: tuple[Check, ...] = ("no_gradient", "vanishing", "exploding", "saturated")
-SETTLED_LORA = 0.03
+YOUNG_LORA = 0.03
 """Norm of B over that of A below which A's gradient, which is proportional to B, may be as small as it likes."""
-
 SHIFTED_LOOKS = (3, 5, 7)
-"""Looks whose median tells a norm that has grown for good from the spread of single ones."""
+"""Numbers of last looks whose median shows a lasting rise that single looks hide in their spread."""
 NORM_PER_LOSS = 5.0
 """Norm that a gradient may have for each unit of the first loss: a loss that is summed has large gradients."""
 
 
+class GradientCheck(Check):
+    """Judges each parameter's gradient at a look, and where the norm of all of them is a spike."""
+
+    policies: ClassVar = {
+        "no_gradient": Policy(confirm=2, escalate_after=10),
+        "vanishing": Policy(confirm=2, escalate_after=10),
+        "exploding": Policy(confirm=2, escalate_after=4),
+        "saturated": Policy(confirm=2),
+    }
+
+    def run(self, reading: StepReading) -> Findings | None:
+        stats = reading.stats
+        if stats is None:
+            return None
+        found = check_gradients(stats, reading.limits, reading.remedies, reading.layer_norms, reading.stage)
+        if reading.is_spike and not any(f.check == "exploding" for f in found):
+            found.append(spike_of_all(stats, reading.norm, reading.history.all_norms, reading.remedies))
+        # Between two looks only the suspicion itself is judged; the rest would be counted too often.
+        checked = (*self.policies, NON_FINITE) if reading.is_due else ("exploding",)
+        return Findings([f for f in found if f.check in checked], checked, reading.layers_of(stats.names))
+
+
 def check_gradients(
-    now: Measurement,
+    stats: ParameterStats,
     limits: HealthThresholds,
     remedies: Remedies,
     histories: Mapping[str, History] | None = None,
-    standing: Standing | None = None,
+    stage: TrainingStage | None = None,
 ) -> list[Finding]:
-    """What is wrong with any gradient.
+    """Find gradients that are missing, zero, too small, too large, or of one value.
 
     Args:
         histories: Norms of earlier looks, by parameter.
-        standing: How far the training has come; None where that is not known.
+        stage: How far the training has come; None where that is not known.
     """
-    standing = standing or Standing()
-    weights, gradients = now.by_name(now.weight_norm), now.by_name(now.gradient_norm)
+    stage = stage or TrainingStage()
+    weights, gradients = stats.by_name(stats.weight_norm), stats.by_name(stats.gradient_norm)
     young = {
-        a for a, b in lora_pairs(now.names).values() if not weights[b] > SETTLED_LORA * weights[a]
+        a for a, b in lora_pairs(stats.names).values() if not weights[b] > YOUNG_LORA * weights[a]
     }  # A's gradient is zero while B is
     findings = []
-    for i, name in enumerate(now.names):
-        if now.is_missing[i]:
+    for i, name in enumerate(stats.names):
+        if stats.is_missing[i]:
             findings.append(_missing(name))
-        elif now.gradient_norm[i] == 0:
-            if name not in young and now.sizes[i]:
-                is_idle = standing.is_fitted or _is_beside_a_weight(name, gradients, above=0.0)
+        elif stats.gradient_norm[i] == 0:
+            if name not in young and stats.sizes[i]:
+                is_idle = stage.is_fitted or _is_beside_a_weight(name, gradients, above=0.0)
                 findings.append(_zero(name, remedies, "info" if is_idle else "warning"))
-        elif not math.isfinite(now.gradient_norm[i]):
-            pass  # the non_finite check's
+        elif not math.isfinite(stats.gradient_norm[i]):
+            pass  # non_finite reports it
         else:
             history = (histories or {}).get(name)
             if name not in young:
-                findings += _too_small(now, i, limits, remedies, standing, gradients)
-            findings += _too_large(now, i, limits, remedies, standing, history)
-            findings += _of_values(now, i, limits, remedies)
+                findings += _too_small(stats, i, limits, remedies, stage, gradients)
+            findings += _too_large(stats, i, limits, remedies, stage, history)
+            findings += _of_values(stats, i, limits, remedies)
     return findings
-
-
-def non_finite_gradients(now: Measurement) -> list[str]:
-    """Parameters whose gradients are not finite, the one nearest to the output first."""
-    return [
-        name
-        for name, norm, missing in zip(now.names, now.gradient_norm, now.is_missing, strict=True)
-        if not missing and not math.isfinite(norm)
-    ][::-1]
 
 
 def _missing(name: str) -> Finding:
@@ -81,9 +96,9 @@ def _missing(name: str) -> Finding:
 
 
 def _is_beside_a_weight(name: str, gradients: Mapping[str, float], above: float) -> bool:
-    """Whether it is a bias and the weight beside it has a gradient above a norm.
+    """Whether it is a bias, and the gradient of the weight beside it has a norm above `above`.
 
-    A norm behind a bias, a softmax over keys or a difference of two outputs takes the bias's gradient away.
+    A normalisation behind a bias, a softmax over keys or a difference of two outputs cancels the bias's gradient.
     """
     return name.endswith("bias") and gradients.get(f"{name.removesuffix('bias')}weight", math.nan) > above
 
@@ -100,15 +115,15 @@ def _zero(name: str, remedies: Remedies, level: Level) -> Finding:
 
 
 def _too_small(
-    now: Measurement,
+    stats: ParameterStats,
     i: int,
     limits: HealthThresholds,
     remedies: Remedies,
-    standing: Standing,
+    stage: TrainingStage,
     gradients: Mapping[str, float],
 ) -> list[Finding]:
-    name, norm = now.names[i], now.gradient_norm[i]
-    limit = limits.vanishing_norm * standing.gradient_fall
+    name, norm = stats.names[i], stats.gradient_norm[i]
+    limit = limits.vanishing_norm * stage.gradient_fall
     if not norm < limit:
         return []
     return [
@@ -124,17 +139,17 @@ def _too_small(
 
 
 def _too_large(
-    now: Measurement,
+    stats: ParameterStats,
     i: int,
     limits: HealthThresholds,
     remedies: Remedies,
-    standing: Standing,
+    stage: TrainingStage,
     history: History | None,
 ) -> list[Finding]:
-    norm, limit = now.gradient_norm[i], max(limits.exploding_norm, NORM_PER_LOSS * standing.first_loss)
+    norm, limit = stats.gradient_norm[i], max(limits.exploding_norm, NORM_PER_LOSS * stage.first_loss)
     if norm > limit:
         said = f"its gradient's norm is {norm:.3g}, above {limit:.3g}"
-    elif standing.is_fitted or history is None:
+    elif stage.is_fitted or history is None:
         return []
     elif history.is_spike(norm, limits.exploding_z, limits.exploding_ratio):
         said = f"its gradient's norm is {norm:.3g}, {norm / history.median():.0f} times its median"
@@ -142,7 +157,7 @@ def _too_large(
         said = f"its gradient's norm is {norm:.3g}, and at the last looks it was far above its median before"
     else:
         return []
-    return [exploding(now.names[i], said, remedies)]
+    return [exploding(stats.names[i], said, remedies)]
 
 
 def exploding(layer: str, said: str, remedies: Remedies) -> Finding:
@@ -157,17 +172,17 @@ def exploding(layer: str, said: str, remedies: Remedies) -> Finding:
     )
 
 
-def spike_of_all(now: Measurement, norm: float, history: History, remedies: Remedies) -> Finding:
-    """The finding where no gradient is too large by itself, but all of them together are; names the largest."""
-    largest = max(zip(now.gradient_norm, now.names, strict=True), key=lambda pair: pair[0] if pair[0] > 0 else 0)
+def spike_of_all(stats: ParameterStats, norm: float, history: History, remedies: Remedies) -> Finding:
+    """The finding where no single gradient is too large, but all together are; it names the largest."""
+    largest = max(zip(stats.gradient_norm, stats.names, strict=True), key=lambda pair: pair[0] if pair[0] > 0 else 0)
     said = f"the norm of all gradients is {norm:.3g}, {norm / history.median():.0f} times its median"
     return exploding(largest[1], said, remedies)
 
 
-def _of_values(now: Measurement, i: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
-    name = now.names[i]
+def _of_values(stats: ParameterStats, i: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
+    name = stats.names[i]
     share = f"{limits.alike_share:.0%}"
-    if now.is_alike[i]:
+    if stats.is_alike[i]:
         return [
             Finding(
                 "saturated",
@@ -178,13 +193,13 @@ def _of_values(now: Measurement, i: int, limits: HealthThresholds, remedies: Rem
                 remedies.safe_precision() if remedies.precision.startswith("16") else "gradient_clip_algorithm: norm",
             )
         ]
-    if now.zero_share[i] >= limits.alike_share and now.dims[i] > 1:
+    if stats.zero_share[i] >= limits.alike_share and stats.dims[i] > 1:
         return [
             Finding(
                 "saturated",
                 name,
                 "info",
-                f"{now.zero_share[i]:.0%} of its gradient's values are zero",
+                f"{stats.zero_share[i]:.0%} of its gradient's values are zero",
                 "rows that this batch does not use (an embedding), dead units, or a sparse gradient",
                 "nothing for an embedding; else a smaller learning rate: " + remedies.learning_rate(0.5),
             )

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.callbacks.health import Alert, check, names, plain
-from lightning_aigc.callbacks.health.gradients import SETTLED_LORA
+from lightning_aigc.callbacks.health import Alert, check, parameter_names, standalone
+from lightning_aigc.callbacks.health.checks.gradients import YOUNG_LORA
 from lightning_aigc.errors import ConfigError
 
 
@@ -68,7 +68,7 @@ def test_a_lora_may_begin_with_b_at_zero_and_must_not_stay_there() -> None:
 
 
 def test_a_of_a_lora_may_have_a_tiny_gradient_only_while_b_is_tiny() -> None:
-    young, grown = lora(SETTLED_LORA / 2), lora(SETTLED_LORA * 2)
+    young, grown = lora(YOUNG_LORA / 2), lora(YOUNG_LORA * 2)
     for named in (young, grown):
         assert named[0][1].grad is not None
         named[0][1].grad *= 1e-8
@@ -94,6 +94,6 @@ def test_frozen_parameters_are_left_out_and_none_at_all_is_an_error() -> None:
         check(net.requires_grad_(False).named_parameters())
 
 
-@pytest.mark.parametrize("module", [plain, names])
+@pytest.mark.parametrize("module", [standalone, parameter_names])
 def test_the_examples_in_the_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How far a training has come: small gradients of a model that has learned its data are no fault."""
+"""How far a training has come: a model that has learned its data has small gradients, which is no fault."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ FIRST_LOSSES, LAST_LOSSES, FIRST_LOOKS = 10, 10, 3
 LEARNED = 0.9
 """Share of the first loss below which the loss has fallen."""
 FITTED = 0.01
-"""Share of the first loss below which the model is fitted: what then jumps is small beside where it began."""
+"""Share of the first loss below which the model is fitted: a jump there is small beside the first loss."""
 SMALL_SHARE = 0.1
 """Share of their first norm from which the gradients of a falling loss count as small."""
 STEEPEST = 0.01
-"""Share of its last value that the norm of all gradients keeps from look to look while a model is being fitted, beyond
-what the loss itself falls by."""
+"""Share of its last value that the norm of all gradients keeps from look to look while a model is being fitted, apart
+from the loss's own fall."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a step's numbers are judged by; as it is at the start, where nothing has been learned."""
+class TrainingStage:
+    """What a step's numbers are judged by; the defaults are those of a start, where nothing has been learned."""
 
     first_loss: float = 0.0
     gradient_fall: float = 1.0
-    """Norm of all gradients over what it was at first, where it came down together with the loss; else 1."""
+    """Norm of all gradients over their first norm, where it came down together with the loss; else 1."""
     is_fitted: bool = False
 
 
-class Trend:
+class StageTracker:
     """The first and last losses, and the norm of all gradients at the looks."""
 
     def __init__(self) -> None:
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=LAST_LOSSES)
         self._first_norms: list[float] = []
-        self._level = math.nan  # the norm at the last look that it had come down to gradually
+        self._level = math.nan  # the last norm that was reached gradually
         self._level_loss = math.nan  # the loss there
 
     def add_loss(self, loss: float) -> None:
-        """Remember a step's loss."""
+        """Add a step's loss."""
         if math.isfinite(loss):
             self._last.append(loss)
             if len(self._first) < FIRST_LOSSES:
                 self._first.append(loss)
 
     def add_norm(self, norm: float) -> None:
-        """Remember the norm of all gradients at a look."""
+        """Add the norm of all gradients at a look."""
         if not math.isfinite(norm):
             return
         if len(self._first_norms) < FIRST_LOOKS:
@@ -68,14 +68,14 @@ class Trend:
         first = statistics.median(self._first)
         return statistics.median(self._last) < first - (1 - LEARNED) * abs(first)
 
-    def standing(self, loss: float) -> Standing:
-        """How to judge a step with this loss."""
+    def at(self, loss: float) -> TrainingStage:
+        """Return the stage at a step with this loss."""
         first = statistics.median(self._first) if self._first else 0.0
         fall = 1.0
         if self.has_learned and self._first_norms:
             start = statistics.median(self._first_norms)
             fall = self._level / start if self._level < SMALL_SHARE * start else 1.0
-        return Standing(first, fall, first > 0 and 0 <= loss <= FITTED * first)
+        return TrainingStage(first, fall, first > 0 and 0 <= loss <= FITTED * first)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""The norms of every look, thinned out when they become many: what the page draws and a checkpoint keeps."""
+"""Gradient norms of a whole run, for the page and the logger; thinned out when there are many."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from lightning_aigc.callbacks.health.names import block_of
+from lightning_aigc.callbacks.health.parameter_names import block_of
 
 MOST_LOOKS = 240
-"""Looks kept; one more, and every second is dropped."""
+"""Looks that are kept; at one more, every second is dropped."""
 
 
-class Record:
+class NormHistory:
     """Gradient norms by look and layer, and the losses beside them."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Record:
         self._looks = 0
 
     def add(self, step: int, names: Sequence[str], norms: Sequence[float], loss: float) -> None:
-        """Keep a look; names that are new get empty cells before. A norm of NaN is a gradient that is None."""
+        """Add a look. A name that is new has NaN before; a norm of NaN is a gradient that is None."""
         self._looks += 1
         if (self._looks - 1) % self._stride:
             return
@@ -41,7 +41,7 @@ class Record:
             self._stride *= 2
 
     def norms(self) -> dict[str, list[float]]:
-        """Each layer's norm at every kept look."""
+        """Return each layer's norm at every kept look."""
         wide = len(self.names)
         rows = [row + [math.nan] * (wide - len(row)) for row in self._rows]
         return {name: [row[i] for row in rows] for i, name in enumerate(self.names)}
@@ -64,7 +64,7 @@ class Record:
 
 
 def block_norms(names: Sequence[str], norms: Sequence[float], block_of: Any) -> dict[str, float]:
-    """The L2 norm of each block's gradient; what is not finite makes its block so, None counts as zero."""
+    """The L2 norm of each block's gradient; a None counts as zero, a norm that is not finite makes its block so."""
     squares: dict[str, float] = {}
     for name, norm in zip(names, norms, strict=True):
         block = block_of(name)
@@ -72,11 +72,11 @@ def block_norms(names: Sequence[str], norms: Sequence[float], block_of: Any) -> 
     return {block: math.sqrt(square) for block, square in squares.items()}
 
 
-def last_norms(record: Record, step: int, *, by_block: bool) -> dict[str, float]:
-    """The finite gradient norms of this step's look for the logger, by layer or by block; none if it was not kept."""
-    if not record.steps or record.steps[-1] != step:
+def last_norms(history: NormHistory, step: int, *, by_block: bool) -> dict[str, float]:
+    """The finite gradient norms of this step for the logger, by layer or by block; empty if the step was not kept."""
+    if not history.steps or history.steps[-1] != step:
         return {}
-    last = {name: row[-1] for name, row in record.norms().items()}
+    last = {name: row[-1] for name, row in history.norms().items()}
     if by_block:
         last = block_norms(list(last), list(last.values()), block_of)
     return {f"health/gradient_norm/{name}": norm for name, norm in last.items() if math.isfinite(norm)}

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_aigc.callbacks.health.alert import Finding
-from lightning_aigc.callbacks.health.measurement import Named, Sampler, sample_rows
+from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
+from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.parameter_stats import Named, Sampler, sample_rows
+from lightning_aigc.callbacks.health.step_reading import StepReading
 
 FOLLOWS = 0.3
-"""Cosine between a frozen weight's move and the way to its trained twin from which it is a copy that follows."""
+"""Cosine between a frozen weight's move and the direction to its trained twin, from which it is a copy that follows."""
+
+
+class FrozenCheck(Check):
+    """Compares samples of the frozen weights from look to look."""
+
+    policies: ClassVar = {"frozen_moved": Policy()}
+
+    def attach(self, model: nn.Module, trained: Named, frozen: Named) -> None:
+        self._samples = FrozenSamples(frozen, trained)
+
+    def request(self, readback: BatchedReadback, *, is_due: bool) -> None:
+        if is_due:
+            readback.add("frozen", self._samples.changed())
+
+    def run(self, reading: StepReading) -> Findings | None:
+        changed = reading.numbers.get("frozen")
+        return None if changed is None else Findings(self._samples.findings(changed), self.policies)
 
 
 class FrozenSamples:
-    """Entries of every frozen parameter, kept to be compared with later; a change between two samples is not seen.
+    """Samples of every frozen parameter, to compare with later ones; a change between two entries is not seen.
 
     Args:
         named: Frozen parameters.
-        trained: Trained ones: a frozen parameter that has the end of its name in common with one of them, and its
-            shape, may be its copy, such as the teacher or the target network that an EMA moves on purpose.
+        trained: Trained parameters. A frozen one of the same shape whose name ends alike may be a copy of it, such as a
+            teacher or a target network that an EMA moves on purpose.
     """
 
     def __init__(self, named: Named, trained: Named = ()) -> None:
@@ -39,7 +60,7 @@ class FrozenSamples:
 
     @torch.no_grad()
     def changed(self) -> Tensor | None:
-        """Which have changed since they were taken, bool [P] on the device; None without frozen parameters."""
+        """Which have changed since the last samples, bool [P] on the device; None without frozen parameters."""
         now = self._take()
         if now is None or self._kept is None:
             return None
@@ -47,7 +68,7 @@ class FrozenSamples:
         return (now != self._kept).any(dim=1)
 
     def findings(self, changed: Sequence[float]) -> list[Finding]:
-        """What to say about them; each is told once, since the new values are the ones to compare with from now on."""
+        """Findings for those that changed; the next samples are compared with the new values."""
         found = [
             Finding(
                 "frozen_moved",
@@ -72,8 +93,8 @@ class FrozenSamples:
             return False
         before = self._kept[i].view(torch.float32).double()
         now, twin = (sample_rows([t])[0].double().to(before.device) for t in (parameter, self._twins[name]))
-        move, way = now - before, twin - before
-        return bool(move @ way >= FOLLOWS * move.norm() * way.norm())
+        move, direction = now - before, twin - before
+        return bool(move @ direction >= FOLLOWS * move.norm() * direction.norm())
 
 
 def _end(name: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.callbacks.health.measurement import Look, alike_and_zero, measure, sample_rows
+from lightning_aigc.callbacks.health.parameter_stats import PendingStats, alike_and_zero, measure, sample_rows
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:
@@ -60,7 +60,7 @@ def test_a_sparse_gradient_is_measured_by_the_values_that_it_holds() -> None:
 
 def test_a_loss_scale_is_taken_out_on_the_device() -> None:
     named = parameters((8, 8))
-    look = Look(named, inverse_scale=torch.tensor(1 / 64))
+    look = PendingStats(named, inverse_scale=torch.tensor(1 / 64))
     norm = look.read(look.numbers.tolist()).gradient_norm[0]
     assert norm == pytest.approx(float(named[0][1].grad.norm()) / 64)  # type: ignore[union-attr]
 

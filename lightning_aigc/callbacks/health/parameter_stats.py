@@ -1,4 +1,4 @@
-"""Numbers of every parameter in one fused pass and one copy to the host.
+"""Norms and samples of every parameter and its gradient, in one fused pass and one copy to the host.
 
 Legend: P parameters, S sampled entries of each.
 """
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 256
-"""Entries of a tensor that are looked at where looking at all would cost too much."""
+"""Entries of a tensor that are read where reading all would cost too much."""
 SMALLEST_SAMPLED = 32
 """Gradients of fewer values are not called alike."""
 ALIKE = 1e-3
 """Relative difference up to which two values are alike."""
 
 PLAIN = (Tensor, nn.Parameter)
-"""Tensors that say where their values lie; a subclass may hold them elsewhere."""
+"""Tensors that own their storage; a subclass may hold its values elsewhere."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What one look found, one number a parameter; NaN where its gradient is None."""
+class ParameterStats:
+    """One look at every parameter, one number each; NaN where its gradient is None."""
 
     names: tuple[str, ...]
     gradient_norm: tuple[float, ...]
@@ -47,8 +47,8 @@ class Measurement:
         return dict(zip(self.names, what, strict=True))
 
 
-class Look:
-    """A measurement that is still on the device: `numbers` travel to the host, and `read` makes sense of them there.
+class PendingStats:
+    """Statistics that are still on the device: copy `numbers` to the host, and `read` decodes them there.
 
     Args:
         named: Trainable parameters.
@@ -70,8 +70,8 @@ class Look:
             parts += [of_gradients, alike.float(), zeros]
         self.numbers = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0)
 
-    def read(self, numbers: Sequence[float]) -> Measurement:
-        """The measurement, from `self.numbers` on the host."""
+    def read(self, numbers: Sequence[float]) -> ParameterStats:
+        """Decode `self.numbers`, copied to the host."""
         named, here = self.named, set(self._with_gradient)
         rest = iter(numbers[len(named) :])
 
@@ -80,7 +80,7 @@ class Look:
 
         gradient_norm, alike_row, zero_share = row(), row(), row()
         sizes = tuple(p.numel() for _, p in named)
-        return Measurement(
+        return ParameterStats(
             names=tuple(name for name, _ in named),
             gradient_norm=gradient_norm,
             weight_norm=tuple(numbers[: len(named)]),
@@ -92,17 +92,17 @@ class Look:
         )
 
 
-def measure(named: Named, alike_share: float = 0.9) -> Measurement:
-    """Measure gradients and weights now; one wait for the device."""
-    look = Look(named, alike_share)
-    return look.read(look.numbers.tolist())
+def measure(named: Named, alike_share: float = 0.9, inverse_scale: Tensor | None = None) -> ParameterStats:
+    """Measure gradients and weights now; waits for the device once."""
+    pending = PendingStats(named, alike_share, inverse_scale)
+    return pending.read(pending.numbers.tolist())
 
 
 def norms(tensors: Sequence[Tensor], dtypes: Set[torch.dtype] = frozenset()) -> Tensor:
     """The L2 norm of each tensor, float32 [P], fused where their device can; half precision does not overflow.
 
     Args:
-        dtypes: Theirs, where they are known: to ask each tensor takes its time.
+        dtypes: The tensors' dtypes, where the caller knows them: asking each tensor takes its time.
     """
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
     dtypes = dtypes or {tensor.dtype for tensor in tensors}
@@ -113,12 +113,12 @@ def norms(tensors: Sequence[Tensor], dtypes: Set[torch.dtype] = frozenset()) -> 
         found = [norm.float() for norm in found]
     try:
         return torch.stack(found).float()  # type: ignore[arg-type]
-    except RuntimeError:  # on several devices: to ask each tensor first takes longer than the norms
+    except RuntimeError:  # on several devices: asking each tensor first takes longer than the norms
         return torch.stack([norm.to(found[0].device) for norm in found]).float()
 
 
 def gradients_of(named: Named) -> list[Tensor]:
-    """The gradients that are there; of a sparse one the values that it holds."""
+    """The gradients that are not None; of a sparse gradient its values."""
     gradients = [g for _, p in named if (g := p.grad) is not None]
     if {g.layout for g in gradients} <= {torch.strided}:
         return gradients
@@ -126,10 +126,10 @@ def gradients_of(named: Named) -> list[Tensor]:
 
 
 class Sampler:
-    """Evenly spread entries of the same tensors, look after look. The views into them are made once.
+    """Evenly spread entries of the same tensors at every look. The views into them are made once.
 
     Args:
-        tensors: They may change their values, and their storage too.
+        tensors: Their values and their storage may change.
         count: Entries of each; small tensors repeat theirs.
     """
 

@@ -1,4 +1,4 @@
-"""What is remembered of one optimizer's steps; a training with two has two of them."""
+"""Losses, gradient norms and weights of one optimizer's steps, against which the next one is judged."""
 
 from __future__ import annotations
 
@@ -7,55 +7,58 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.loss import LossHistory
-from lightning_aigc.callbacks.health.measurement import Named
-from lightning_aigc.callbacks.health.scaling import Clipping
+from lightning_aigc.callbacks.health.history import History, RecentValues
+from lightning_aigc.callbacks.health.loss_history import LossHistory
+from lightning_aigc.callbacks.health.parameter_stats import Named
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
-from lightning_aigc.callbacks.health.trend import Trend
-from lightning_aigc.callbacks.health.updates import WeightSamples
+from lightning_aigc.callbacks.health.training_stage import StageTracker
+from lightning_aigc.callbacks.health.weight_samples import WeightSamples
 
 
-class Course:
+class OptimizerHistory:
     """The histories of one optimizer's losses and gradients, and the weights that it moves.
 
     Args:
         limits: The thresholds.
-        number: Which optimizer it is; of the first the loss is called `loss`, of the second `loss.optimizer_1`.
+        number: Which of the run's optimizers it is; the first one's loss is called `loss`, the second one's
+            `loss.optimizer_1`.
     """
 
     def __init__(self, limits: HealthThresholds, number: int = 0) -> None:
         self.losses = LossHistory(limits, name=f"loss.optimizer_{number}" if number else "loss")
         self.all_norms = History(limits.history, limits.min_history)
-        self.clipping = Clipping(limits.history)
-        self.trend = Trend()
+        """Norms of all gradients together."""
+        self.unclipped_norms = RecentValues(limits.history)
+        self.stage = StageTracker()
         self.steps = 0
-        """Steps seen so far."""
+        """Steps so far."""
         self.named: Named = []
-        """The parameters that it looks at."""
+        """The parameters whose gradients are read."""
         self.samples: WeightSamples | None = None
         self.ratios: Tensor | None = None
+        """How far the last step moved each weight, still on the device."""
         self.moving: list[bool] = []
+        """Which of the sampled weights had a gradient at that step."""
 
     def attach(self, named: Named) -> None:
-        """Take the parameters as they are when training starts."""
+        """Sample the parameters as they are when training starts."""
         self.named = named
         self.samples = WeightSamples(named) if named else None
 
     def take_weights(self) -> None:
-        """Remember the weights, to see how far the step that follows moves them."""
+        """Sample the weights before a step, to measure how far it moves them."""
         if self.samples is not None:
             self.samples.take()
             self.moving = [p.grad is not None for _, p in self.samples.named]
 
     def measure_step(self) -> None:
-        """Measure how far the step went, where the weights were taken before it. Waits for nothing."""
+        """Measure how far the step went, if the weights were sampled before it. Waits for nothing."""
         ratios = self.samples.ratios() if self.samples is not None else None
         if ratios is not None:
             self.ratios = ratios
 
     def drop_weights(self) -> None:
-        """Forget them: the step will not be taken."""
+        """Drop the samples, because the step will not be taken."""
         if self.samples is not None:
             self.samples.drop()
 
@@ -63,19 +66,19 @@ class Course:
         return {
             "losses": self.losses.state(),
             "all_norms": self.all_norms.state(),
-            "clipping": self.clipping.state(),
-            "trend": self.trend.state(),
+            "clipping": self.unclipped_norms.state(),
+            "trend": self.stage.state(),
             "steps": self.steps,
             "ratios": None if self.ratios is None else self.ratios.cpu(),
             "moving": list(self.moving),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take a state up; one from before trends were kept has none."""
+        """Load a state; those of older versions have no "trend"."""
         self.losses.load(state["losses"])
         self.all_norms.load(state["all_norms"])
-        self.clipping.load(state["clipping"])
+        self.unclipped_norms.load(state["clipping"])
         if "trend" in state:
-            self.trend.load(state["trend"])
+            self.stage.load(state["trend"])
         self.steps = int(state.get("steps", state.get("taken_steps", 0)))
         self.ratios, self.moving = state["ratios"], list(state["moving"])

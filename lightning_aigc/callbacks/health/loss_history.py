@@ -1,62 +1,71 @@
-"""Loss spikes: a loss far above its own history, for diffusion within its bucket of timesteps."""
+"""The losses of a run, for diffusion by timestep, and which of them are spikes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lightning_aigc.callbacks.health.alert import Finding
 from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 SHIFTED_LOSSES = (5, 9, 13)
-"""Losses whose median tells one that has grown for good from the spread of single ones."""
+"""Numbers of last losses whose median shows a lasting rise that single losses hide in their spread."""
+
+
+@dataclass(frozen=True)
+class LossSpike:
+    """A loss far above the ones before it."""
+
+    layer: str
+    loss: float
+    median: float
+    """Of the losses before it."""
 
 
 class LossHistory:
-    """One history a bucket of timesteps, since a diffusion loss depends on the timestep far more than on the weights.
+    """A history for each bucket of timesteps: a diffusion loss depends on the timestep far more than on the weights.
 
     Args:
-        limits: Length of the histories and what is a spike.
-        timesteps: Timesteps of the noise schedule; 0 where the loss has none: one history for all.
-        name: How an alert calls it.
+        limits: The length of a history, and how far up a spike is.
+        timesteps: Timesteps of the noise schedule; 0 where the loss has none, and then there is one history.
+        name: The layer that an alert names.
     """
 
     def __init__(self, limits: HealthThresholds, timesteps: int = 0, name: str = "loss") -> None:
         self.limits, self.timesteps, self.name = limits, timesteps, name
         self._histories: dict[int, History] = {}
 
-    def check(
-        self, losses: Sequence[float], timesteps: Sequence[int] | None, remedies: Remedies, *, is_fitted: bool = False
-    ) -> tuple[list[Finding], set[str]]:
-        """Remember a step's losses.
+    def add(
+        self, losses: Sequence[float], timesteps: Sequence[int] | None, *, is_fitted: bool = False
+    ) -> tuple[list[LossSpike], set[str]]:
+        """Add a step's losses.
 
         Args:
-            losses: One an example, or one for the step where `timesteps` is None.
-            is_fitted: They are so small beside the first ones that a jump among them does no harm.
+            losses: One for each example, or one for the step where `timesteps` is None.
+            is_fitted: Whether they are so small beside the first losses that a jump does no harm.
 
-        Returns: the findings, and the layers that were looked at.
+        Returns: the spikes among them, and the layers that they belong to.
         """
         buckets: dict[int, list[float]] = {}
         for i, loss in enumerate(losses):
             bucket = -1 if timesteps is None else self._bucket(timesteps[i])
             buckets.setdefault(bucket, []).append(loss)
-        findings = []
+        spikes = []
+        limits = self.limits
+        by = (limits.loss_z, limits.loss_ratio)
         for bucket, values in buckets.items():
-            limits = self.limits
             history = self._histories.setdefault(bucket, History(limits.history, limits.min_history))
             mean = math.fsum(values) / len(values)
-            by = (limits.loss_z, limits.loss_ratio)
             if not is_fitted and (history.is_spike(mean, *by) or history.has_shifted(mean, *by, SHIFTED_LOSSES)):
-                findings.append(self._finding(bucket, mean, history, remedies))
+                spikes.append(LossSpike(self.layer(bucket), mean, history.median()))
             for value in values:
                 history.add(value)
-        return findings, {self.layer(bucket) for bucket in buckets}
+        return spikes, {self.layer(bucket) for bucket in buckets}
 
     def layer(self, bucket: int) -> str:
-        """How an alert calls a bucket."""
+        """The name of a bucket in an alert."""
         if bucket < 0:
             return self.name
         width = self.timesteps / self.limits.timestep_buckets
@@ -64,16 +73,6 @@ class LossHistory:
 
     def _bucket(self, timestep: int) -> int:
         return min(int(timestep * self.limits.timestep_buckets / self.timesteps), int(self.limits.timestep_buckets) - 1)
-
-    def _finding(self, bucket: int, loss: float, history: History, remedies: Remedies) -> Finding:
-        return Finding(
-            "loss_spike",
-            self.layer(bucket),
-            "warning",
-            f"the loss is {loss:.3g}, {loss / history.median():.1f} times its median there",
-            "pictures unlike the others in these batches, or a learning rate that is too high",
-            remedies.learning_rate(0.5),
-        )
 
     def state(self) -> dict[str, Any]:
         return {"timesteps": self.timesteps, "histories": {str(k): h.state() for k, h in self._histories.items()}}

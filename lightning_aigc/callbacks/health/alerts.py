@@ -1,4 +1,4 @@
-"""What the monitor says: a finding of one look, and the alert that comes of it."""
+"""Findings, the alerts that come of them, and the policy by which they do."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ from typing import Any, Literal
 Level = Literal["info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("info", "warning", "error")
 
-Check = Literal[
-    "non_finite", "loss_scale", "exploding", "vanishing", "saturated", "no_gradient", "not_in_optimizer", "no_update",
-    "update_ratio", "clip_share", "loss_spike", "rank_divergence", "frozen_moved", "lora_b_zero", "lora_imbalance",
-    "lora_delta",
-]  # fmt: skip
+CheckName = str
+"""A name of docs/health.md's table, which `checks.CHECK_NAMES` lists."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a check's findings become alerts."""
+
+    confirm: int = 1
+    """Looks in a row from which a finding has its own level; below, it is an info."""
+    escalate_after: int | None = None
+    """Looks in a row from which it is an error; None never makes it one."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one look at one place found wrong."""
+    """What a check found wrong with one layer at one step."""
 
-    check: Check
+    check: CheckName
     layer: str
     """Dotted name of the parameter or module; `loss`, `loss.timesteps_800_899` or `all` where there is none."""
     level: Level
-    """The level once it is confirmed; the ledger may say less at first sight and more later."""
+    """The level once it is confirmed; the AlertTracker may lower it at first sight and raise it later."""
     message: str
     cause: str
     remedy: str
@@ -34,11 +41,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Alert:
-    """One thing said once; its fields are the keys of a line of health.jsonl."""
+    """A finding that is news; its fields are the keys of a line of health.jsonl."""
 
     step: int
-    """Optimizer step at which it was said, counted from 1; 0 is before training."""
-    check: Check
+    """Optimizer step at which it was reported, counted from 1; 0 is before training."""
+    check: CheckName
     """A name of docs/health.md's table."""
     layer: str
     """Dotted name of the parameter or module."""
@@ -49,9 +56,9 @@ class Alert:
     remedy: str
     """One config line, `key: value`; in code that knows no config, what to do."""
     since: int = 0
-    """Optimizer step at which it was first seen, without a break since."""
+    """Optimizer step since which every look found it."""
     rank: int = 0
-    """The rank that saw it."""
+    """The rank that found it."""
 
     def to_json(self) -> str:
         """One line of health.jsonl."""
@@ -59,7 +66,7 @@ class Alert:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Alert:
-        """The alert whose `dataclasses.asdict` this is."""
+        """Rebuild an alert from its `dataclasses.asdict`."""
         return cls(**values)
 
     def line(self) -> str:
@@ -78,7 +85,7 @@ def is_above(level: Level, other: Level | None) -> bool:
 
 
 def console_lines(alerts: Sequence[Alert]) -> list[tuple[Level, str]]:
-    """One line a check and level, infos left out, with how many more layers it is about."""
+    """One line for each check and level but info: its first alert, and how many more layers have it."""
     groups: dict[tuple[str, Level], list[Alert]] = {}
     for alert in alerts:
         if alert.level != "info":
