@@ -1,4 +1,4 @@
-"""CLIPConvergenceGuard: generate pictures while training, score them, stop at the best and keep it."""
+"""CLIPConvergenceGuard: score sample pictures while training, keep the best weights, stop when none are better."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoR
 
 
 class CLIPConvergenceGuard(Callback):
-    """Every `every_n_steps` optimizer steps: pictures of the same prompts and seeds, their CLIP scores, a decision.
+    """Samples the same prompts and seeds every `every_n_steps` optimizer steps, scores them with CLIP, and decides.
 
-    The best weights so far are written to `<default_root_dir>/<output_name>_best.safetensors` as soon as they are
-    found. When no check has beaten the best for `patience` steps, training stops and one line says so. Pictures are
-    drawn on all ranks, each a part of them; the training does not notice. Works with any LightningModule that has
-    `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the best is kept by its `save_lora(path)`, or else its trainable
-    parameters are.
+    It writes the best weights to `<default_root_dir>/<output_name>_best.safetensors` as soon as it finds them. When no
+    check has beaten the best for `patience` steps, it stops the training and says so. Each rank draws a share of the
+    pictures; the training is not disturbed. Works with any LightningModule that has
+    `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`. The module's `save_lora(path)` writes the best weights; without it
+    the file has the trainable parameters.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
         every_n_steps: optimizer steps between two checks.
-        num_images: pictures a prompt, of the seeds `seed`, `seed + 1`, ...
+        num_images: pictures of each prompt, with the seeds `seed`, `seed + 1`, ...
         seed: the first seed.
-        metric: what counts: clip_t (picture to its prompt), clip_i (to the reference pictures), or mean of both.
+        metric: the score to compare: clip_t (picture to its prompt), clip_i (to the reference pictures), or mean of
+            both.
         patience: optimizer steps without a better score after which training stops.
-        min_delta: how much better a score must be; where None, more than the standard error of the paired difference,
-            which each check measures itself.
+        min_delta: how much better a score must be; None means more than the standard error of the paired difference,
+            which each check measures.
         save_best: whether the best weights are written.
-        stop: whether training stops; without it the guard only watches and keeps.
+        stop: whether training stops; without it the guard only scores and keeps.
         clip_model: an open_clip name, a local folder, or `embedded:clip`.
         clip_pretrained: weights of that model: an open_clip tag or a local file.
         reference_images: how many training pictures clip_i compares with, from the data module's `reference_images`.
@@ -129,10 +130,10 @@ class CLIPConvergenceGuard(Callback):
             return
         self.checks = [Check(int(step), list(t), list(i)) for step, t, i in state_dict["checks"]]
         self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
-        self._first_images = state_dict.get("first_images")  # a checkpoint of before has none
+        self._first_images = state_dict.get("first_images")  # older checkpoints have none
 
     def _asked(self) -> list[Any]:
-        """What the pictures and their scores depend on."""
+        """Everything that the pictures and their scores depend on."""
         return [self._prompts, self.num_images, self.seed, self.clip_model, self.clip_pretrained]
 
     # When to check ---------------------------------------------------------------------------------------------------

@@ -42,14 +42,14 @@ class RunReport(Callback):
     all its losses, are in its checkpoints.
 
     Args:
-        clip_model: The judge: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`; unset means
-            no score.
-        clip_pretrained: Weights of that judge: a tag of open_clip or a file.
+        clip_model: The model that scores: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`;
+            unset means no score.
+        clip_pretrained: Weights of that model: an open_clip tag or a file.
         prompts: Prompts to score; unset means the module's `validation_prompts`.
-        prior_prompts: Prompts that have nothing to do with the training pictures: their score shows what was forgotten.
-        num_images: Pictures generated for each set of prompts, shared out among the prompts.
+        prior_prompts: Prompts unrelated to the training pictures, whose score shows what the model forgot.
+        num_images: Pictures sampled for each set of prompts, in equal numbers for each prompt.
         seed: Seed of the first picture.
-        images_shown: Pictures a prompt in the report.
+        images_shown: Pictures of each prompt in the report.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class RunReport(Callback):
         self._notes: list[str] = []
         self._is_off = False
         self._resumed: dict[str, Any] | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._losses = LossCurve()
         self._scores: list[tuple[int, float, float]] = []
         self._before: dict[str, Tensor] = {}
@@ -97,7 +97,7 @@ class RunReport(Callback):
         try:
             judge.check()
         except UserError as error:
-            # A missing judge must not cost a training run; the summary then says why it has no score.
+            # A model that cannot be loaded must not cost a training run; the summary says why it has no score.
             self._note(f"no CLIP score: {error}")
             return None
         return judge
@@ -112,7 +112,7 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
             return
-        self._forget()  # one report may serve two fits
+        self._reset()  # a report may serve two fits
         if self._judge is not None:
             self._judge.to(pl_module.device)
             set_references(self._judge, trainer, REFERENCE_IMAGES, pl_module.device)
@@ -131,7 +131,7 @@ class RunReport(Callback):
     def on_sample_images(
         self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
     ) -> None:
-        """SampleGrid calls this with the pictures it made; their score goes to the logger and the progress bar."""
+        """Score the pictures of a SampleGrid, for the logger and the progress bar."""
         if self._judge is None:
             return
         # `scores`, not `compute`: this runs on rank zero alone, where no collective may start.

@@ -22,17 +22,17 @@ from lightning_aigc.protocols import SeesSampleImages
 class SampleGrid(Callback):
     """Draw a grid before the first step, every `every_n_steps` optimizer steps, and after the last.
 
-    One row a prompt, one column a seed, both printed under each picture. The grid goes to
+    Each prompt has a row and each seed a column; both stand under the picture. The grid goes to
     `<default_root_dir>/samples/step_000100.png` and to every logger that takes images. Works with any
-    LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training does not notice.
-    Other callbacks may look at the same pictures: on rank zero their method
-    `on_sample_images(trainer, pl_module, images, prompts, step)` is called, in which no collective may start.
+    LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training is not disturbed.
+    Other callbacks can see the same pictures: on rank zero it calls their method
+    `on_sample_images(trainer, pl_module, images, prompts, step)`, in which no collective may start.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
         every_n_steps: optimizer steps between two grids.
-        seeds: one column each; `seed`, `seed + 1`, ... for `num_images` columns where None.
-        num_images: pictures a prompt, where `seeds` is None.
+        seeds: a column each; `seed`, `seed + 1`, ... for `num_images` columns where None.
+        num_images: pictures of each prompt, where `seeds` is None.
         seed: the first seed, where `seeds` is None.
         columns: pictures in a row; as many as there are seeds where None.
         directory: where the PNGs go; `<default_root_dir>/samples` where None.

@@ -19,7 +19,7 @@ class _Entry:
     """Looks in a row that found it."""
     missed: int = 0
     """Looks in a row that did not."""
-    told: Level | None = None
+    reported: Level | None = None
     """The highest level reported so far."""
 
 
@@ -54,12 +54,12 @@ class AlertTracker:
             key = (finding.check, finding.layer)
             found.add(key)
             entry = self._entries.setdefault(key, _Entry(step))
-            if entry.seen == 0 and entry.told is None:
+            if entry.seen == 0 and entry.reported is None:
                 entry.since = step
             entry.seen, entry.missed = entry.seen + 1, 0
             level = self._level(finding, entry.seen)
-            if is_above(level, entry.told):
-                entry.told = level
+            if is_above(level, entry.reported):
+                entry.reported = level
                 said = asdict(replace(finding, level=level))
                 alerts.append(Alert(step=step, since=entry.since, **said))
         for known, entry in list(self._entries.items()):
@@ -84,7 +84,11 @@ class AlertTracker:
         return finding.level
 
     def state(self) -> list[dict[str, Any]]:
-        return [{"check": check, "layer": layer} | asdict(entry) for (check, layer), entry in self._entries.items()]
+        return [
+            {"check": check, "layer": layer, "since": entry.since, "seen": entry.seen, "missed": entry.missed,
+             "told": entry.reported}
+            for (check, layer), entry in self._entries.items()
+        ]  # fmt: skip
 
     def load(self, state: Sequence[Mapping[str, Any]]) -> None:
         self._entries = {

@@ -41,9 +41,9 @@ _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_
 class GradientHealthMonitor(Callback):
     """Says within minutes whether a run is healthy, and if not, which config line to change.
 
-    Works with any LightningModule. Every step it reads the loss and whether the gradients are finite, with one wait for
-    the device; every `every_n_steps` it looks at each parameter. `alerts` holds what was said; so does health.jsonl,
-    and health.html draws it. docs/health.md lists the checks.
+    Works with any LightningModule. At every step it reads the loss and whether the gradients are finite, with one wait
+    for the device; every `every_n_steps` it looks at each parameter. `alerts` and health.jsonl hold every alert, and
+    health.html shows them. docs/health.md lists the checks.
 
     A module that sets `last_example_losses` and `last_timesteps`, both [B], in its training_step has loss spikes judged
     by timestep; `num_train_timesteps` is 1000 unless it says otherwise.
@@ -84,7 +84,7 @@ class GradientHealthMonitor(Callback):
         self.thresholds = HealthThresholds.of(thresholds)
         self.dirpath, self.norms_in_logger = dirpath, norms_in_logger
         self.alerts: list[Alert] = []
-        """Everything said so far, in order."""
+        """Every alert so far, in order."""
         self._reset()
 
     def _reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Names of parameters as users know them, the blocks they belong to, and which of them are a LoRA's pair."""
+"""Parameter names: as users know them, by block, and paired to LoRAs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without what torch.compile and wrapping strategies put into it."""
+    """A parameter's name without the prefixes of torch.compile and of wrapping strategies."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def trained(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """The trainable ones, by their plain names."""
+    """The trainable parameters, by their clean names."""
     return [(clean_name(name), p) for name, p in named if p.requires_grad]
 
 
 def frozen(named: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """The others, by their plain names."""
+    """The frozen parameters, by their clean names."""
     return [(clean_name(name), p) for name, p in named if not p.requires_grad]
 
 

@@ -1,4 +1,4 @@
-"""The scores of pictures of the same prompts and seeds, compared between two steps of a training."""
+"""Compare the scores of the same prompts and seeds between two steps of a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEMORISING_CHECKS = 3
 
 @dataclass(frozen=True)
 class Check:
-    """One look at the model: each picture's scores, in the order of the prompts and seeds."""
+    """The scores of one step's pictures, in the order of the prompts and seeds."""
 
     step: int
     clip_t: list[float]
@@ -34,7 +34,7 @@ class Check:
 def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
     """How much better pictures of the same prompts and seeds became: the mean difference and its standard error.
 
-    Pairs take most of the noise out: a prompt that scores low does so every time.
+    Pairing removes most of the noise: a prompt that scores low does so at every step.
     """
     differences = [a - b for a, b in zip(now, before, strict=True)]
     mean = sum(differences) / len(differences)
@@ -45,7 +45,7 @@ def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, f
 
 
 def memorising(before: Check, check: Check) -> str | None:
-    """What it means if one score clearly rises while the other falls; None if that is not so."""
+    """A warning if one score clearly rises while the other falls; else None."""
     text, text_noise = improvement(check.clip_t, before.clip_t)
     image, image_noise = improvement(check.clip_i, before.clip_i)
     clear = abs(text) > text_noise and abs(image) > image_noise  # never with a NaN

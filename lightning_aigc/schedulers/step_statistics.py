@@ -1,4 +1,4 @@
-"""Numbers of an optimizer step: the global gradient norm, the loss, and how the last step looks from this gradient."""
+"""The global gradient norm, the loss, and the cosine of the last step with this step's gradient, in one wait."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 
 
 class LastStep(NamedTuple):
-    """What the step before said about the rate."""
+    """What the last step says about the rate."""
 
     agreement: float
-    """Cosine between it and the negative gradient that followed it."""
-    share: float
-    """Its length over that of all trained weights."""
+    """Cosine between the step and the negative gradient after it."""
+    update_ratio: float
+    """Norm of the step over the norm of all trained weights."""
 
 
-class StepMeasure:
-    """Keeps a copy of the weights between two steps for as long as the agreement is asked for."""
+class StepStatistics:
+    """Reads the statistics of each step, and copies the weights between two steps while the agreement is wanted."""
 
     def __init__(self) -> None:
         self.weights: list[Tensor] = []
@@ -34,12 +34,12 @@ class StepMeasure:
         reduce: Callable[[Tensor], Tensor] | None = None,
         loss: Tensor | float | None = None,
     ) -> tuple[float, LastStep | None, float]:
-        """Wait for the device once and read what the decisions need.
+        """Read a step's statistics; waits for the device once.
 
-        Args: reduce: a mean over ranks, for those whose gradients or shards are not alike.
-            loss: the step's loss, read along with the rest.
-        Returns: the gradient norm, NaN where there are no gradients; the last step, None where none was made; the loss,
-            NaN where there is none.
+        Args: reduce: a mean over ranks, whose gradients or shards may differ.
+            loss: the step's loss, to be read with the rest.
+        Returns: the gradient norm, NaN without gradients; the last step, None if there was none; the loss, NaN if it
+            is not given.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         with_gradient = [p for p in parameters if p.grad is not None]
