@@ -28,6 +28,7 @@ from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.callbacks.health.window_losses import WindowLosses
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.protocols import HasNoiseSchedule
 
 OnError = Literal["warn", "stop", "skip_step"]
 NormsInLogger = Literal["auto", "all", "blocks", "layers", "off"]
@@ -203,7 +204,8 @@ class GradientHealthMonitor(Callback):
         examples = self._window.examples()
         if examples is not None and not self._has_examples:
             self._has_examples = True
-            self._diagnostics.history(0).losses.timesteps = int(getattr(pl_module, "num_train_timesteps", 1000))
+            timesteps = pl_module.num_train_timesteps if isinstance(pl_module, HasNoiseSchedule) else 1000
+            self._diagnostics.history(0).losses.timesteps = int(timesteps)
         return examples
 
     # Alerts and actions ----------------------------------------------------------------------------------------------
