@@ -67,7 +67,7 @@ class Diagnostics:
         self.named: Named = []
 
     def attach(self, model: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """See the parameters as they are when training starts."""
+        """Keep the parameters as they are when training starts."""
         averages = {id(p) for m in model.modules() if isinstance(m, AveragedModel) for p in m.parameters()}
         named = [(name, p) for name, p in model.named_parameters() if id(p) not in averages]
         self.named = trained(named)
@@ -111,7 +111,7 @@ class Diagnostics:
             return StepResult(alerts, {}, is_harmful=not is_overflow)
         self.bad_steps_in_a_row = 0
         self.taken_steps += inputs.optimizer == 0
-        self._judge_stage(reading, inputs)
+        self._prepare(reading, inputs)
         alerts += self._run([check for check in self.checks if not check.runs_on_bad_steps], reading)
         self._remember(reading)
         is_harmful = any(alert.check == "exploding" and alert.level == "error" for alert in alerts)
@@ -119,7 +119,7 @@ class Diagnostics:
         return StepResult(alerts, numbers, is_harmful)
 
     def after_step(self) -> None:
-        """Measure how far the step went, to be read with the next one's numbers. Waits for nothing."""
+        """Measure how far the step went, to be read with the next step's numbers. Waits for nothing."""
         for history in self.optimizers:
             history.measure_step()
 
@@ -132,14 +132,14 @@ class Diagnostics:
                 alerts += self._run([self.check_of(UpdateCheck)], self._reading(step, history, numbers, remedies))
         return alerts
 
-    def tell(self, step: int, checked: CheckName, found: Sequence[Finding]) -> list[Alert]:
+    def track(self, step: int, checked: CheckName, found: Sequence[Finding]) -> list[Alert]:
         """Track what a check found outside the steps."""
         return self.tracker.update(step, [checked], found)
 
     def look_at_ranks(self, step: int) -> list[Alert]:
         """Compare the ranks' weights. Collective."""
         rows = sample_rows([p for _, p in self.named])
-        return self.tell(step, RANK_DIVERGENCE, check_ranks([name for name, _ in self.named], rows))
+        return self.track(step, RANK_DIVERGENCE, check_ranks([name for name, _ in self.named], rows))
 
     # Parts of a step -------------------------------------------------------------------------------------------------
 
@@ -200,8 +200,8 @@ class Diagnostics:
                 alerts += self.tracker.update(step, result.checked, result.found, result.layers)
         return alerts
 
-    def _judge_stage(self, reading: StepReading, inputs: StepInputs) -> None:
-        """Fill in what a finite step is judged by; a spike of all gradients has each one measured."""
+    def _prepare(self, reading: StepReading, inputs: StepInputs) -> None:
+        """Fill in what a finite step is judged by; at a spike of all gradients' norm, measure each of them."""
         history = reading.history
         reading.taken_steps = self.taken_steps
         history.stage.add_loss(reading.loss)
@@ -247,12 +247,12 @@ class Diagnostics:
         with torch.enable_grad():
             replay = find_origin(1.0 if reading.scale is None else reading.scale)
         finding = explain_non_finite(stats, replay, reading.loss, self.named, reading.remedies)
-        return self.tell(reading.step, NON_FINITE, [finding])
+        return self.track(reading.step, NON_FINITE, [finding])
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return plain values and tensors, under the names that checkpoints have had from the beginning."""
+        """Return plain values and tensors; checkpoints keep the names that they had in the first version."""
         return {
             "ledger": self.tracker.state(),
             "record": self.norm_history.state(),
@@ -265,7 +265,7 @@ class Diagnostics:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state; before a run could have two optimizers, the state itself was the first one's."""
+        """Load a state; those of versions without several optimizers have the first optimizer's keys themselves."""
         self.tracker.load(state["ledger"])
         self.norm_history.load(state["record"])
         for check in self.checks:

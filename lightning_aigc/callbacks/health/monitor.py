@@ -135,7 +135,7 @@ class GradientHealthMonitor(Callback):
             self._log.files = HealthFiles(Path(self.dirpath or trainer.default_root_dir))
             self._log.files.begin(self.alerts)
         found = check_optimizers(self._diagnostics.named, trainer.optimizers)
-        self._log.report(trainer.global_rank, self._diagnostics.tell(trainer.global_step, NOT_IN_OPTIMIZER, found))
+        self._log.report(trainer.global_rank, self._diagnostics.track(trainer.global_step, NOT_IN_OPTIMIZER, found))
 
     # A step ----------------------------------------------------------------------------------------------------------
 

@@ -29,10 +29,12 @@ STEP_CHECKS: tuple[type[Check], ...] = (
 """In the order in which they run, and in which a step's alerts come."""
 
 OTHER_CHECKS: Mapping[CheckName, Policy] = {NON_FINITE: Policy(), NOT_IN_OPTIMIZER: Policy(), RANK_DIVERGENCE: Policy()}
-"""Functions that run at other times: for a step that is not finite, before training, and as a collective."""
+"""Findings of functions that run at other times: at a step that is not finite, before training, as a collective."""
 
-POLICIES: Mapping[CheckName, Policy] = OTHER_CHECKS | {  # type: ignore[operator]
-    name: policy for check in STEP_CHECKS for name, policy in check.policies.items()
+POLICIES: Mapping[CheckName, Policy] = {
+    name: policy
+    for policies in (*(check.policies for check in STEP_CHECKS), OTHER_CHECKS)
+    for name, policy in policies.items()
 }
 CHECK_NAMES: tuple[CheckName, ...] = tuple(POLICIES)
 """Every name that an alert may have; docs/health.md describes each."""

@@ -25,11 +25,11 @@ class Findings:
     layers: Collection[str] | None = None
     """The layers it looked at; None means all."""
     step: int | None = None
-    """The optimizer step that they are about; None means the one that was read."""
+    """The optimizer step that was judged, where it is not the one that was read."""
 
 
 class Check(ABC):
-    """One check of a training's steps. `checks.STEP_CHECKS` lists them all."""
+    """A check of a training's steps; `checks.STEP_CHECKS` lists all of them."""
 
     policies: ClassVar[Mapping[CheckName, Policy]]
     """The names of its findings, and how they become alerts."""
@@ -39,7 +39,7 @@ class Check(ABC):
     """Its key in a checkpoint; empty for a check without a state of its own."""
 
     def attach(self, model: nn.Module, trained: Named, frozen: Named) -> None:  # noqa: B027  most need nothing
-        """See the model as it is when training starts."""
+        """Keep what the check needs of the model, as it is when training starts."""
 
     def request(self, readback: BatchedReadback, *, is_due: bool) -> None:  # noqa: B027  most need nothing
         """Add tensors to what is read from the device at this step; `run` finds them in `reading.numbers`."""

@@ -46,7 +46,7 @@ def check_updates(
 ) -> list[Finding]:
     """Find weights that moved too far, and weights that did not move although they have a gradient."""
     findings, far = [], []
-    told_slow = False
+    has_slow = False
     for name, ratio, moves in zip(names, ratios, has_gradient, strict=True):
         if not math.isfinite(ratio) or not moves:
             continue
@@ -54,8 +54,8 @@ def check_updates(
             findings.append(_unmoved(name, remedies))
         elif ratio > limits.update_ratio_high:
             far.append((ratio, name))
-        elif ratio < limits.update_ratio_low and not told_slow:
-            told_slow = True
+        elif ratio < limits.update_ratio_low and not has_slow:
+            has_slow = True
             findings.append(
                 Finding(
                     "update_ratio",
