@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_aigc.callbacks import GradientHealthMonitor
-from lightning_aigc.callbacks.health.measurement import norms
+from lightning_aigc.callbacks.health.parameter_stats import norms
 from lightning_aigc.precision import FusedBackwardPrecision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -245,7 +245,7 @@ def main() -> None:
         if clock:
             # Between looks a model of this size has one norm of all gradients taken, or a sample; a look takes that of
             # gradients and weights beside it.
-            often = int(monitor._watch.is_exact)
+            often = int(monitor._diagnostics.is_exact)
             of_step = [own[n] - often * monitor.norms[n][0] for n in plain]
             of_look = [own[n] - (often + 1) * monitor.norms[n][0] - monitor.norms[n][1] for n in looks]
             row["cpu_between_looks_python_ms"] = round(1000 * statistics.median(of_step), 2)

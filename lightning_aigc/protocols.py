@@ -56,6 +56,13 @@ class ReportsExampleLosses(Protocol):
 
 
 @runtime_checkable
+class HasNoiseSchedule(Protocol):
+    """Knows how many timesteps its noise schedule has."""
+
+    num_train_timesteps: int
+
+
+@runtime_checkable
 class DeclaresSnapshotArguments(Protocol):
     """Says which of its hyperparameters do not change the bits of a training, such as where previews go.
 

@@ -12,8 +12,8 @@ import lightning_aigc
 NAMES = {
     "lightning_aigc.accelerators": ["NPUAccelerator"],
     "lightning_aigc.callbacks": [
-        "AdaptiveLR", "CLIPConvergenceGuard", "ExactSnapshot", "GradientHealthMonitor", "RunProgress", "RunReport",
-        "SampleGrid", "SaveLoRA", "WholeWindows",
+        "AdaptiveLR", "CLIPConvergenceGuard", "ExactSnapshot", "GradientHealthMonitor", "PartialWindowScaling",
+        "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
     ],
     "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],

@@ -4,20 +4,21 @@ from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.callbacks.clip_convergence_guard import CLIPConvergenceGuard
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.health import GradientHealthMonitor
+from lightning_aigc.callbacks.partial_window_scaling import PartialWindowScaling
+from lightning_aigc.callbacks.partial_window_scaling import WholeWindows as WholeWindows  # the former name
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report import RunReport
 from lightning_aigc.callbacks.sample_grid import SampleGrid
 from lightning_aigc.callbacks.save_lora import SaveLoRA
-from lightning_aigc.callbacks.whole_windows import WholeWindows
 
 __all__ = [
     "AdaptiveLR",
     "CLIPConvergenceGuard",
     "ExactSnapshot",
     "GradientHealthMonitor",
+    "PartialWindowScaling",
     "RunProgress",
     "RunReport",
     "SampleGrid",
     "SaveLoRA",
-    "WholeWindows",
 ]

@@ -1,4 +1,4 @@
-"""AdaptiveLR: a learning rate found in the first steps, cut at peaks of the gradient norm, and brought back."""
+"""AdaptiveLR: search for a learning rate in the first steps, cut it at peaks of the gradient norm, recover."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from lightning_aigc.schedulers.rate_control import Change, RateSettings
 class AdaptiveLR(Callback):
     """Multiplies the schedule's learning rate by what the gradients allow; every optimizer, any LightningModule.
 
-    In the first 10 to 60 optimizer steps it looks for the rate: from a hundredth of the configured one upwards, until
-    steps begin to overshoot. Then the schedule goes on, multiplied by what was found: a rate set 30 times too high is
-    brought down, one set too low is raised, and one that nothing speaks against is kept. Later, a peak of the gradient
-    norm multiplies the rate by `recovery_factor`, which is made up for in `recovery_steps`; until then there is no
-    other cut. Only a loss that diverges lowers the rate found itself. The schedule is never written to.
+    In the first 10 to 60 optimizer steps it searches for the rate, from a hundredth of the configured rate upwards,
+    until steps begin to overshoot. Then the schedule continues, multiplied by the factor found: a rate 30 times too
+    high is lowered, a rate too low is raised, and without evidence against it the configured rate is kept. Later, a
+    peak of the gradient norm multiplies the rate by `recovery_factor`; the rate recovers in `recovery_steps`, without
+    another cut until then. Only a loss that diverges lowers the rate found itself. The schedule is never written to.
 
     Args:
-        search: whether the rate is looked for. It takes a copy of the trainable weights until it ends.
+        search: whether to search for the rate, which takes a copy of the trainable weights until it ends.
         grad_norm_threshold: a global gradient norm, before clipping, above it cuts the rate; null never cuts.
         relative: whether the threshold is a robust z of the log norm among the last 100, or a norm itself.
         recovery_factor: what a cut multiplies the rate by.
-        recovery_steps: optimizer steps to come back from one cut.
+        recovery_steps: optimizer steps to recover from a cut.
         max_raise: how far above the configured rate the search may go.
 
     Logs `adaptive_lr/factor` and `adaptive_lr/lr`, the rate that was used, every `log_every_n_steps`.
@@ -50,7 +50,7 @@ class AdaptiveLR(Callback):
         """Every decision so far, with its reason; steps count from 1."""
         self._rates: list[AdaptiveRate] = []
         self._losses: list[Tensor] = []
-        """Of the batches since the last optimizer step, as backward gets them: under the loss scale."""
+        """Of the batches since the last optimizer step, as backward gets them, under the loss scale."""
         self._states: list[dict[str, Any]] = []
         self._is_resumed = False
 
@@ -60,8 +60,8 @@ class AdaptiveLR(Callback):
         return self._rates[0].control.factor if self._rates else 1.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises: ConfigError where there is no optimizer, or one whose rate must not be adapted."""
-        optimizers = [one for one in trainer.optimizers if not isinstance(one, _MockOptimizer)]
+        """Raises: ConfigError without an optimizer, or for an optimizer whose rate must not be adapted."""
+        optimizers = [optimizer for optimizer in trainer.optimizers if not isinstance(optimizer, _MockOptimizer)]
         if not optimizers:
             raise ConfigError(
                 f"AdaptiveLR found no optimizer: {type(pl_module).__name__}.configure_optimizers returned none; "
@@ -81,9 +81,9 @@ class AdaptiveLR(Callback):
             rate.load_state_dict(state)
 
     def held(self) -> HeldRate | None:
-        """Who multiplies the rate by how much, for those who would change it; None where nobody does."""
+        """The smallest factor on an optimizer's rates and its reason; None before training."""
         held = [HeldRate.by("AdaptiveLR", rate) for rate in self._rates]
-        return min(held, key=lambda one: one.factor, default=None)
+        return min(held, key=lambda rate: rate.factor, default=None)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         self._losses.append(loss.detach())
@@ -131,7 +131,7 @@ class AdaptiveLR(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         states = [rate.state_dict() for rate in self._rates] or self._states
-        losses = [loss.cpu() for loss in self._losses]  # where it is taken amid an accumulation
+        losses = [loss.cpu() for loss in self._losses]  # a checkpoint may be saved amid an accumulation window
         return {"rates": states, "changes": [list(change) for change in self.changes], "losses": losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

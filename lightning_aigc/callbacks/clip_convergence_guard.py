@@ -1,10 +1,9 @@
-"""CLIPConvergenceGuard: generate pictures while training, score them, stop at the best and keep it."""
+"""CLIPConvergenceGuard: score sample pictures while training, keep the best weights, stop when none are better."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,35 +12,46 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_aigc.callbacks.image_checks import check_images
-from lightning_aigc.callbacks.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
-from lightning_aigc.callbacks.picture_sheet import as_shown, draw_sheet
-from lightning_aigc.callbacks.sample_grid import HOW_TO_SAMPLE, is_trial, log_picture, sample_pairs, write_png
-from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
-from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.callbacks.sampling.checks import check_images
+from lightning_aigc.callbacks.sampling.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
+from lightning_aigc.callbacks.sampling.pairs import (
+    Pair,
+    SampledPairs,
+    find_prompts,
+    make_pairs,
+    require_sampling,
+    sample_on_all_ranks,
+    set_references,
+)
+from lightning_aigc.callbacks.sampling.png import log_picture, write_png
+from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet
+from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA
 
 
 class CLIPConvergenceGuard(Callback):
-    """Every `every_n_steps` optimizer steps: pictures of the same prompts and seeds, their CLIP scores, a decision.
+    """Samples the same prompts and seeds every `every_n_steps` optimizer steps, scores them with CLIP, and decides.
 
-    The best weights so far are written to `<default_root_dir>/<output_name>_best.safetensors` as soon as they are
-    found. When no check has beaten the best for `patience` steps, training stops and one line says so. Pictures are
-    drawn on all ranks, each a part of them; the training does not notice. Works with any LightningModule that has
-    `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the best is kept by its `save_lora(path)`, or else its trainable
-    parameters are.
+    It writes the best weights to `<default_root_dir>/<output_name>_best.safetensors` as soon as it finds them. When no
+    check has beaten the best for `patience` steps, it stops the training and says so. Each rank draws a share of the
+    pictures; the training is not disturbed. Works with any LightningModule that has
+    `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`. The module's `save_lora(path)` writes the best weights; without it
+    the file has the trainable parameters.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
         every_n_steps: optimizer steps between two checks.
-        num_images: pictures a prompt, of the seeds `seed`, `seed + 1`, ...
+        num_images: pictures of each prompt, with the seeds `seed`, `seed + 1`, ...
         seed: the first seed.
-        metric: what counts: clip_t (picture to its prompt), clip_i (to the reference pictures), or mean of both.
+        metric: the score to compare: clip_t (picture to its prompt), clip_i (to the reference pictures), or mean of
+            both.
         patience: optimizer steps without a better score after which training stops.
-        min_delta: how much better a score must be; where None, more than the standard error of the paired difference,
-            which each check measures itself.
+        min_delta: how much better a score must be; None means more than the standard error of the paired difference,
+            which each check measures.
         save_best: whether the best weights are written.
-        stop: whether training stops; without it the guard only watches and keeps.
+        stop: whether training stops; without it the guard only scores and keeps.
         clip_model: an open_clip name, a local folder, or `embedded:clip`.
         clip_pretrained: weights of that model: an open_clip tag or a local file.
         reference_images: how many training pictures clip_i compares with, from the data module's `reference_images`.
@@ -88,10 +98,10 @@ class CLIPConvergenceGuard(Callback):
         self._first_images: Tensor | None = None
         self._last_images: Tensor | None = None
         self._last_step = -1
-        self._last_step_drawn = -1
+        self._last_step_sampled = -1
         self._too_slow = self._said_memorising = False
 
-    # What it knows
+    # State -----------------------------------------------------------------------------------------------------------
 
     @property
     def best_metric(self) -> float | None:
@@ -120,28 +130,25 @@ class CLIPConvergenceGuard(Callback):
             return
         self.checks = [Check(int(step), list(t), list(i)) for step, t, i in state_dict["checks"]]
         self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
-        self._first_images = state_dict.get("first_images")  # a checkpoint of before has none
+        self._first_images = state_dict.get("first_images")  # older checkpoints have none
 
     def _asked(self) -> list[Any]:
-        """What the pictures and their scores depend on."""
+        """Everything that the pictures and their scores depend on."""
         return [self._prompts, self.num_images, self.seed, self.clip_model, self.clip_pretrained]
 
-    # When it looks
+    # When to check ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises: ModelError without `sample` or a CLIP model, ConfigError without prompts or references."""
-        if stage != "fit" or is_trial(trainer):
+        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if not callable(getattr(pl_module, "sample", None)):
-            raise ModelError(
-                f"CLIPConvergenceGuard cannot draw: {type(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}"
-            )
-        self._prompts = list(self.prompts or getattr(pl_module, "validation_prompts", None) or ())
+        require_sampling(pl_module, "CLIPConvergenceGuard")
+        self._prompts = find_prompts(pl_module, self.prompts)
         if not self._prompts:
             raise ConfigError(
                 "CLIPConvergenceGuard got no prompts; set its `prompts`, or model.init_args.validation_prompts"
             )
-        if self.metric != "clip_t" and not callable(getattr(_data(trainer), "reference_images", None)):
+        if self.metric != "clip_t" and not isinstance(trainer.datamodule, HasReferenceImages):  # type: ignore[attr-defined]
             raise ConfigError(
                 f"CLIPConvergenceGuard metric={self.metric} compares with training pictures, and the data module has "
                 "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
@@ -153,9 +160,7 @@ class CLIPConvergenceGuard(Callback):
         if self._judge is None:
             return
         self._judge.to(pl_module.device)
-        find = getattr(_data(trainer), "reference_images", None)
-        if callable(find):
-            self._judge.set_reference_images(find(self.reference_images).to(pl_module.device))
+        set_references(self._judge, trainer, self.reference_images, pl_module.device)
         self._last_step = trainer.global_step
         if not self.checks:
             self._check(trainer, pl_module)
@@ -175,10 +180,10 @@ class CLIPConvergenceGuard(Callback):
             return
         if self.checks[-1].step != trainer.global_step:
             self._check(trainer, pl_module)
-        elif self._last_step_drawn != trainer.global_step:  # by a run that was killed before its last sheet
-            drawn = self._draw(trainer, pl_module)
-            if drawn is not None and trainer.is_global_zero:
-                self._last_images = as_shown(drawn[1])
+        elif self._last_step_sampled != trainer.global_step:  # by a run that was killed before its last sheet
+            sampled = self._sample(trainer, pl_module)
+            if sampled is not None and trainer.is_global_zero:
+                self._last_images = as_shown(sampled.images)
         if self._first_images is not None and self._last_images is not None:
             rows = [
                 torch.unflatten(images, 0, (-1, self.num_images)) for images in (self._first_images, self._last_images)
@@ -192,19 +197,20 @@ class CLIPConvergenceGuard(Callback):
         ended = f"stopped at step {trainer.global_step}" if is_stopped else "training ended"
         rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")
 
-    # One check
+    # One check -------------------------------------------------------------------------------------------------------
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Every rank comes here, draws its part and gets all scores, so that all decide alike."""
-        drawn = self._draw(trainer, pl_module)
-        if drawn is None:
+        """Sample, score, decide. Every rank comes here and has all scores, so that all decide alike."""
+        sampled = self._sample(trainer, pl_module)
+        if sampled is None:
             return
-        scores_2N, images = drawn
-        check = Check(trainer.global_step, scores_2N[0].tolist(), scores_2N[1].tolist())
+        assert sampled.clip_t is not None and sampled.clip_i is not None
+        check = Check(trainer.global_step, sampled.clip_t.tolist(), sampled.clip_i.tolist())
         self.checks.append(check)
-        self._last_step_drawn = check.step
+        self._last_step_sampled = check.step
         self._decide(trainer, pl_module, check)
         if trainer.is_global_zero:
+            images = sampled.images
             self._last_images = as_shown(images)
             if self._first_images is None:
                 self._first_images = self._last_images
@@ -218,59 +224,19 @@ class CLIPConvergenceGuard(Callback):
                 known = {name: value for name, value in numbers.items() if math.isfinite(value)}
                 logger.log_metrics(known, step=check.step)
 
-    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> tuple[Tensor, Tensor] | None:
-        """Scores [2, N] and pictures [N, 3, H, W] of all ranks; None once that takes too long."""
+    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> SampledPairs | None:
+        """The pictures and scores of all ranks; None once sampling takes too long."""
         if self._too_slow:
             return None
-        pairs, images, slow = self._pairs(), None, None
-        mine = pairs[trainer.global_rank :: trainer.world_size]
-        try:
-            if mine:
-                with undisturbed(pl_module, pl_module.device):
-                    images = sample_pairs(pl_module, mine)
+        try:  # check_images names broken pictures, once
+            return sample_on_all_ranks(trainer, pl_module, self._pairs(), self._judge, warn_of_broken=False)
         except SamplingTooSlow as error:
-            slow = error
-        if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
             self._too_slow = True
-            warnings.warn(f"CLIPConvergenceGuard checks no more: {slow or 'another rank was too slow'}", stacklevel=2)
+            warnings.warn(f"CLIPConvergenceGuard checks no more: {error}", stacklevel=2)
             return None
-        return self._gather(trainer, pl_module, len(pairs), mine, images)
 
-    def _pairs(self) -> list[tuple[str, int]]:
-        return [(prompt, self.seed + i) for prompt in self._prompts for i in range(self.num_images)]
-
-    def _gather(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        count: int,
-        mine: Sequence[tuple[str, int]],
-        images: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """All scores [2, count] and all pictures [count, 3, H, W] on the CPU, whoever drew them."""
-        assert self._judge is not None
-        device, world = pl_module.device, trainer.world_size
-        if images is None:
-            scores_2N = torch.zeros(2, 0, device=device)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # check_images names broken pictures, once
-                found = self._judge.scores(images.to(device), [prompt for prompt, _ in mine])
-            scores_2N = torch.stack([found["clip_t"], found["clip_i"]])
-        if world == 1:
-            assert images is not None
-            return scores_2N.cpu(), images.cpu()
-        each = -(-count // world)
-        size = torch.tensor(images.shape[2:] if images is not None else (0, 0), device=device, dtype=torch.int32)
-        height, width = pl_module.all_gather(size).amax(0).tolist()  # type: ignore[union-attr]
-        padded_scores, padded = torch.zeros(2, each, device=device), torch.zeros(each, 3, height, width, device=device)
-        if images is not None:
-            padded_scores[:, : len(images)], padded[: len(images)] = scores_2N, images.to(device)
-        scores_R2E, images_RE3HW = pl_module.all_gather(padded_scores), pl_module.all_gather(padded)
-        assert isinstance(scores_R2E, Tensor) and isinstance(images_RE3HW, Tensor)
-        # Rank r drew the pairs r, r + world, ...: its e-th picture is number e * world + r.
-        scores = scores_R2E.permute(1, 2, 0).reshape(2, -1)[:, :count]
-        return scores.cpu(), images_RE3HW.transpose(0, 1).flatten(0, 1)[:count].cpu()
+    def _pairs(self) -> list[Pair]:
+        return make_pairs(self._prompts, range(self.seed, self.seed + self.num_images))
 
     def _decide(self, trainer: Trainer, pl_module: LightningModule, check: Check) -> None:
         best = self._best()
@@ -303,23 +269,21 @@ class CLIPConvergenceGuard(Callback):
             self._said_memorising = True
             warnings.warn(f"CLIPConvergenceGuard: {sentence}", stacklevel=2)
 
-    # What it writes
+    # Files -----------------------------------------------------------------------------------------------------------
 
-    def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        name = getattr(pl_module, "output_name", "lora")
+    def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> str:
+        name = pl_module.output_name if isinstance(pl_module, HasOutputName) else "lora"
         path = Path(trainer.default_root_dir) / f"{name}_best.safetensors"
         if trainer.is_global_zero:
-            save = getattr(pl_module, "save_lora", None)
             path.parent.mkdir(parents=True, exist_ok=True)
-            if callable(save):
-                save(path, output_name=path.stem, steps=trainer.global_step)
+            if isinstance(pl_module, SavesLoRA):
+                pl_module.save_lora(path, output_name=path.stem, steps=trainer.global_step)
             else:
-                from safetensors.torch import save_file
+                from safetensors.torch import save
 
                 trained = {n: p.detach().cpu().contiguous() for n, p in pl_module.named_parameters() if p.requires_grad}
-                temporary = path.with_name(f".{path.name}.part")
-                save_file(trained, temporary, {"step": str(trainer.global_step)})
-                temporary.replace(path)
+                with atomic_file(path, durable=False) as file:
+                    file.write(save(trained, {"step": str(trainer.global_step)}))
         return str(path)
 
     def _show(self, trainer: Trainer, sheet: Any, name: str) -> None:
@@ -329,7 +293,3 @@ class CLIPConvergenceGuard(Callback):
         except OSError as error:
             warnings.warn(f"CLIPConvergenceGuard cannot write to {folder}: {error.strerror or error}", stacklevel=2)
         log_picture(trainer, f"guard_{name}" if name == "before_after" else "guard", sheet, trainer.global_step)
-
-
-def _data(trainer: Trainer) -> Any:
-    return getattr(trainer, "datamodule", None)

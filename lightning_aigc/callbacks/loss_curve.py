@@ -1,4 +1,4 @@
-"""The loss of every step, left on its device until someone reads it."""
+"""The loss of every step, which stays on its device until it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LossCurve:
-    """Adding a step waits for nothing; the state is two flat tensors."""
+    """A run's losses by step. Adding one waits for nothing; the state is two flat tensors."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -17,19 +17,20 @@ class LossCurve:
         self._new: list[Tensor] = []
 
     def add(self, step: int, loss: Tensor) -> None:
-        """The first loss of a step; further ones of the same step are left out."""
+        """Add the first loss of a step; later losses of the same step are dropped."""
         if not self.steps or self.steps[-1] != step:
             self.steps.append(step)
             self._new.append(loss.detach())
 
     def packed(self) -> Tensor:
-        """All of them, float32 [steps]."""
+        """Return all losses, float32 [steps], on the device."""
         if self._new:
             new = torch.stack(self._new).float()
             self._packed, self._new = torch.cat([self._packed.to(new.device), new]), []
         return self._packed
 
     def points(self) -> list[tuple[float, float]]:
+        """Return (step, loss) pairs; waits for the device."""
         return list(zip(self.steps, self.packed().tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ pre{background:#8881;padding:1rem;overflow:auto;border-radius:6px;font-size:.85r
 
 
 def thumbnail(picture_3HW: Tensor, largest_side: int = 256) -> Tensor:
-    """A picture in 0..1 as the page shows it: uint8 on the CPU, no side longer than this."""
+    """A picture in 0..1 as the page shows it: uint8 on the CPU, no side longer than `largest_side`."""
     array = picture_3HW.detach().clamp(0, 1).nan_to_num(0).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
     picture = Image.fromarray(array)
     picture.thumbnail((largest_side, largest_side))
@@ -51,7 +51,7 @@ def picture_data_uri(picture_3HW: Tensor) -> str:
 
 
 def picture_grid(pictures: Sequence[Tensor], prompts: Sequence[str], columns: int, title: str) -> str:
-    """Pictures under their prompts, one prompt a row group, `columns` pictures wide."""
+    """Pictures in rows of `columns` under their prompt, a group of rows for each prompt."""
     cells, last = [], None
     for picture, prompt in zip(pictures, prompts, strict=True):
         if prompt != last:

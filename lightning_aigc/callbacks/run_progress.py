@@ -28,7 +28,7 @@ class RunProgress(ProgressBar):
         self._shown: dict[str, float] = {}
 
     def show(self, values: dict[str, float]) -> None:
-        """Keep these values at the end of the bar until they are shown anew."""
+        """Show these values at the end of the bar until newer ones come."""
         self._shown |= {name: value for name, value in values.items() if name == "clip_t"}
 
     def disable(self) -> None:
@@ -75,7 +75,7 @@ class RunProgress(ProgressBar):
         self.finish()
 
     def finish(self) -> None:
-        """Close the bar; nothing is drawn after it."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -1,13 +1,12 @@
 """RunReport: what a fit did, as a table in the terminal, `summary.json`, and one `report.html`.
 
-Before the first step and after the last it generates the same pictures from the same seeds and scores them.
+It samples the same pictures before the first step and after the last, and scores them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,32 +17,39 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.loss_curve import LossCurve
 from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth, thumbnail
+from lightning_aigc.callbacks.report_summary import before_and_after, final_loss, finite_or_none, summary_table
 from lightning_aigc.callbacks.run_progress import RunProgress
+from lightning_aigc.callbacks.sampling.pairs import Pair, find_prompts, sample_on_all_ranks, set_references
 from lightning_aigc.callbacks.save_lora import SaveLoRA
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SamplingTooSlow, UserError
-from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.protocols import SupportsSampling
 
 SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
+REFERENCE_IMAGES = 64
+"""Training pictures that CLIP-I compares with."""
 
 
 class RunReport(Callback):
     """Leaves `summary.json` and `report.html` in the run's `default_root_dir`.
 
     Works with any LightningModule; pictures and scores need `sample(prompts, seeds)`, without which they are left out.
-    A resumed run reports on the whole run: what was measured before it, and all its losses, are in its checkpoints.
+    Each picture is drawn on one of the ranks. A resumed run reports on the whole run: what was measured before it, and
+    all its losses, are in its checkpoints.
 
     Args:
-        clip_model: The judge: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`; unset means
-            no score.
-        clip_pretrained: Weights of that judge: a tag of open_clip or a file.
+        clip_model: The model that scores: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`;
+            unset means no score.
+        clip_pretrained: Weights of that model: an open_clip tag or a file.
         prompts: Prompts to score; unset means the module's `validation_prompts`.
-        prior_prompts: Prompts that have nothing to do with the training pictures: their score shows what was forgotten.
-        num_images: Pictures generated for each set of prompts, shared out among the prompts.
+        prior_prompts: Prompts unrelated to the training pictures, whose score shows what the model forgot.
+        num_images: Pictures sampled for each set of prompts, in equal numbers for each prompt.
         seed: Seed of the first picture.
-        images_shown: Pictures a prompt in the report.
+        images_shown: Pictures of each prompt in the report.
     """
 
     def __init__(
@@ -62,13 +68,13 @@ class RunReport(Callback):
         self.prompts, self.prior_prompts = prompts, list(prior_prompts)
         self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
         self.summary: dict[str, Any] = {}
-        self._judge: Any = None
+        self._judge: CLIPSimilarity | None = None
         self._notes: list[str] = []
         self._is_off = False
         self._resumed: dict[str, Any] | None = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._losses = LossCurve()
         self._scores: list[tuple[int, float, float]] = []
         self._before: dict[str, Tensor] = {}
@@ -81,19 +87,17 @@ class RunReport(Callback):
         if self._is_off:
             return
         if self.prompts is None:
-            self.prompts = list(getattr(pl_module, "validation_prompts", ()))
-        if self.clip_model is not None and hasattr(pl_module, "sample") and self.prompts:
+            self.prompts = find_prompts(pl_module, None)
+        if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
             self._judge = self._load_judge()
 
-    def _load_judge(self) -> Any:
-        from lightning_aigc.metrics import CLIPSimilarity
-
+    def _load_judge(self) -> CLIPSimilarity | None:
         assert self.clip_model is not None
         judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
         try:
             judge.check()
         except UserError as error:
-            # A missing judge must not cost a training run; the summary then says why it has no score.
+            # A model that cannot be loaded must not cost a training run; the summary says why it has no score.
             self._note(f"no CLIP score: {error}")
             return None
         return judge
@@ -108,13 +112,11 @@ class RunReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
             return
-        self._forget()  # one report may serve two fits
+        self._reset()  # a report may serve two fits
         if self._judge is not None:
             self._judge.to(pl_module.device)
-            reference_images = getattr(getattr(trainer, "datamodule", None), "reference_images", None)
-            if reference_images is not None:
-                self._judge.set_reference_images(reference_images(64).to(pl_module.device))
-        if not self._go_on(trainer):
+            set_references(self._judge, trainer, REFERENCE_IMAGES, pl_module.device)
+        if not self._restore(trainer):
             self._measure(trainer, pl_module, "before")
         reset_peak_memory(pl_module.device)
         self._device, self._started_at = pl_module.device, time.perf_counter()
@@ -129,7 +131,7 @@ class RunReport(Callback):
     def on_sample_images(
         self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
     ) -> None:
-        """SampleGrid calls this with the pictures it made; their score goes to the logger and the progress bar."""
+        """Score the pictures of a SampleGrid, for the logger and the progress bar."""
         if self._judge is None:
             return
         # `scores`, not `compute`: this runs on rank zero alone, where no collective may start.
@@ -159,73 +161,59 @@ class RunReport(Callback):
             "steps": trainer.global_step,
             "seconds": round(seconds, 2),
             "peak_memory_mib": round(peak, 1),
-            **{
-                f"{name}_{when}": self._measured.get(f"{name}_{when}")
-                for name in ("clip_t", "clip_i", "prior_clip_t")
-                for when in ("before", "after")
-                if name != "prior_clip_t" or self.prior_prompts
-            },
-            "final_loss": _mean_of_last(self._losses.packed()),
+            **before_and_after(self._measured, bool(self.prior_prompts)),
+            "final_loss": final_loss(self._losses.packed()),
             "lora_file": str(lora_file) if lora_file else None,
             "report": str(root / REPORT_FILE),
             "notes": self._notes,
         }
-        root.mkdir(parents=True, exist_ok=True)
-        page = self._page(trainer, after)
-        for name, text in ((REPORT_FILE, page), (SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")):
-            temporary = root / f".{name}.{os.getpid()}"
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(root / name)
-        self._print_table()
+        write_text(root / REPORT_FILE, self._page(trainer, after))
+        write_text(root / SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")
+        print("\n" + summary_table(self.summary, bool(self.prior_prompts)))
 
     def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
-        """What a finished run must have, for ExactSnapshot."""
+        """The files that a finished run must have, for ExactSnapshot."""
         root = Path(trainer.default_root_dir)
         return [] if self._is_off else [root / REPORT_FILE, root / SUMMARY_FILE]
 
-    def _measure(self, trainer: Trainer, pl_module: Any, when: str) -> dict[str, Tensor]:
-        """Generate and score each set of prompts; on every rank the same, so that no rank waits for another.
+    def _measure(self, trainer: Trainer, pl_module: LightningModule, when: str) -> dict[str, Tensor]:
+        """Sample and score each set of prompts. Collective.
 
         Returns: the pictures that the page shows, as it shows them.
         """
         images: dict[str, Tensor] = {}
-        if not hasattr(pl_module, "sample") or (when == "after" and not self._before):
+        if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self._before):
             return images
         for name, prompts in (("", self.prompts or []), ("prior_", self.prior_prompts)):
             if not prompts:
                 continue
-            shared, seeds = self._share_out(prompts)
             try:
-                with undisturbed(pl_module, pl_module.device):
-                    sampled = pl_module.sample(shared, seeds)
+                sampled = sample_on_all_ranks(trainer, pl_module, self._pairs(prompts), self._judge)
             except SamplingTooSlow as slow:
                 self._note(str(slow))
                 return images
-            images[name] = torch.stack([thumbnail(sampled[i]) for i in self._shown(prompts)])
-            if self._judge is not None:
-                scores = self._score(sampled, shared)
-                self._measured |= {f"{name}{key}_{when}": _finite_or_none(value) for key, value in scores.items()}
+            images[name] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
+            for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
+                if scores_N is not None:
+                    mean = float(scores_N.sum() / len(scores_N))
+                    self._measured[f"{name}{metric}_{when}"] = finite_or_none(mean)
         if when == "before":
             self._before = images
         return images
 
-    def _share_out(self, prompts: Sequence[str]) -> tuple[list[str], list[int]]:
-        each = max(1, math.ceil(self.num_images / len(prompts)))
-        shared = [prompt for prompt in prompts for _ in range(each)]
-        return shared, [self.seed + i for i in range(len(shared))]
+    def _pairs(self, prompts: Sequence[str]) -> list[Pair]:
+        """`num_images` pairs, rounded up so that each prompt has as many."""
+        per_prompt = max(1, math.ceil(self.num_images / len(prompts)))
+        repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
+        return [(prompt, self.seed + i) for i, prompt in enumerate(repeated)]
 
     def _shown(self, prompts: Sequence[str]) -> list[int]:
-        """Which of the shared out pictures the page shows."""
-        shared, _ = self._share_out(prompts)
-        each = len(shared) // len(prompts)
-        return [i for i in range(len(shared)) if i % each < self.images_shown]
+        """Which pairs the page shows."""
+        count = len(self._pairs(prompts))
+        per_prompt = count // len(prompts)
+        return [i for i in range(count) if i % per_prompt < self.images_shown]
 
-    def _score(self, images_N3HW: Tensor, prompts: Sequence[str]) -> dict[str, float]:
-        self._judge.reset()
-        self._judge.update(images_N3HW.to(self._judge.device), list(prompts))
-        return {name: float(value) for name, value in self._judge.compute().items()}
-
-    # Going on --------------------------------------------------------------------------------------------------------
+    # Resuming --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         if self._is_off or self._started_at is None:
@@ -235,7 +223,7 @@ class RunReport(Callback):
             "before": self._before,
             "measured": self._measured,
             "losses": self._losses.state_dict(),
-            "scores": [list(one) for one in self._scores],
+            "scores": [list(score) for score in self._scores],
             "notes": list(self._notes),
             "seconds": self._seconds(),
             "peak_memory_mib": self._peak_mib(self._device),
@@ -245,15 +233,15 @@ class RunReport(Callback):
         self._resumed = state_dict or None
 
     def _asked(self) -> dict[str, Any]:
-        """What the pictures of before depend on."""
+        """What the pictures before training depend on."""
         return {
             "prompts": [list(self.prompts or ()), list(self.prior_prompts)],
             "pictures": [self.num_images, self.images_shown, self.seed],
             "judge": [self.clip_model, self.clip_pretrained],
         }
 
-    def _go_on(self, trainer: Trainer) -> bool:
-        """Take up the report of the run that this one resumes; whether it has what was measured before training."""
+    def _restore(self, trainer: Trainer) -> bool:
+        """Restore the report of the run that this one resumes; whether it has the measurements before training."""
         state, self._resumed = self._resumed, None
         if state is None:
             return False
@@ -274,7 +262,7 @@ class RunReport(Callback):
     def _peak_mib(self, device: torch.device) -> float:
         return max(self._earlier_peak_mib, peak_memory_mib(device))
 
-    # Telling ---------------------------------------------------------------------------------------------------------
+    # The page --------------------------------------------------------------------------------------------------------
 
     def _page(self, trainer: Trainer, after: dict[str, Tensor]) -> str:
         grids = []
@@ -282,8 +270,8 @@ class RunReport(Callback):
             prompts = self.prompts if not name else self.prior_prompts
             for when, images in (("before", self._before), ("after", after)):
                 if name in images and prompts:
-                    shared, _ = self._share_out(prompts)
-                    shown = [shared[i] for i in self._shown(prompts)]
+                    pairs = self._pairs(prompts)
+                    shown = [pairs[i][0] for i in self._shown(prompts)]
                     columns = len(shown) // len(prompts)
                     grids.append(picture_grid(list(images[name]), shown, columns, f"{title}, {when}"))
         curves = [curve(smooth(self._losses.points()), "loss, mean of 20 steps")]
@@ -293,30 +281,3 @@ class RunReport(Callback):
         config = config_file.read_text(encoding="utf-8") if config_file.is_file() else ""
         rows = {k: v for k, v in self.summary.items() if k != "notes" and v is not None}
         return render_page(Path(trainer.default_root_dir).name, rows, self._notes, grids, curves, config)
-
-    def _print_table(self) -> None:
-        said = self.summary
-
-        def pair(name: str) -> str:
-            before, after = said.get(f"{name}_before"), said.get(f"{name}_after")
-            return "-" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
-
-        rows = {
-            "steps": str(said["steps"]),
-            "seconds": f"{said['seconds']:.1f}",
-            "peak memory": f"{said['peak_memory_mib']:.0f} MiB",
-            "CLIP-T before -> after": pair("clip_t"),
-            "CLIP-I before -> after": pair("clip_i"),
-            "CLIP-T of other prompts": pair("prior_clip_t") if self.prior_prompts else None,
-            "LoRA": said["lora_file"] or "-",
-            "report": said["report"],
-        }
-        print("\n" + "\n".join(f"{name:24} {value}" for name, value in rows.items() if value is not None))
-
-
-def _finite_or_none(value: float) -> float | None:
-    return round(value, 4) if math.isfinite(value) else None
-
-
-def _mean_of_last(losses_T: Tensor, count: int = 50) -> float | None:
-    return _finite_or_none(float(losses_T[-count:].mean())) if len(losses_T) else None

@@ -1,44 +1,38 @@
-"""SampleGrid: the same prompts and seeds drawn again and again, so that a run can be watched learning."""
+"""SampleGrid: draw the same prompts and seeds again and again, so that one can watch a run learn."""
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
-from PIL import Image, PngImagePlugin
-from torch import Tensor
+from PIL import Image
 
-from lightning_aigc.callbacks.image_checks import check_images
-from lightning_aigc.callbacks.picture_sheet import draw_sheet
-from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
+from lightning_aigc.callbacks.sampling.checks import check_images
+from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, require_sampling, sample_pairs
+from lightning_aigc.callbacks.sampling.png import log_picture, write_png
+from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import undisturbed
-
-HOW_TO_SAMPLE = (
-    "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
-    "picture for each pair, [N, 3, H, W] in 0..1"
-)
+from lightning_aigc.protocols import SeesSampleImages
 
 
 class SampleGrid(Callback):
     """Draw a grid before the first step, every `every_n_steps` optimizer steps, and after the last.
 
-    One row a prompt, one column a seed, both printed under each picture. The grid goes to
+    Each prompt has a row and each seed a column; both stand under the picture. The grid goes to
     `<default_root_dir>/samples/step_000100.png` and to every logger that takes images. Works with any
-    LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training does not notice.
-    Other callbacks may look at the same pictures: on rank zero their method
-    `on_sample_images(trainer, pl_module, images, prompts, step)` is called, in which no collective may start.
+    LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training is not disturbed.
+    Other callbacks can see the same pictures: on rank zero it calls their method
+    `on_sample_images(trainer, pl_module, images, prompts, step)`, in which no collective may start.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
         every_n_steps: optimizer steps between two grids.
-        seeds: one column each; `seed`, `seed + 1`, ... for `num_images` columns where None.
-        num_images: pictures a prompt, where `seeds` is None.
+        seeds: a column each; `seed`, `seed + 1`, ... for `num_images` columns where None.
+        num_images: pictures of each prompt, where `seeds` is None.
         seed: the first seed, where `seeds` is None.
         columns: pictures in a row; as many as there are seeds where None.
         directory: where the PNGs go; `<default_root_dir>/samples` where None.
@@ -90,15 +84,14 @@ class SampleGrid(Callback):
         """Raises: ModelError without a `sample` method, ConfigError without prompts or a folder to write to."""
         if stage != "fit":
             return
-        if not callable(getattr(pl_module, "sample", None)):
-            raise ModelError(f"SampleGrid cannot draw: {type(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}")
-        self._prompts = list(self.prompts or getattr(pl_module, "validation_prompts", None) or ())
+        require_sampling(pl_module, "SampleGrid")
+        self._prompts = find_prompts(pl_module, self.prompts)
         if not self._prompts:
             raise ConfigError(
                 "SampleGrid got no prompts; set its `prompts`, or model.init_args.validation_prompts, or leave it out"
             )
         self._folder = Path(self.directory or Path(trainer.default_root_dir) / "samples").expanduser()
-        if trainer.is_global_zero and not is_trial(trainer):
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             probe = self._folder / f".{os.getpid()}.part"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -129,31 +122,30 @@ class SampleGrid(Callback):
             self._draw(trainer, pl_module)
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rank zero draws without any collective; all ranks meet again afterwards, whatever happened."""
-        if is_trial(trainer):
+        """Draw on rank zero, without any collective; all ranks meet at a barrier afterwards, whatever happened."""
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         try:
             if trainer.is_global_zero and not self._too_slow:
                 with undisturbed(pl_module, pl_module.device):
                     self._draw_on_rank_zero(trainer, pl_module)
         except SamplingTooSlow as error:
-            self._too_slow = True  # on rank zero alone, hence the barrier below is everyone's
+            self._too_slow = True  # on rank zero alone, hence every rank comes to the barrier below
             warnings.warn(f"SampleGrid draws no more: {error}", stacklevel=2)
         finally:
             trainer.strategy.barrier("SampleGrid")
 
     def _draw_on_rank_zero(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step
-        pairs = [(prompt, seed) for prompt in self._prompts for seed in self.seeds]
+        pairs = make_pairs(self._prompts, self.seeds)
         images_N3HW = sample_pairs(pl_module, pairs).cpu()
         check_images(images_N3HW, [f"step {step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
         sheet = draw_sheet(images_N3HW, [f"seed {seed}\n{prompt}" for prompt, seed in pairs], self.columns)
         self._write(sheet, step)
         log_picture(trainer, "samples", sheet, step)
-        for callback in getattr(trainer, "callbacks", ()):
-            look = getattr(callback, "on_sample_images", None)
-            if callable(look):
-                look(trainer, pl_module, images_N3HW, [prompt for prompt, _ in pairs], step)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SeesSampleImages):
+                callback.on_sample_images(trainer, pl_module, images_N3HW, [prompt for prompt, _ in pairs], step)
 
     def _write(self, sheet: Image.Image, step: int) -> None:
         assert self._folder is not None
@@ -168,47 +160,3 @@ class SampleGrid(Callback):
             return
         self._cannot_write = False
         self.history = [entry for entry in self.history if entry[0] != step] + [(step, str(path))]
-
-
-def sample_pairs(pl_module: LightningModule, pairs: Sequence[tuple[str, int]]) -> Tensor:
-    """The module's picture of each prompt and seed, float32 [N, 3, H, W] where the module left them.
-
-    Raises: ModelError when it returns something else.
-    """
-    sample: Any = pl_module.sample
-    images = sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
-    shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
-    if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
-        raise ModelError(
-            f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
-            f"wanted [{len(pairs)}, 3, H, W] in 0..1"
-        )
-    return images.detach().float()
-
-
-def write_png(path: Path, picture: Image.Image, facts: dict[str, Any]) -> None:
-    """Write a PNG, whole or not at all, with `facts` as JSON in text chunks of their names. Raises: OSError."""
-    text = PngImagePlugin.PngInfo()
-    for name, value in facts.items():
-        text.add_itxt(name, json.dumps(value, ensure_ascii=False))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        picture.save(temporary, "PNG", pnginfo=text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def log_picture(trainer: Trainer, name: str, picture: Image.Image, step: int) -> None:
-    """Hand a picture to every logger that takes pictures: TensorBoard, Weights & Biases, and those like them."""
-    loggers: Sequence[Any] = trainer.loggers
-    for logger in loggers:
-        if callable(getattr(logger, "log_image", None)):  # WandbLogger
-            logger.log_image(key=name, images=[picture], step=step)
-        elif callable(getattr(getattr(logger, "experiment", None), "add_image", None)):  # TensorBoardLogger
-            logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
-
-
-def is_trial(trainer: Trainer) -> bool:
-    return bool(getattr(trainer, "fast_dev_run", False))

@@ -1,4 +1,4 @@
-"""Write the LoRA as a `.safetensors` every so many steps and at the end, so that any of them can be tried."""
+"""SaveLoRA: write the LoRA as a `.safetensors` file every so many steps and at the end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_aigc.errors import ModelError
+from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA
 
 
 class SaveLoRA(Callback):
-    """Saves `<default_root_dir>/<output_name>.safetensors` at the end, and one a step count on the way and on Ctrl-C.
+    """Saves `<default_root_dir>/<output_name>.safetensors` at the end; on the way and on Ctrl-C a file named by step.
 
     Works with any LightningModule that has `save_lora(path, **metadata)`.
 
@@ -30,7 +31,7 @@ class SaveLoRA(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._is_off = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if stage == "fit" and not hasattr(pl_module, "save_lora"):
+        if stage == "fit" and not isinstance(pl_module, SavesLoRA):
             raise ModelError(
                 f"SaveLoRA needs a module with save_lora(path, **metadata), {type(pl_module).__name__} has none"
             )
@@ -57,20 +58,21 @@ class SaveLoRA(Callback):
             rank_zero_info(f"saved {self.file_path(trainer, pl_module, f'_step_{step:06d}')}")
 
     def file_path(self, trainer: Trainer, pl_module: LightningModule, suffix: str = "") -> Path:
-        """Where a file goes: the final one, or with `_step_000100` one on the way."""
-        name = self.output_name or getattr(pl_module, "output_name", "lora")
+        """The path of the final file; of one on the way with a suffix such as `_step_000100`."""
+        name = self.output_name or (pl_module.output_name if isinstance(pl_module, HasOutputName) else "lora")
         return Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
 
     def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
-        """What a finished run must have, for ExactSnapshot."""
+        """The files that a finished run must have, for ExactSnapshot."""
         return [] if self._is_off else [self.file_path(trainer, pl_module)]
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         path = self.file_path(trainer, pl_module, suffix)
         if trainer.is_global_zero:
-            facts = getattr(trainer, "datamodule", None)
-            describe = getattr(facts, "lora_metadata", dict)
-            pl_module.save_lora(  # type: ignore[operator]
+            data: Any = trainer.datamodule  # type: ignore[attr-defined]
+            of_data = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
+            assert isinstance(pl_module, SavesLoRA)
+            pl_module.save_lora(
                 path,
                 output_name=path.stem,
                 steps=trainer.global_step,
@@ -79,5 +81,5 @@ class SaveLoRA(Callback):
                 finished_at=time.time(),
                 gradient_accumulation_steps=trainer.accumulate_grad_batches,
                 mixed_precision=str(trainer.precision),
-                **describe(),
+                **of_data,
             )

@@ -42,7 +42,7 @@ class CLIPModel:
         pretrained = pretrained or _DEFAULT_WEIGHTS.get(name)
         is_named = ":" not in source
         try:
-            # Its first weights are drawn at random and then replaced: whoever loads it must not notice.
+            # open_clip initialises at random before it loads weights; the caller's random state stays.
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.filterwarnings("ignore", "QuickGELU mismatch")
                 self.model: Any = open_clip.create_model(
@@ -126,12 +126,12 @@ def preprocess(images_N3HW: Tensor, config: dict[str, Any]) -> Tensor:
 
 
 def _margin(length: int, wanted: int) -> int:
-    """What to cut off in front of a side, negative where it is to be padded; rounded as open_clip rounds."""
+    """Pixels to crop in front of a side, negative to pad it; rounded as open_clip rounds."""
     return round((length - wanted) / 2) if length > wanted else -((wanted - length) // 2)
 
 
 def _locate(open_clip: Any, name: str, pretrained: str | None) -> tuple[str, Path | None]:
-    """What open_clip is to be asked for, and the weights file to load over it, if any."""
+    """The name to ask open_clip for, and the weights file to load over it, if any."""
     from lightning_aigc.tiny.embedded import PREFIX, resolve
 
     weights_file = Path(pretrained).expanduser() if pretrained is not None else None

@@ -1,4 +1,4 @@
-"""How well pictures fit their prompts (CLIP-T) and how much they resemble reference pictures (CLIP-I)."""
+"""CLIPSimilarity: how well pictures fit their prompts (CLIP-T) and resemble reference pictures (CLIP-I)."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class CLIPSimilarity(Metric):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and other processes load the model anew, at their first use."""
+        """Leave the model out: a copy or another process loads it at its first use."""
         return super().__getstate__() | {"_loaded": [], "_reference_embeddings": [], "_prompt_embeddings": {}}
 
 

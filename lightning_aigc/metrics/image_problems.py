@@ -29,7 +29,7 @@ class ImageProblem:
 
 
 def find_image_problems(images_N3HW: Tensor, names: list[str] | None = None) -> list[ImageProblem]:
-    """The pictures that are black, constant or not finite, the worst problem of each.
+    """Find pictures that are black, constant or not finite, with the worst problem of each.
 
     images_N3HW: floating point in 0..1. One device synchronisation for the whole batch.
     """

@@ -1,4 +1,4 @@
-"""One optimizer's rate under control: measured and multiplied before each step, put back right after it."""
+"""Multiply one optimizer's learning rates for the length of each step, by what its gradients allow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.schedulers.rate_control import Change, RateControl, RateSettings
-from lightning_aigc.schedulers.step_measure import StepMeasure
+from lightning_aigc.schedulers.step_statistics import StepStatistics
 
 
 def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
-    """Raises: ConfigError for one whose rate must not be touched, or cannot be searched."""
+    """Raises: ConfigError for an optimizer whose rate must not be changed, or cannot be searched."""
     name = type(optimizer).__name__
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(f"{name} has no parameter that requires a gradient; there is nothing to adapt a rate for")
@@ -35,17 +35,17 @@ def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
 
 @dataclass(frozen=True)
 class HeldRate:
-    """What an optimizer's rates are multiplied by, by whom, and for what reason."""
+    """The factor on an optimizer's learning rates, and who holds it there."""
 
     owner: str
-    """The class that does it."""
+    """The class that multiplies them."""
     factor: float
     top: float
-    """Where the factor comes back to after a cut."""
+    """Where the factor returns to after a cut."""
     found: float
     """What the search found; more than `top` only after the loss has diverged."""
     is_searched: bool
-    """Whether another configured rate would end in the same one."""
+    """Whether a search set it: another configured rate would lead to the same product."""
     is_searching: bool
     configured: float
     """The highest rate that the schedule began with."""
@@ -71,15 +71,15 @@ class HeldRate:
 class AdaptiveRate:
     """Multiplies the rates of an optimizer's groups for the length of a step.
 
-    A scheduler never sees the product, so that recursive ones do not compound it. Between `apply` and the optimizer's
-    step nothing else may write the rates.
+    A scheduler never sees the product, so that a recursive schedule does not compound it. Nothing else may write the
+    rates between `apply` and the optimizer's step.
     """
 
     def __init__(self, optimizer: Optimizer, settings: RateSettings) -> None:
         check_optimizer(optimizer, settings)
         self.optimizer = optimizer
         self.control = RateControl(settings)
-        self.measure = StepMeasure()
+        self.statistics = StepStatistics()
         self.steps = 0
         self._scheduled: list[float] | None = None
         self._hook = optimizer.register_step_post_hook(lambda *_: self.restore())
@@ -87,21 +87,21 @@ class AdaptiveRate:
     def apply(
         self, reduce: Callable[[Tensor], Tensor] | None = None, loss: Tensor | float | None = None
     ) -> Change | None:
-        """Look at the gradients and set the rates of the coming step. Returns: the change to tell, if any."""
+        """Read the gradients and set the rates of the coming step. Returns: the change to report, if any."""
         self.restore()
         self.steps += 1
-        norm, last_step, loss_now = self.measure(self.optimizer, self.control.is_searching, reduce, loss)
-        reason = self.control.look(norm, last_step, loss_now)
+        norm, last_step, loss_now = self.statistics(self.optimizer, self.control.is_searching, reduce, loss)
+        reason = self.control.update(norm, last_step, loss_now)
         if not self.control.is_searching:
-            self.measure.weights = []
-        if math.isfinite(norm):  # else who skips the step would not let the optimizer put the rates back
+            self.statistics.weights = []
+        if math.isfinite(norm):  # else the step may be skipped, and no hook would restore the rates
             self._scheduled = [float(group["lr"]) for group in self.optimizer.param_groups]
             for group, scheduled in zip(self.optimizer.param_groups, self._scheduled, strict=True):
                 _set_rate(group, self.rate(group, scheduled))
         return None if reason is None else Change(self.steps, self.control.factor, reason)
 
     def rate(self, group: dict[str, Any], scheduled: float) -> float:
-        """The group's rate: while searching a multiple of the configured one, for the search is the warm-up."""
+        """The group's rate; a search multiplies the configured rate, because it replaces the warm-up."""
         configured = float(group.get("initial_lr", scheduled)) if self.control.is_searching else scheduled
         return configured * self.control.factor
 
@@ -110,7 +110,7 @@ class AdaptiveRate:
         return self._scheduled or [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def restore(self) -> None:
-        """Give the groups the schedule's rates back; nothing where they have them."""
+        """Set the groups' rates back to the schedule's, if `apply` changed them."""
         if self._scheduled is None:
             return
         for group, scheduled in zip(self.optimizer.param_groups, self._scheduled, strict=True):
@@ -118,21 +118,22 @@ class AdaptiveRate:
         self._scheduled = None
 
     def close(self) -> None:
+        """Restore the rates and remove the hook."""
         self.restore()
         self._hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        weights = [w.detach().cpu().clone() for w in self.measure.weights]
+        weights = [w.detach().cpu().clone() for w in self.statistics.weights]
         return {"steps": self.steps, "control": self.control.state_dict(), "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
         self.control.load_state_dict(state["control"])
-        self.measure.weights = []
+        self.statistics.weights = []
         if state["weights"]:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             pairs = zip(state["weights"], parameters, strict=True)
-            self.measure.weights = [weight.to(p.device, p.dtype) for weight, p in pairs]
+            self.statistics.weights = [weight.to(p.device, p.dtype) for weight, p in pairs]
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

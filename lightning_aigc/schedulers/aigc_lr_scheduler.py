@@ -17,35 +17,35 @@ from lightning_aigc.schedulers.rate_control import Change, RateSettings
 
 
 class AIGCLRScheduler(LRScheduler):
-    """A schedule that finds its own rate and gives way at peaks of the gradient norm.
+    """A schedule that finds its own learning rate and lowers it at peaks of the gradient norm.
 
     ```python
     scheduler = AIGCLRScheduler(optimizer, base_lr=1e-4, total_steps=1000)
     scheduler.enable_convergence_monitor(metric="clip_similarity", patience=200)
     for batch in loader:
         loss(batch).backward()
-        optimizer.step()                                   # looks at the gradients, then steps
+        optimizer.step()                                   # reads the gradients, then steps
         scheduler.step(metrics={"clip_similarity": score()} if is_time else None)
         optimizer.zero_grad()
         if scheduler.should_stop_early():
             break
     scheduler.restore_best()
     ```
-    In the first 10 to 60 steps the rate is looked for as by `callbacks.AdaptiveLR`; that is the warm-up then. The
-    gradients are looked at in `optimizer.step()`, so clip before it and the threshold counts the clipped norm.
-    A `loss` among the metrics of `step` is followed too: where it diverges, the rate found is lowered.
+    A search in the first 10 to 60 steps finds the rate, as in `callbacks.AdaptiveLR`, and replaces the warm-up.
+    `optimizer.step()` reads the gradients, so clip before it, and the threshold applies to the clipped norm. A `loss`
+    among the metrics of `step` is watched too: where it diverges, the rate that was found is lowered.
 
     Args:
         optimizer: any but LBFGS.
-        base_lr: the rate of every group, or one a group; None keeps the groups' own.
-        warmup_steps: steps of linear warm-up, for a rate that is not looked for.
-        adaptive_mode: whether the rate follows the gradients; else it is warm-up and decay alone.
-        grad_norm_threshold: a global gradient norm above it cuts the rate. In a run whose median norm is above it, only
-            a norm that stands out of the run's own spread does.
-        recovery_factor: what a cut multiplies the rate by; 50 steps make up for it, and until then there is no other.
+        base_lr: the rate of every group, or a list with each group's; None keeps the groups' own.
+        warmup_steps: steps of linear warm-up, without a search.
+        adaptive_mode: whether the rate follows the gradients; without, there are warm-up and decay only.
+        grad_norm_threshold: a global gradient norm above it cuts the rate. In a run whose median norm is above it, the
+            norm must also be an outlier of that run.
+        recovery_factor: what a cut multiplies the rate by; it recovers in 50 steps, without another cut until then.
         total_steps: optimizer steps to the end of the decay; None never decays.
         decay: cosine or linear to zero, or constant.
-        search: whether the rate is looked for.
+        search: whether to search for the rate.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class AIGCLRScheduler(LRScheduler):
             self.changes.append(change)
 
     def get_lr(self) -> list[Any]:
-        """The scheduled rates, without what the gradients make of them."""
-        return [base * self._share(self.last_epoch) for base in self.base_lrs]
+        """The scheduled rates, without the factor."""
+        return [base * self._schedule_factor(self.last_epoch) for base in self.base_lrs]
 
-    def _share(self, step: int) -> float:
+    def _schedule_factor(self, step: int) -> float:
         if not self._is_searched and step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.total_steps is None or self.decay == "constant":
@@ -114,20 +114,23 @@ class AIGCLRScheduler(LRScheduler):
         return 1.0 if self._adaptive is None else self._adaptive.control.factor
 
     def held(self) -> HeldRate | None:
-        """Who multiplies the rate by how much, for those who would change it; None without `adaptive_mode`."""
+        """The factor on the rate and its reason; None without `adaptive_mode`."""
         return None if self._adaptive is None else HeldRate.by("AIGCLRScheduler", self._adaptive)
 
     def step(self, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
-        """Go on by one optimizer step, with the scores that were taken at it, if any."""
+        """Advance the schedule by an optimizer step.
+
+        Args: metrics: scores that were measured at this step.
+        """
         super().step(epoch)
         if metrics is not None and "loss" in metrics:
             self._loss = float(metrics["loss"])
         if self._monitor is not None:
             if metrics is not None and (set(metrics) != {"loss"} or self._monitor.metric == "loss"):
-                self._monitor.take(metrics, self.last_epoch, self._parameters())
-            self._monitor.check_seen(self.last_epoch)
+                self._monitor.update(metrics, self.last_epoch, self._parameters())
+            self._monitor.warn_if_missing(self.last_epoch)
 
-    # Stop at the best
+    # Stopping at the best score
 
     def enable_convergence_monitor(
         self,
@@ -137,7 +140,7 @@ class AIGCLRScheduler(LRScheduler):
         mode: Literal["max", "min"] = "max",
         min_delta: float = 0.0,
     ) -> None:
-        """Follow a score that `step(metrics=...)` brings, and keep the weights that reached the best one."""
+        """Watch a score among the metrics of `step`, and keep the weights that reached the best."""
         self._monitor = ConvergenceMonitor(metric, patience, save_best, mode, min_delta)
 
     @property
@@ -147,13 +150,13 @@ class AIGCLRScheduler(LRScheduler):
 
     def should_stop_early(self) -> bool:
         """Whether no score has beaten the best for `patience` steps. Raises: ConfigError without a monitor."""
-        return self._followed().should_stop()
+        return self._monitor_or_raise().should_stop()
 
     def restore_best(self) -> None:
         """Copy the best weights back into the model. Raises: ConfigError if there are none."""
-        self._followed().restore(self._parameters())
+        self._monitor_or_raise().restore(self._parameters())
 
-    def _followed(self) -> ConvergenceMonitor:
+    def _monitor_or_raise(self) -> ConvergenceMonitor:
         if self._monitor is None:
             raise ConfigError('no score is followed; call enable_convergence_monitor(metric="clip_similarity") first')
         return self._monitor
@@ -179,7 +182,7 @@ class AIGCLRScheduler(LRScheduler):
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
         self.base_lrs, self._last_lr = list(state_dict["base_lrs"]), list(state_dict["last_lr"])
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]
-        self._loss = state_dict.get("loss", math.nan)  # older states have none
+        self._loss = state_dict.get("loss", math.nan)  # older states do not have it
         if self._adaptive is not None and state_dict["adaptive"] is not None:
             self._adaptive.load_state_dict(state_dict["adaptive"])
         if state_dict["monitor"] is not None:

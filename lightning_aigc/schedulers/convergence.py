@@ -1,4 +1,4 @@
-"""Follows a score: the best so far, the weights that reached it, and whether to stop waiting for a better one."""
+"""Watch a score: the best so far, the weights that reached it, and when to stop waiting for a better score."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_aigc.errors import ConfigError
 
 
 class ConvergenceMonitor:
-    """Watches one metric of those that training hands over now and then."""
+    """Watches a metric that the training loop measures from time to time."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class ConvergenceMonitor:
         self.last_step = 0
         self._said_missing = False
 
-    def take(self, metrics: Mapping[str, Any], step: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Take in the scores of one step. Raises: ConfigError if the metric that is followed is not among them."""
+    def update(self, metrics: Mapping[str, Any], step: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the scores of a step. Raises: ConfigError if the watched metric is not among them."""
         if self.metric not in metrics:
             raise ConfigError(
                 f"got metrics {', '.join(sorted(metrics)) or '(none)'}; wanted {self.metric}: name it in "
@@ -60,8 +60,8 @@ class ConvergenceMonitor:
             if self.save_best:
                 self.best_weights = [p.detach().to("cpu", copy=True) for p in parameters]
 
-    def check_seen(self, step: int) -> None:
-        """Warn once if the metric was never handed over in `patience` steps."""
+    def warn_if_missing(self, step: int) -> None:
+        """Warn once if no score has come in `patience` steps."""
         if not self._said_missing and self.last_step == 0 and self.best is None and step > self.patience:
             self._said_missing = True
             warnings.warn(
@@ -71,7 +71,7 @@ class ConvergenceMonitor:
             )
 
     def should_stop(self) -> bool:
-        """Whether the last score handed over came `patience` steps or more after the best one."""
+        """Whether the last score came `patience` steps or more after the best."""
         return self.best is not None and self.last_step - self.best_step >= self.patience
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""What the learning rate should be, decided from three numbers a step: the rate found, and cuts that always end.
+"""Decide the factor on the learning rate: a search at first, then cuts at peaks, from which it always recovers.
 
-`RateSearch` finds the rate in the first steps; `PeakDetector` says when a gradient norm stands out of the run's own
-spread; `DivergenceDetector` says when the loss does. A peak costs `recovery_factor` once in `recovery_steps`, so that
-without a diverging loss the factor stays within [recovery_factor, 1] times the rate found, and comes back to it.
+`RateSearch` finds the rate in the first steps; `PeakDetector` finds outliers of the gradient norm, `DivergenceDetector`
+a loss that diverges. A peak multiplies the rate by `recovery_factor`, at most once in `recovery_steps`: without a
+diverging loss the factor stays within [recovery_factor, 1] times the rate found, and returns to it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.schedulers.detectors import DivergenceDetector, PeakDetector
 from lightning_aigc.schedulers.rate_search import SEARCH_START, RateSearch
-from lightning_aigc.schedulers.run_spread import DivergenceDetector, PeakDetector
-from lightning_aigc.schedulers.step_measure import LastStep
+from lightning_aigc.schedulers.step_statistics import LastStep
 
 LOWEST_SHARE = 1 / 64
-"""Of the rate found: what a loss that goes on diverging lowers it to at most."""
+"""Share of the rate found below which a diverging loss does not lower it."""
 
 
 class Change(NamedTuple):
@@ -58,13 +58,13 @@ class RateSettings:
 
 
 class RateControl:
-    """Takes one look at each optimizer step and says by what to multiply the rate."""
+    """Decides at each optimizer step by what factor to multiply the rate."""
 
     def __init__(self, settings: RateSettings) -> None:
         self.settings = settings
         self.search: RateSearch | None = RateSearch(settings.max_raise) if settings.search else None
         self.found = self.top = 1.0 if self.search is None else self.search.rate
-        """What the search found, and what of it a diverged loss has left: where the factor comes back to."""
+        """The factor that the search found, and what diverging losses have left of it, to which a cut recovers."""
         self.factor = self.top
         self._peaks = PeakDetector(settings.grad_norm_threshold, settings.relative)
         self._divergence = DivergenceDetector()
@@ -72,24 +72,24 @@ class RateControl:
 
     @property
     def is_searching(self) -> bool:
-        """Whether the factor multiplies the configured rate and not the scheduled one."""
+        """Whether the factor multiplies the configured rate; after the search, the scheduled rate."""
         return self.search is not None
 
-    def look(self, norm: float, last_step: LastStep | None, loss: float = math.nan) -> str | None:
-        """Take in one step before it is made.
+    def update(self, norm: float, last_step: LastStep | None, loss: float = math.nan) -> str | None:
+        """Decide the factor of the coming step.
 
-        Args: norm: the global gradient norm; one that is not finite is left to those who skip such steps.
+        Args: norm: the global gradient norm; a norm that is not finite changes nothing, because its step is skipped.
             last_step: None where no step was made.
-            loss: the step's loss; NaN where nobody knows it, and then no cut goes below `recovery_factor`.
-        Returns: why the rate changed, if it did by more than a step of the search or of the recovery.
+            loss: the step's loss; NaN where it is not known, and then no cut goes below `recovery_factor`.
+        Returns: why the factor changed, if by more than a step of the search or of the recovery.
         """
         if not math.isfinite(norm):
             return None
         self._steps_since_lowered += 1
-        peak = self._peaks.look(norm, is_rate_settled=self.search is None)
-        has_diverged = self._divergence.look(loss)
+        peak = self._peaks.update(norm, is_search_over=self.search is None)
+        has_diverged = self._divergence.update(loss)
         if self.search is not None:
-            return self._go_on_searching(self.search, last_step, peak, has_diverged)
+            return self._search_on(self.search, last_step, peak, has_diverged)
         if has_diverged and self._steps_since_lowered >= self.settings.recovery_steps:
             return self._lower()
         if self.factor < self.top:
@@ -98,24 +98,24 @@ class RateControl:
             self.factor = self.top * self.settings.recovery_factor
         return peak
 
-    def _go_on_searching(
+    def _search_on(
         self, search: RateSearch, last_step: LastStep | None, peak: str | None, has_diverged: bool
     ) -> str | None:
         if has_diverged:
             search.end_below("the loss diverges")
         elif peak is None:
-            search.look(last_step)
+            search.update(last_step)
         self.found = self.top = self.factor = search.rate
         if search.ended_for is not None:
             self.search = None
             return f"the search ends: {search.ended_for}"
-        if peak is not None:  # one odd batch says nothing about a rate: a smaller step, and the search goes on
+        if peak is not None:  # one odd batch says nothing about the rate: take a smaller step and search on
             self.factor = self.top * self.settings.recovery_factor
         return None
 
     def _lower(self) -> str:
         self._steps_since_lowered = 0
-        self._divergence.begin_again()
+        self._divergence.restart()
         self.top = max(self.top * self.settings.recovery_factor, self.found * LOWEST_SHARE)
         self.factor = min(self.factor, self.top)
         return "the loss has risen out of its own spread, above where it began: the run diverges"
@@ -142,7 +142,7 @@ class RateControl:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "peaks" not in state:
-            state = _of_older_form(state)
+            state = _upgrade_state(state)
         self.search = None
         if state["search"] is not None:
             self.search = RateSearch(self.settings.max_raise)
@@ -153,8 +153,8 @@ class RateControl:
         self._divergence.load_state_dict(state["divergence"])
 
 
-def _of_older_form(state: dict[str, Any]) -> dict[str, Any]:
-    """A state from before peaks were judged by spread goes on at the rate it had come to, or searches on from there."""
+def _upgrade_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state from before peaks were outliers: it keeps its rate, and a search continues from there."""
     search = {"rate": state["top"], "agreements": [], "counts": [0, 0, 0]} if state["is_searching"] else None
     return {
         "search": search,

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fakes.killed_trainings import KillAt, Killed
 from fakes.ranks import meeting_point
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
-from lightning_aigc.callbacks.clip_convergence_guard import Check, improvement
+from lightning_aigc.callbacks.sampling.paired_scores import Check
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
@@ -112,13 +112,6 @@ def test_without_stop_it_only_watches(tmp_path: Path) -> None:
     watching = guard(stop=False)
     assert fit(Painter(), tmp_path, watching, steps=16).global_step == 16
     assert watching.best_step == BEST_STEP
-
-
-def test_a_score_within_its_own_noise_is_no_better() -> None:
-    better, noise = improvement([0.5, 0.7], [0.4, 0.4])
-    assert better == pytest.approx(0.2)
-    assert noise == pytest.approx(0.1)
-    assert improvement([0.5], [0.4]) == (pytest.approx(0.1), 0.0)
 
 
 @pytest.mark.parametrize(("min_delta", "best"), [(None, 0), (0.0, 2), (0.2, 0)])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fakes.ranks import meeting_point
 from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SaveLoRA
 from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
 from lightning_aigc.checkpoint import find_snapshots
@@ -185,6 +189,59 @@ def test_the_page_opens_without_a_network_and_shows_pictures_and_curves(tmp_path
     assert "<script>" not in page
 
 
+TWO_RANKS = """
+import json, sys
+from pathlib import Path
+import lightning_aigc
+import torch
+sys.path.insert(0, sys.argv[2])
+from lightning_aigc.callbacks import RunReport
+from lightning_aigc.errors import SamplingTooSlow
+from test_run_report import Painter, fit
+
+class SlowOnRankOne(Painter):
+    def sample(self, prompts, seeds):
+        if self.global_rank == 1:
+            raise SamplingTooSlow("an hour")
+        return super().sample(prompts, seeds)
+
+root = Path(sys.argv[1])
+painter, report = Painter(), RunReport(clip_model="embedded:clip", prior_prompts=["a green hat"], num_images=5)
+fit(root / "run", report, module=painter, devices=2, strategy="ddp")
+(root / f"rank{painter.global_rank}.json").write_text(json.dumps(painter.asked))
+slow = RunReport(clip_model="embedded:clip")
+fit(root / "slow", slow, module=SlowOnRankOne(), devices=2, strategy="ddp")
+torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends first (pytorch#179291)
+"""
+
+
+def test_two_ranks_draw_each_picture_once_and_report_what_one_rank_does(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    paths = os.pathsep.join(str(here.parents[1] / part) for part in ("", "kernels", "tests"))
+    (tmp_path / "script.py").write_text(TWO_RANKS)
+    with meeting_point() as where:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
+            capture_output=True, text=True, timeout=240,
+            env=os.environ | where | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    asked = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    alone = fit(tmp_path / "alone", RunReport(clip_model="embedded:clip", prior_prompts=["a green hat"], num_images=5))
+    for of_ranks, (prompts, seeds) in zip(zip(*asked, strict=True), alone.asked, strict=True):
+        drawn = [pair for pairs in of_ranks for pair in zip(*pairs, strict=True)]
+        assert sorted(drawn) == sorted(zip(prompts, seeds, strict=True))
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "alone")]
+    before = [{key: value for key, value in summary.items() if key.endswith("_before")} for summary in summaries]
+    assert before[0] == pytest.approx(before[1], abs=2e-4) and len(before[1]) == 3
+    assert summaries[0]["clip_t_after"] is not None and summaries[0]["prior_clip_t_after"] is not None
+    pages = [(tmp_path / name / "report.html").read_text() for name in ("run", "alone")]
+    figures = [re.findall(r'<img src="[^"]*"|<div class="prompt">[^<]*<', page.split(", after")[0]) for page in pages]
+    assert figures[0] == figures[1] and len(figures[0]) == 2 + 6  # before training, both have the same model
+    slow = json.loads((tmp_path / "slow" / "summary.json").read_text())
+    assert (slow["steps"], slow["clip_t_before"], slow["notes"]) == (6, None, ["another rank was too slow"])
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     fit(tmp_path / "run", RunReport(), SaveLoRA(), fast_dev_run=1)
     assert not (tmp_path / "run").exists()
@@ -211,7 +268,7 @@ def test_a_run_that_is_interrupted_keeps_its_lora(tmp_path: Path) -> None:
 
 def test_save_lora_says_what_a_module_lacks(tmp_path: Path) -> None:
     class Mute(Painter):
-        save_lora = property()  # type: ignore[assignment]
+        save_lora = None  # type: ignore[assignment]
 
     with pytest.raises(ModelError, match="save_lora"):
         fit(tmp_path, SaveLoRA(), module=Mute())

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.schedulers.detectors import LOSS_STEPS, MIN_STEPS
 from lightning_aigc.schedulers.rate_control import LOWEST_SHARE, RateControl, RateSettings
-from lightning_aigc.schedulers.run_spread import FEWEST_STEPS, LOSS_STEPS
-from lightning_aigc.schedulers.step_measure import LastStep
+from lightning_aigc.schedulers.step_statistics import LastStep
 
 CALM = 0.1
 NORMS = st.floats(0.0, 1e30, allow_nan=False)
@@ -23,20 +23,20 @@ NORMS = st.floats(0.0, 1e30, allow_nan=False)
 def settled(**settings: Any) -> RateControl:
     control = RateControl(RateSettings(search=False, **settings))
     for _ in range(20):
-        control.look(CALM, None)
+        control.update(CALM, None)
     return control
 
 
 def go_on(control: RateControl, steps: int, norm: float = CALM, loss: float = math.nan) -> list[str]:
     """The reasons for changes in so many steps."""
-    reasons = [control.look(norm, None, loss) for _ in range(steps)]
+    reasons = [control.update(norm, None, loss) for _ in range(steps)]
     return [reason for reason in reasons if reason is not None]
 
 
 def test_no_search_starts_at_the_schedule_itself() -> None:
     control = RateControl(RateSettings(search=False))
     assert control.factor == 1.0
-    control.look(CALM, LastStep(-1.0, 0.01))
+    control.update(CALM, LastStep(-1.0, 0.01))
     assert control.factor == 1.0
 
 
@@ -45,12 +45,12 @@ def test_no_search_starts_at_the_schedule_itself() -> None:
 
 def test_a_peak_cuts_and_is_made_up_for_in_recovery_steps() -> None:
     control = settled(recovery_factor=0.5, recovery_steps=10)
-    assert control.look(4.6 * CALM, None) is not None  # e^(6 * 0.25) = 4.48 in a run that hardly varies
+    assert control.update(4.6 * CALM, None) is not None  # e^(6 * 0.25) = 4.48 in a run that hardly varies
     assert control.factor == 0.5
-    reasons = [control.look(CALM, None) for _ in range(11)]
+    reasons = [control.update(CALM, None) for _ in range(11)]
     assert control.factor == 1.0
     assert [reason is not None for reason in reasons].index(True) in (9, 10)
-    assert control.look(4.3 * CALM, None) is None
+    assert control.update(4.3 * CALM, None) is None
 
 
 def test_a_peak_is_judged_by_how_much_the_run_varies() -> None:
@@ -59,9 +59,9 @@ def test_a_peak_is_judged_by_how_much_the_run_varies() -> None:
     control = RateControl(RateSettings(search=False))
     norms = [math.exp(generator.gauss(0.0, 1.0)) for _ in range(1000)]
     assert max(norms) > 10
-    reasons = [control.look(norm, None) for norm in norms]
+    reasons = [control.update(norm, None) for norm in norms]
     assert not any(reasons)
-    assert "6 robust deviations above the run's median" in (control.look(1e4, None) or "")
+    assert "6 robust deviations above the run's median" in (control.update(1e4, None) or "")
 
 
 @pytest.mark.parametrize("search", [False, True])
@@ -69,7 +69,7 @@ def test_peaks_that_come_before_the_rate_has_recovered_do_not_lower_what_it_come
     control = RateControl(RateSettings(search=search))
     for step in range(2000):
         peak = 8.0 if step % 30 == 29 else 1.0
-        control.look(CALM * peak, LastStep(0.15, 0.01))
+        control.update(CALM * peak, LastStep(0.15, 0.01))
         if step > 100:
             assert 0.5 * control.top <= control.factor <= control.top == (30.0 if search else 1.0)
     go_on(control, 60)
@@ -86,20 +86,20 @@ def test_a_peak_costs_one_cut_in_recovery_steps_however_long_it_lasts() -> None:
 
 def test_an_absolute_threshold_counts_from_the_first_step_on() -> None:
     control = RateControl(RateSettings(search=False, grad_norm_threshold=1.5, relative=False))
-    assert control.look(1.4, None) is None
-    assert "1.5, the threshold" in (control.look(1.6, None) or "")
+    assert control.update(1.4, None) is None
+    assert "1.5, the threshold" in (control.update(1.6, None) or "")
     assert control.factor == 0.5
 
 
 def test_a_norm_that_is_always_above_an_absolute_threshold_is_the_run_s_normal() -> None:
     control = RateControl(RateSettings(search=False, grad_norm_threshold=1.5, relative=False))
     generator = random.Random(1)
-    reasons = [control.look(10.0 * math.exp(generator.gauss(0.0, 0.3)), None) for _ in range(500)]
+    reasons = [control.update(10.0 * math.exp(generator.gauss(0.0, 0.3)), None) for _ in range(500)]
     assert [i for i, reason in enumerate(reasons) if reason and "above" in reason] == [0]
     assert control.factor == 1.0
-    assert "robust deviations" in (control.look(1000.0, None) or "")
+    assert "robust deviations" in (control.update(1000.0, None) or "")
     go_on(control, 400, norm=0.5)
-    assert "2 is above 1.5, the threshold" in (control.look(2.0, None) or "")  # a run that came down has it again
+    assert "2 is above 1.5, the threshold" in (control.update(2.0, None) or "")  # a run that came down has it again
 
 
 @given(
@@ -116,7 +116,7 @@ def test_without_a_diverging_loss_the_factor_is_bounded_below_and_comes_back_wha
     cuts, is_low = [], False
     for step, norm in enumerate(norms):
         was_searching = control.is_searching
-        control.look(norm, None, loss=1.0)
+        control.update(norm, None, loss=1.0)
         assert control.top * recovery_factor <= control.factor <= control.top
         if not was_searching:
             assert control.top == 1.0  # no step was measured, so the search has found nothing
@@ -145,7 +145,7 @@ def test_only_a_diverging_loss_lowers_the_rate_found_and_its_plateau_does_not_go
 def test_a_loss_that_goes_on_rising_lowers_it_further_down_to_a_floor() -> None:
     control = settled()
     for step in range(3000):
-        control.look(CALM, None, loss=1.01**step)
+        control.update(CALM, None, loss=1.01**step)
     assert control.top == control.factor == LOWEST_SHARE
 
 
@@ -154,7 +154,7 @@ def test_losses_of_batches_of_one_scatter_without_diverging() -> None:
         generator = random.Random(seed)
         control = settled()
         for _ in range(1000):
-            control.look(CALM, None, loss=0.1 * math.exp(generator.gauss(0.0, 1.0)))
+            control.update(CALM, None, loss=0.1 * math.exp(generator.gauss(0.0, 1.0)))
         assert control.top == 1.0
 
 
@@ -172,20 +172,20 @@ def test_losses_below_zero_may_fall_and_rise_out_of_their_spread_too() -> None:
 
 def test_a_peak_during_the_search_is_a_smaller_step_and_the_search_goes_on() -> None:
     control = RateControl(RateSettings())
-    for _ in range(FEWEST_STEPS + 2):
-        control.look(CALM, LastStep(0.1, 0.01))
+    for _ in range(MIN_STEPS + 2):
+        control.update(CALM, LastStep(0.1, 0.01))
     reached = control.top
-    control.look(10.0, LastStep(0.1, 0.01))
+    control.update(10.0, LastStep(0.1, 0.01))
     assert control.is_searching
     assert control.factor == pytest.approx(reached / 2)
-    control.look(CALM, LastStep(0.1, 0.01))
+    control.update(CALM, LastStep(0.1, 0.01))
     assert control.factor == control.top > reached
 
 
 def test_an_absolute_threshold_below_the_run_s_norms_does_not_end_the_search() -> None:
     control = RateControl(RateSettings(grad_norm_threshold=1.5, relative=False))
     for _ in range(60):
-        control.look(20.0, LastStep(0.15 * (1 - control.top / 3.0), 0.01))
+        control.update(20.0, LastStep(0.15 * (1 - control.top / 3.0), 0.01))
     assert not control.is_searching
     assert 2.0 < control.factor < 6.0
 
@@ -194,7 +194,7 @@ def test_an_absolute_threshold_below_the_run_s_norms_does_not_end_the_search() -
 def test_a_norm_that_is_not_finite_decides_nothing(norm: float) -> None:
     control = settled()
     before = control.state_dict()
-    assert control.look(norm, None) is None
+    assert control.update(norm, None) is None
     assert control.state_dict() == before
 
 
@@ -204,7 +204,7 @@ def test_its_state_goes_on_where_it_was() -> None:
 
         def step(control: RateControl, i: int) -> tuple[Any, Any]:
             norm = 9.0 if i == 70 else CALM * (1 + i % 3)
-            reason = control.look(norm, LastStep(0.15 * (1 - control.top), 0.01), loss=0.1 + (i > 80))
+            reason = control.update(norm, LastStep(0.15 * (1 - control.top), 0.01), loss=0.1 + (i > 80))
             return reason, control.state_dict()
 
         for i in range(looked_at):
@@ -220,7 +220,7 @@ def test_a_state_of_the_older_form_goes_on_at_its_rate(is_searching: bool) -> No
     older = {"is_searching": is_searching, "top": 0.25, "factor": 0.2, "agreement": [0.0, 0.0, 3], "is_peak": False}
     control.load_state_dict(older | {"norms": [CALM, 0.0, CALM]})
     assert (control.is_searching, control.top) == (is_searching, 0.25)
-    control.look(CALM, LastStep(0.1, 0.01))
+    control.update(CALM, LastStep(0.1, 0.01))
     assert control.top >= 0.25
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 import pytest
 
 from lightning_aigc.schedulers.rate_search import MAX_STEPS, RateSearch
-from lightning_aigc.schedulers.step_measure import LastStep
+from lightning_aigc.schedulers.step_statistics import LastStep
 
 
 def searched(agreement: Callable[[float], float], max_raise: float = 30.0, share: float = 0.01) -> RateSearch:
     search = RateSearch(max_raise)
     for _ in range(MAX_STEPS):
         if search.ended_for is None:
-            search.look(LastStep(agreement(search.rate), share))
+            search.update(LastStep(agreement(search.rate), share))
     assert search.ended_for is not None
     return search
 
@@ -75,9 +75,9 @@ def test_steps_that_never_agree_say_nothing_about_the_rate() -> None:
 def test_a_step_that_changes_the_weights_by_much_ends_it_whatever_it_agrees_with() -> None:
     search = RateSearch(30.0)
     for _ in range(8):
-        search.look(LastStep(0.1, 0.01))
+        search.update(LastStep(0.1, 0.01))
     reached = search.rate
-    search.look(LastStep(0.1, 0.22))
+    search.update(LastStep(0.1, 0.22))
     assert "changed the trained weights by 22%" in (search.ended_for or "")
     assert search.rate == reached / 2
 
@@ -85,7 +85,7 @@ def test_a_step_that_changes_the_weights_by_much_ends_it_whatever_it_agrees_with
 def test_a_first_step_that_changes_the_weights_by_much_starts_it_again_lower() -> None:
     search = RateSearch(30.0)
     started = search.rate
-    search.look(LastStep(0.1, 0.22))
+    search.update(LastStep(0.1, 0.22))
     assert search.ended_for is None
     assert search.rate == pytest.approx(0.1 * started)
 
@@ -93,12 +93,12 @@ def test_a_first_step_that_changes_the_weights_by_much_starts_it_again_lower() -
 def test_where_no_step_is_ever_measured_the_configured_rate_is_kept_in_the_end() -> None:
     search = RateSearch(30.0)
     for last_step in itertools.repeat(None, MAX_STEPS):
-        search.look(last_step)
+        search.update(last_step)
     assert search.rate == 1.0
     assert search.ended_for is not None
 
 
 def test_an_agreement_that_is_not_a_number_is_left_out() -> None:
     search = RateSearch(30.0)
-    search.look(LastStep(math.nan, 0.01))
+    search.update(LastStep(math.nan, 0.01))
     assert search.state_dict()["agreements"] == []

@@ -1,4 +1,4 @@
-"""A short memory of one number, and how far a new value is from it."""
+"""The recent values of one number, and how far a new value lies from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,29 @@ from collections.abc import Iterable, Sequence
 SCALED_DEVIATION = 1.4826
 """A median absolute deviation times this is the standard deviation of a normal distribution."""
 SMALLEST_SPREAD = 0.1
-"""Of a logarithm: a history that hardly varies must not make a tenth more look like a spike."""
+"""In logarithms: with a smaller one, a tenth more than a history that hardly varies would look like a spike."""
 
 MEDIAN_SPREAD = math.sqrt(math.pi / 2)
 """Standard deviation of a median over that of a mean of as many normal values."""
+
+
+class RecentValues:
+    """The last finite values."""
+
+    def __init__(self, length: int) -> None:
+        self.values: deque[float] = deque(maxlen=length)
+
+    def add(self, value: float) -> None:
+        """Add a value if it is finite."""
+        if math.isfinite(value):
+            self.values.append(value)
+
+    def state(self) -> list[float]:
+        return list(self.values)
+
+    def load(self, values: Iterable[float]) -> None:
+        self.values.clear()
+        self.values.extend(values)
 
 
 class History:
@@ -35,7 +54,7 @@ class History:
         return len(self._logs)
 
     def add(self, value: float) -> None:
-        """Remember a value; zero and what is not finite are left out."""
+        """Add a value if it is finite and above zero."""
         if math.isfinite(value) and value > 0:
             if len(self._logs) == self._logs.maxlen:
                 del self._sorted[bisect.bisect_left(self._sorted, self._logs[0])]

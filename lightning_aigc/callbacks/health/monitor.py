@@ -1,4 +1,4 @@
-"""GradientHealthMonitor: looks at every optimizer step, says what is wrong, where, since when, and what to change."""
+"""GradientHealthMonitor: check every optimizer step, and say what is wrong, where, since when, and what to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
@@ -15,22 +14,26 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.health.alert import LEVELS, Alert, console_lines
+from lightning_aigc.callbacks.health.alert_log import AlertLog, is_single_rank
+from lightning_aigc.callbacks.health.alerts import LEVELS, Alert
+from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
+from lightning_aigc.callbacks.health.checks.optimizers import NOT_IN_OPTIMIZER, check_optimizers
+from lightning_aigc.callbacks.health.diagnostics import Diagnostics
 from lightning_aigc.callbacks.health.files import HealthFiles
-from lightning_aigc.callbacks.health.on_demand import RemediesOnDemand
-from lightning_aigc.callbacks.health.origin import Origin
-from lightning_aigc.callbacks.health.ranks import is_alone, share_alerts
-from lightning_aigc.callbacks.health.record import last_norms
+from lightning_aigc.callbacks.health.lazy_remedies import LazyRemedies
+from lightning_aigc.callbacks.health.nan_origin import NanOrigin
+from lightning_aigc.callbacks.health.norm_history import last_norms
 from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
-from lightning_aigc.callbacks.health.updates import check_optimizers
-from lightning_aigc.callbacks.health.watch import Watch
+from lightning_aigc.callbacks.health.window_losses import WindowLosses
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.protocols import HasNoiseSchedule
 
 OnError = Literal["warn", "stop", "skip_step"]
 NormsInLogger = Literal["auto", "all", "blocks", "layers", "off"]
 EARLY_LOOK = 2
-"""The first look: at the very first step a LoRA's A has no gradient, and a warm-up may begin at zero."""
+"""The step of the first look: at step 1 a LoRA's A has no gradient, and a warm-up may begin at zero."""
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 
 _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
@@ -39,9 +42,9 @@ _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_
 class GradientHealthMonitor(Callback):
     """Says within minutes whether a run is healthy, and if not, which config line to change.
 
-    Works with any LightningModule. Every step it reads the loss and whether the gradients are finite, with one wait for
-    the device; every `every_n_steps` it looks at each parameter. `alerts` holds what was said; so does health.jsonl,
-    and health.html draws it. docs/health.md lists the checks.
+    Works with any LightningModule. At every step it reads the loss and whether the gradients are finite, with one wait
+    for the device; every `every_n_steps` it looks at each parameter. `alerts` and health.jsonl hold every alert, and
+    health.html shows them. docs/health.md lists the checks.
 
     A module that sets `last_example_losses` and `last_timesteps`, both [B], in its training_step has loss spikes judged
     by timestep; `num_train_timesteps` is 1000 unless it says otherwise.
@@ -82,17 +85,15 @@ class GradientHealthMonitor(Callback):
         self.thresholds = HealthThresholds.of(thresholds)
         self.dirpath, self.norms_in_logger = dirpath, norms_in_logger
         self.alerts: list[Alert] = []
-        """Everything said so far, in order."""
-        self._forget()
+        """Every alert so far, in order."""
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.alerts.clear()
-        self._watch = Watch(self.thresholds)
-        self._origin = Origin()
-        self._losses: list[Tensor] = []
-        self._examples: list[tuple[Tensor, Tensor]] = []
-        self._unshared: list[Alert] = []
-        self._files: HealthFiles | None = None
+        self._diagnostics = Diagnostics(self.thresholds)
+        self._nan_origin = NanOrigin()
+        self._window = WindowLosses()
+        self._log = AlertLog(self.alerts)
         self._is_on = False
         self._has_examples = False
 
@@ -100,7 +101,7 @@ class GradientHealthMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._forget()  # one monitor may serve two fits; a checkpoint is loaded after this
+            self._reset()  # a monitor may serve two fits; a checkpoint is loaded after this
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if type(trainer.strategy).__name__.startswith(SHARDED):
@@ -114,7 +115,7 @@ class GradientHealthMonitor(Callback):
                 f"{type(pl_module).__name__} has no trainable parameter; set requires_grad on what is to be trained, or"
                 " add the LoRA in __init__ or configure_model"
             )
-        if all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):  # what None becomes
+        if all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):  # None to Lightning
             raise ConfigError(
                 f"{type(pl_module).__name__}.configure_optimizers returned no optimizer, so nothing would be trained;"
                 " return one, or run trainer.validate instead of fit"
@@ -129,66 +130,64 @@ class GradientHealthMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._is_on:
             return
-        self._watch.attach(pl_module, trainer.optimizers)
+        self._diagnostics.attach(pl_module, trainer.optimizers)
         if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
-            self._files = HealthFiles(Path(self.dirpath or trainer.default_root_dir))
-            self._files.begin(self.alerts)
-        found = check_optimizers(self._watch.named, trainer.optimizers)
-        self._give(trainer, self._watch.tell(trainer.global_step, found))
+            self._log.files = HealthFiles(Path(self.dirpath or trainer.default_root_dir))
+            self._log.files.begin(self.alerts)
+        found = check_optimizers(self._diagnostics.named, trainer.optimizers)
+        self._log.report(trainer.global_rank, self._diagnostics.track(trainer.global_step, NOT_IN_OPTIMIZER, found))
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._is_on:
-            self._origin.keep(pl_module, batch, batch_idx)
+            self._nan_origin.keep(pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if not self._is_on:
-            return
-        self._losses.append(loss.detach())
-        self._origin.keep_drawn(trainer)
-        losses, timesteps = (getattr(pl_module, f"last_{what}", None) for what in ("example_losses", "timesteps"))
-        if isinstance(losses, Tensor) and isinstance(timesteps, Tensor):
-            self._examples.append((losses.detach(), timesteps))
+        if self._is_on:
+            self._nan_origin.keep_fetched(trainer)
+            self._window.add(loss, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self._is_on:
             return
-        watch, step = self._watch, trainer.global_step + 1
-        place = self._place_of(trainer, optimizer)
-        number = self._number_of_step(trainer, place)
-        is_due = number % self.every_n_steps == 0 or number == EARLY_LOOK
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = getattr(scaler, "_scale", None)
-        remedies = cast(Remedies, RemediesOnDemand(lambda: Remedies.of(trainer, pl_module)))
-        by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-        alerts, numbers, is_harmful = watch.look(
-            step,
-            remedies,
-            lambda at_scale: self._origin.find(trainer, pl_module, at_scale),
-            is_due=is_due,
-            loss=self._loss(),
-            optimizer=place,
-            clip=trainer.gradient_clip_val if by_norm else None,
-            examples=self._examples_of_step(pl_module),
-            scale=scale,
-            is_scaled=scale is not None and _optimizer_handles_unscaling(optimizer),
+        inputs = self._inputs_of_step(trainer, pl_module, optimizer)
+        remedies = cast(Remedies, LazyRemedies(lambda: Remedies.of(trainer, pl_module)))
+        result = self._diagnostics.look(
+            inputs, remedies, lambda scale: self._nan_origin.find(trainer, pl_module, scale)
         )
-        if is_due and not is_alone() and getattr(trainer.strategy, "mode", None) != "local":
-            alerts += watch.look_at_ranks(step)
-        self._losses, self._examples = [], []
-        self._origin.forget()
-        self._give(trainer, alerts)
-        if is_due:
-            self._exchange(trainer)
-            self._log_norms(trainer, step, numbers)
-        self._act(trainer, optimizer, alerts, is_harmful, has_scaler=scale is not None)
+        alerts = result.alerts
+        if inputs.is_due and not is_single_rank() and getattr(trainer.strategy, "mode", None) != "local":
+            alerts += self._diagnostics.look_at_ranks(inputs.step)
+        self._window.clear()
+        self._nan_origin.clear()
+        self._log.report(trainer.global_rank, alerts)
+        if inputs.is_due:
+            self._log.exchange(trainer.global_rank)
+            self._log_norms(trainer, inputs.step, result.numbers)
+        self._act(trainer, optimizer, alerts, result.is_harmful, has_scaler=inputs.scale is not None)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_on:
-            self._watch.after_step()
+            self._diagnostics.after_step()
+
+    def _inputs_of_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> StepInputs:
+        place = self._place_of(trainer, optimizer)
+        number = self._number_of_step(trainer, place)
+        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        clips_by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+        return StepInputs(
+            step=trainer.global_step + 1,
+            is_due=number % self.every_n_steps == 0 or number == EARLY_LOOK,
+            loss=self._window.total(),
+            optimizer=place,
+            examples=self._examples_of_step(pl_module),
+            scale=scale,
+            is_scaled=scale is not None and _optimizer_handles_unscaling(optimizer),
+            clip=trainer.gradient_clip_val if clips_by_norm else None,
+        )
 
     @staticmethod
     def _place_of(trainer: Trainer, optimizer: Optimizer) -> int:
@@ -197,59 +196,19 @@ class GradientHealthMonitor(Callback):
 
     def _number_of_step(self, trainer: Trainer, place: int) -> int:
         """Counted from 1 for each optimizer: a critic may step five times as often as its generator."""
-        course = self._watch.course(place)
-        course.steps += 1
-        return trainer.global_step + 1 if len(trainer.optimizers) == 1 else course.steps
-
-    def _loss(self) -> Tensor | None:
-        """The window's loss, still scaled: Lightning divides each batch's by how many there are."""
-        if len(self._losses) == 1:
-            return self._losses[0]
-        return torch.stack([loss.float().reshape(()) for loss in self._losses]).sum() if self._losses else None
+        history = self._diagnostics.history(place)
+        history.steps += 1
+        return trainer.global_step + 1 if len(trainer.optimizers) == 1 else history.steps
 
     def _examples_of_step(self, pl_module: LightningModule) -> tuple[Tensor, Tensor] | None:
-        if not self._examples:
-            return None
-        if not self._has_examples:
+        examples = self._window.examples()
+        if examples is not None and not self._has_examples:
             self._has_examples = True
-            self._watch.course(0).losses.timesteps = int(getattr(pl_module, "num_train_timesteps", 1000))
-        if len(self._examples) == 1:
-            return self._examples[0]
-        losses, timesteps = (torch.cat([pair[i].reshape(-1) for pair in self._examples]) for i in (0, 1))
-        return losses, timesteps
+            timesteps = pl_module.num_train_timesteps if isinstance(pl_module, HasNoiseSchedule) else 1000
+            self._diagnostics.history(0).losses.timesteps = int(timesteps)
+        return examples
 
-    # Saying and doing ------------------------------------------------------------------------------------------------
-
-    def _give(self, trainer: Trainer, alerts: list[Alert]) -> None:
-        """Say what is news on this rank."""
-        if not alerts:
-            return
-        rank = trainer.global_rank
-        alerts = [dataclasses.replace(alert, rank=rank) for alert in alerts]
-        self.alerts += alerts
-        self._unshared += alerts
-        if rank == 0:
-            self._say(alerts)
-
-    def _exchange(self, trainer: Trainer) -> None:
-        """Every rank learns what the others saw; a collective, so only at looks that all ranks take."""
-        own, self._unshared = self._unshared, []
-        if is_alone():
-            return
-        known = {(a.check, a.layer, a.level) for a in self.alerts}
-        for alert in share_alerts(own):
-            key = (alert.check, alert.layer, alert.level)
-            if key not in known:
-                known.add(key)
-                self.alerts.append(alert)
-                if trainer.is_global_zero:
-                    self._say([alert])
-
-    def _say(self, alerts: list[Alert]) -> None:
-        if self._files is not None:
-            self._files.append(alerts)
-        for level, line in console_lines(alerts):
-            _log.log(logging.ERROR if level == "error" else logging.WARNING, line)
+    # Alerts and actions ----------------------------------------------------------------------------------------------
 
     def _act(
         self, trainer: Trainer, optimizer: Optimizer, alerts: list[Alert], is_harmful: bool, *, has_scaler: bool
@@ -257,14 +216,14 @@ class GradientHealthMonitor(Callback):
         if self.on_error == "warn":
             return
         has_error = any(alert.level == "error" for alert in alerts)
-        if not is_alone():
+        if not is_single_rank():
             is_harmful = trainer.strategy.reduce_boolean_decision(is_harmful, all=False)
             has_error = trainer.strategy.reduce_boolean_decision(has_error, all=False)
-        if is_harmful and not has_scaler:  # a loss scaler skips by itself, and counts on the gradients
+        if is_harmful and not has_scaler:  # a loss scaler skips the step itself, and needs the gradients
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    parameter.grad = None  # every optimizer leaves such a parameter alone, its moments too
-            self._watch.course(self._place_of(trainer, optimizer)).drop_weights()
+                    parameter.grad = None  # optimizers skip such a parameter and its moments
+            self._diagnostics.history(self._place_of(trainer, optimizer)).drop_weights()
         if self.on_error == "stop" and has_error:
             _log.error(f"health: training stops at step {trainer.global_step + 1}, because on_error is stop")
             trainer.should_stop = True
@@ -273,7 +232,7 @@ class GradientHealthMonitor(Callback):
         if self.norms_in_logger == "off" or not trainer.loggers or not numbers:
             return
         if self.norms_in_logger != "all":
-            numbers |= last_norms(self._watch.record, step, by_block=self.norms_in_logger != "layers")
+            numbers |= last_norms(self._diagnostics.norm_history, step, by_block=self.norms_in_logger != "layers")
         for level in LEVELS:
             numbers[f"health/{level}s"] = float(sum(alert.level == level for alert in self.alerts))
         for logger in trainer.loggers:
@@ -283,8 +242,9 @@ class GradientHealthMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_on:
-            self._give(trainer, self._watch.finish(trainer.global_step + 1, Remedies.of(trainer, pl_module)))
-            self._exchange(trainer)  # all ranks come here, but not to on_exception
+            remedies = Remedies.of(trainer, pl_module)
+            self._log.report(trainer.global_rank, self._diagnostics.finish(trainer.global_step + 1, remedies))
+            self._log.exchange(trainer.global_rank)  # all ranks come here, but not to on_exception
             self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -293,25 +253,26 @@ class GradientHealthMonitor(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         self._is_on = False
-        self._origin.forget()
-        if self._files is not None and self.page:
-            self._files.draw(Path(trainer.default_root_dir).name, self.alerts, self._watch.record, self._facts(trainer))
+        self._nan_origin.clear()
+        if self._log.files is not None and self.page:
+            title = Path(trainer.default_root_dir).name
+            self._log.files.write_page(title, self.alerts, self._diagnostics.norm_history, self._facts(trainer))
 
     def _facts(self, trainer: Trainer) -> dict[str, str]:
         return {
             "optimizer steps": str(trainer.global_step),
             "looks at every parameter": f"every {self.every_n_steps} steps",
-            "trained parameters": str(len(self._watch.named)),
+            "trained parameters": str(len(self._diagnostics.named)),
             "precision": str(trainer.precision),
-            "median gradient norm": f"{self._watch.course(0).all_norms.median():.3g}",
-            "steps skipped by the loss scaler": str(self._watch.loss_scale.skipped),
+            "median gradient norm": f"{self._diagnostics.history(0).all_norms.median():.3g}",
+            "steps skipped by the loss scaler": str(self._diagnostics.check_of(LossScaleCheck).skipped),
         }
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"alerts": [dataclasses.asdict(alert) for alert in self.alerts], "watch": self._watch.state()}
+        return {"alerts": [dataclasses.asdict(alert) for alert in self.alerts], "watch": self._diagnostics.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.alerts[:] = [Alert.from_dict(values) for values in state_dict["alerts"]]
-        self._watch.load(state_dict["watch"])
+        self._diagnostics.load(state_dict["watch"])

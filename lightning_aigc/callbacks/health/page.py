@@ -6,14 +6,14 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_aigc.callbacks.health.alert import LEVELS, Alert
-from lightning_aigc.callbacks.health.names import block_of
-from lightning_aigc.callbacks.health.record import Record, block_norms
+from lightning_aigc.callbacks.health.alerts import LEVELS, Alert
+from lightning_aigc.callbacks.health.norm_history import NormHistory, block_norms
+from lightning_aigc.callbacks.health.parameter_names import block_of
 from lightning_aigc.callbacks.report_page import STYLE, curve
 
 COLOURS = {"info": "#5b8dd6", "warning": "#e0a021", "error": "#d63a2a"}
 MOST_ROWS = 160
-"""Layers in the heat map; of more, blocks are drawn instead."""
+"""Layers in the heat map; above, it shows blocks instead."""
 MOST_LISTED = 200
 OWN_STYLE = """
 th{text-align:left;padding:.35rem .9rem}
@@ -24,20 +24,20 @@ code{background:#8882;padding:.1rem .3rem;border-radius:4px}
 """
 
 
-def render_health_page(title: str, alerts: Sequence[Alert], record: Record, facts: Mapping[str, str]) -> str:
+def render_health_page(title: str, alerts: Sequence[Alert], history: NormHistory, facts: Mapping[str, str]) -> str:
     """The whole page."""
     rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in facts.items())
-    norms, title_of_map = record.norms(), "Gradient norm by layer and step"
+    norms, title_of_map = history.norms(), "Gradient norm by layer and step"
     if len(norms) > MOST_ROWS:
         norms, title_of_map = _by_block(norms), "Gradient norm by block and step"
-    last = max([*record.steps, *(a.step for a in alerts), 1])
-    losses = curve(list(zip(record.steps, record.losses, strict=True)), "loss at each look")
+    last = max([*history.steps, *(a.step for a in alerts), 1])
+    losses = curve(list(zip(history.steps, history.losses, strict=True)), "loss at each look")
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}: health</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}{OWN_STYLE}</style></head>'
         f"<body><h1>{html.escape(title)}: health</h1><p class=note>{verdict(alerts)}</p><table>{rows}</table>"
         f"<h2>Alerts</h2>{timeline(alerts, last)}{table(alerts)}"
-        f'<h2>{title_of_map}</h2><div class="wide">{heat_map(record.steps, norms)}</div>{losses}</body></html>'
+        f'<h2>{title_of_map}</h2><div class="wide">{heat_map(history.steps, norms)}</div>{losses}</body></html>'
     )
 
 
@@ -72,7 +72,7 @@ def table(alerts: Sequence[Alert]) -> str:
     """The alerts, the most serious first."""
     if not alerts:
         return ""
-    # Of one thing that got worse, its worst.
+    # An alert that got worse is listed once, at its worst.
     worst = {(a.check, a.layer, a.since): a for a in sorted(alerts, key=lambda a: LEVELS.index(a.level))}
     ordered = sorted(worst.values(), key=lambda a: (-LEVELS.index(a.level), a.step))
     rows = [
@@ -127,7 +127,7 @@ def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11) 
 
 
 def _runs(row: Sequence[float], low: float, high: float) -> list[tuple[int, int, str]]:
-    """Neighbouring cells of one colour as one."""
+    """Neighbouring cells of one colour: first, end, colour."""
     runs: list[tuple[int, int, str]] = []
     for i, value in enumerate(row):
         if math.isnan(value) or value == 0:

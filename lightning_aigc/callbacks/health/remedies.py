@@ -1,4 +1,4 @@
-"""What to change, as the config line of the run at hand, or in words where there is no such key."""
+"""What to change: a config line of the running training, or words where it has no such key."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_aigc.schedulers.adaptive_rate import HeldRate
 from lightning_aigc.schedulers.rate_search import SEARCH_START
 
 NEAR = 0.9
-"""Of a factor: rates nearer to each other than this are the same."""
+"""Ratio from which two rates count as the same."""
 LOW_SHARE = 0.01
-"""Of the configured rate: what a schedule holds it at where the schedule is what to change."""
+"""Share of the configured rate below which the schedule is what to change."""
 
 
 @dataclass(frozen=True)
 class Remedies:
-    """The keys that this run has; without a Trainer every remedy is in general terms."""
+    """The config keys of a run; without a Trainer the remedies are in general terms."""
 
     model_keys: Collection[str] = ()
     """Arguments of the LightningModule."""
@@ -30,11 +30,11 @@ class Remedies:
     """Where the Trainer's config holds the precision."""
     precision: str = ""
     rate: float | None = None
-    """The highest learning rate that is configured: the config's line, whatever a schedule makes of it now."""
+    """The highest configured learning rate, whatever the schedule gives now."""
     scheduled_rate: float | None = None
     """The highest learning rate that the schedule gives now."""
     held: HeldRate | None = None
-    """Who else multiplies the rate."""
+    """The factor that AdaptiveLR or AIGCLRScheduler holds the rate at."""
     clip: float | None = None
     """The Trainer's gradient_clip_val."""
 
@@ -57,7 +57,7 @@ class Remedies:
         )
 
     def learning_rate(self, factor: float) -> str:
-        """Change the learning rate by a factor, where it is held: config, schedule, or who adapts it."""
+        """Multiply the learning rate, in the place that decides it: the config, the schedule, or what adapts it."""
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
         elsewhere = self._more_elsewhere() if factor > 1 else self._less_elsewhere(factor, key)
         if elsewhere is not None:
@@ -84,7 +84,7 @@ class Remedies:
         return None
 
     def _less_elsewhere(self, factor: float, key: str) -> str | None:
-        """What to change beside a search: another configured rate would end in the same one."""
+        """What to change after a search, which would lead from another configured rate to the same product."""
         held = self.held
         if held is None or not held.is_searched or held.is_searching:
             return None
@@ -111,11 +111,11 @@ class Remedies:
         return f"trainer.gradient_clip_val: {value:.3g}"
 
     def model(self, key: str, value: Any, otherwise: str) -> str:
-        """An argument of the model, where it has one of this name."""
+        """An argument of the model if it has one of this name, else `otherwise`."""
         return f"model.init_args.{key}: {value}" if key in self.model_keys else otherwise
 
     def non_finite(self, phase: str) -> str:
-        """Against values that are not finite, by where they came from."""
+        """Against values that are not finite, by the phase that made them."""
         if self.precision.startswith("16") or (self.precision == "" and phase != "input"):
             return f"{self.precision_key}: bf16-mixed"
         if phase == "input":
@@ -124,7 +124,7 @@ class Remedies:
 
 
 def _held(trainer: Trainer) -> HeldRate | None:
-    """Who adapts the rate, as a callback or as a scheduler."""
+    """The callback or scheduler that adapts the rate, if any."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs] if trainer.optimizers else []
     for owner in (*trainer.callbacks, *schedulers):  # type: ignore[attr-defined]
         if isinstance(owner, AdaptiveLR | AIGCLRScheduler) and (held := owner.held()) is not None:

@@ -1,4 +1,4 @@
-"""Every number that decides about an alert, in one place."""
+"""Every number that decides about an alert."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class HealthThresholds:
     loss_scale_low: float = 1.0
     """Loss scale below which float16 has failed."""
     skipped_steps: int = 8
-    """Optimizer steps of the last 20 that a loss scaler may skip less one."""
+    """Skipped optimizer steps of the last 20 from which the loss scaler is a finding."""
     loss_z: float = 6.0
     """Robust z of a loss's logarithm in its own history or its timestep bucket's."""
     loss_ratio: float = 5.0
     """How many times its own median a loss must also be."""
     timestep_buckets: int = 10
-    """Buckets of equal width that the noise schedule's timesteps are shared out among."""
+    """Buckets of equal width that divide the noise schedule's timesteps."""
     history: int = 100
     """Values that a median is taken over."""
     min_history: int = 20

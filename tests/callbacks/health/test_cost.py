@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fakes.denoisers import fit
 from fakes.launches import Operators, Waits
 from lightning_aigc.callbacks.health import GradientHealthMonitor, monitor
-from lightning_aigc.callbacks.health.measurement import Sampler, sample_rows
+from lightning_aigc.callbacks.health.parameter_stats import Sampler, sample_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 

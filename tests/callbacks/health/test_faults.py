@@ -6,12 +6,11 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from fakes.faults import FAULTS, QUICK, Fault, alerts_of, is_right
-from lightning_aigc.callbacks.health.alert import Check
+from lightning_aigc.callbacks.health.checks import CHECK_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*in eval mode at the start")
 QUICK_NAMES = {str(fault) for fault in QUICK}
@@ -40,7 +39,7 @@ def test_the_same_training_without_a_fault_raises_neither_warning_nor_error(
 def test_every_check_that_one_rank_can_have_has_its_faults_and_half_are_on_stable_diffusion() -> None:
     on_sd = [fault for fault in FAULTS if fault.model == "sd"]
     assert 2 * len(on_sd) >= len(FAULTS)
-    wanted = set(get_args(Check)) - {"rank_divergence"}
+    wanted = set(CHECK_NAMES) - {"rank_divergence"}
     assert {fault.check for fault in FAULTS if fault.says} == {fault.check for fault in on_sd if fault.says} == wanted
     for half in ("bf16", "16-mixed"):
         assert {f.check for f in FAULTS if f.says and half in f.precision} >= wanted - {"loss_scale"}

@@ -16,9 +16,9 @@ from torch import nn
 
 from fakes.healthy import KINDS, Kind, fit_healthy
 from lightning_aigc.callbacks.health import Alert, GradientHealthMonitor
-from lightning_aigc.callbacks.health.frozen import FrozenSamples
+from lightning_aigc.callbacks.health.checks.frozen import FrozenSamples
 from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.trend import Trend
+from lightning_aigc.callbacks.health.training_stage import StageTracker
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*batch_size. from an ambiguous"),
@@ -89,8 +89,8 @@ def test_each_of_two_optimizers_has_its_own_history_and_its_fault_is_confirmed(t
     assert {(alert.check, alert.layer) for alert in alerts} == {("vanishing", "critic.2.weight")}
 
 
-def trend(losses: list[float], norms: list[float]) -> Trend:
-    made = Trend()
+def stages(losses: list[float], norms: list[float]) -> StageTracker:
+    made = StageTracker()
     for loss, norm in zip(losses, norms, strict=True):
         made.add_loss(loss)
         made.add_norm(norm)
@@ -99,27 +99,27 @@ def trend(losses: list[float], norms: list[float]) -> Trend:
 
 def test_small_gradients_are_measured_against_their_fall_where_the_loss_fell_with_them() -> None:
     down = [10.0**-i for i in range(20)]
-    learned, stuck = trend(down, down), trend([1.0] * 20, down)
-    assert learned.standing(down[-1]).gradient_fall == pytest.approx(1e-18, rel=1e-3)
-    assert stuck.standing(1.0).gradient_fall == 1
-    assert learned.standing(1e-7).is_fitted and not learned.standing(1e-5).is_fitted
-    assert not stuck.standing(1.0).is_fitted
+    learned, stuck = stages(down, down), stages([1.0] * 20, down)
+    assert learned.at(down[-1]).gradient_fall == pytest.approx(1e-18, rel=1e-3)
+    assert stuck.at(1.0).gradient_fall == 1
+    assert learned.at(1e-7).is_fitted and not learned.at(1e-5).is_fitted
+    assert not stuck.at(1.0).is_fitted
 
 
 def test_gradients_that_go_from_one_look_to_the_next_have_not_come_down() -> None:
     losses = [1.0 / (1 + i) for i in range(20)]
-    assert trend(losses, [1.0] * 15 + [1e-9] * 5).standing(0.05).gradient_fall == 1
-    assert trend([*losses, 1e-9], [1.0] * 20 + [1e-9]).standing(1e-9).gradient_fall == pytest.approx(1e-9)
+    assert stages(losses, [1.0] * 15 + [1e-9] * 5).at(0.05).gradient_fall == 1
+    assert stages([*losses, 1e-9], [1.0] * 20 + [1e-9]).at(1e-9).gradient_fall == pytest.approx(1e-9)
 
 
 def test_a_loss_below_zero_falls_too_and_is_never_fitted() -> None:
-    made = trend([-1.0 - i for i in range(20)], [1.0 / 2**i for i in range(20)])
+    made = stages([-1.0 - i for i in range(20)], [1.0 / 2**i for i in range(20)])
     assert made.has_learned
-    assert not made.standing(-20.0).is_fitted
+    assert not made.at(-20.0).is_fitted
 
 
 def test_a_trend_is_the_same_after_a_checkpoint() -> None:
-    made, again = trend([1.0, 0.5] * 10, [1.0, 0.1] * 10), Trend()
+    made, again = stages([1.0, 0.5] * 10, [1.0, 0.1] * 10), StageTracker()
     again.load(made.state())
     assert again.state() == made.state()
 

@@ -9,8 +9,7 @@ import random
 import pytest
 
 from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.loss import LossHistory
-from lightning_aigc.callbacks.health.remedies import GENERAL
+from lightning_aigc.callbacks.health.loss_history import LossHistory
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 
@@ -50,11 +49,11 @@ def test_a_loss_is_judged_within_its_own_timesteps() -> None:
     """0.5 is usual at low timesteps, and a spike at high ones."""
     losses = LossHistory(HealthThresholds(), timesteps=1000)
     for _ in range(30):
-        losses.check([0.5, 0.01], [50, 950], GENERAL)
-    usual, layers = losses.check([0.5], [20], GENERAL)
+        losses.add([0.5, 0.01], [50, 950])
+    usual, layers = losses.add([0.5], [20])
     assert usual == [] and layers == {"loss.timesteps_0_99"}
-    spike, _ = losses.check([0.5], [950], GENERAL)
-    assert [f.layer for f in spike] == ["loss.timesteps_900_999"]
+    spikes, _ = losses.add([0.5], [950])
+    assert [spike.layer for spike in spikes] == ["loss.timesteps_900_999"]
 
 
 def test_bucket_names_share_out_every_timestep_once() -> None:
@@ -63,4 +62,4 @@ def test_bucket_names_share_out_every_timestep_once() -> None:
     assert ends[0][0] == 0 and ends[-1][1] == 999
     assert all(before[1] + 1 == after[0] for before, after in itertools.pairwise(ends))
     for first, last in ends:
-        assert losses.check([1.0], [first], GENERAL)[1] == losses.check([1.0], [last], GENERAL)[1]
+        assert losses.add([1.0], [first])[1] == losses.add([1.0], [last])[1]

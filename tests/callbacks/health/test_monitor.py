@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fakes.denoisers import Denoiser, batches, fit
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.callbacks.health import Alert, HealthThresholds
+from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 
@@ -210,16 +211,17 @@ def test_saved_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert torch.equal(*rows) and rows[0].shape == (12, 16)
     assert (ratios[0] is None) == (ratios[1] is None)
     assert repr(first) == repr(second)
-    for name in ("ledger", "loss_scale"):
-        assert getattr(other._watch, name).state() == getattr(monitor._watch, name).state()
-    courses = [monitor._watch.course(0), other._watch.course(0)]
-    for name in ("clipping", "losses", "all_norms", "trend"):
-        assert getattr(courses[0], name).state() == getattr(courses[1], name).state()
-    assert courses[0].all_norms.median() == courses[1].all_norms.median() > 0
-    assert {n: h.state() for n, h in other._watch.histories.items()} == {
-        n: h.state() for n, h in monitor._watch.histories.items()
+    restored, saved = other._diagnostics, monitor._diagnostics
+    assert restored.tracker.state() == saved.tracker.state()
+    assert restored.check_of(LossScaleCheck).state() == saved.check_of(LossScaleCheck).state()
+    histories = [saved.history(0), restored.history(0)]
+    for name in ("unclipped_norms", "losses", "all_norms", "stage"):
+        assert getattr(histories[0], name).state() == getattr(histories[1], name).state()
+    assert histories[0].all_norms.median() == histories[1].all_norms.median() > 0
+    assert {n: h.state() for n, h in other._diagnostics.layer_norms.items()} == {
+        n: h.state() for n, h in monitor._diagnostics.layer_norms.items()
     }
-    assert other._watch.taken_steps == monitor._watch.taken_steps == 33
+    assert other._diagnostics.taken_steps == monitor._diagnostics.taken_steps == 33
 
 
 def test_a_second_fit_starts_with_a_clean_sheet(tmp_path: Path) -> None:
@@ -274,7 +276,7 @@ def test_norms_are_unscaled_under_a_loss_scale_even_where_the_optimizer_unscales
         plugin = FusedBackwardPrecision(precision, memory="off")  # type: ignore[arg-type]
         fit(module, [monitor], steps=25, plugins=[plugin], default_root_dir=str(tmp_path))
         assert [a.line() for a in monitor.alerts if a.level != "info"] == []
-        median.append(monitor._watch.course(0).all_norms.median())
+        median.append(monitor._diagnostics.history(0).all_norms.median())
     assert median[1] == pytest.approx(median[0], rel=0.2)
 
 

@@ -6,9 +6,9 @@ import math
 import re
 from html.parser import HTMLParser
 
-from lightning_aigc.callbacks.health.alert import Alert, Level
+from lightning_aigc.callbacks.health.alerts import Alert, Level
+from lightning_aigc.callbacks.health.norm_history import MOST_LOOKS, NormHistory
 from lightning_aigc.callbacks.health.page import MOST_ROWS, render_health_page
-from lightning_aigc.callbacks.health.record import MOST_LOOKS, Record
 
 VOID = {"meta", "link", "br", "img"}
 
@@ -30,8 +30,8 @@ def alert(step: int, level: Level, layer: str = "a.weight") -> Alert:
     return Alert(step, "vanishing", layer, level, "message", "cause", "model.init_args.learning_rate: 1e-4", since=10)
 
 
-def record(layers: int = 3, looks: int = 5) -> Record:
-    made = Record()
+def record(layers: int = 3, looks: int = 5) -> NormHistory:
+    made = NormHistory()
     for look in range(looks):
         norms = [10.0 ** (layer - look) for layer in range(layers)]
         made.add(10 * look, [f"blocks.{layer}.weight" for layer in range(layers)], norms, 1.0 / (look + 1))
@@ -60,19 +60,19 @@ def test_an_alert_that_got_worse_is_one_row_at_its_worst_and_a_mark_for_each_lev
 
 
 def test_a_run_without_alerts_or_looks_still_has_a_page() -> None:
-    page = render_health_page("run", [], Record(), {})
+    page = render_health_page("run", [], NormHistory(), {})
     assert "No check found anything." in page and "No look at the gradients was taken." in page
 
 
 def test_none_is_grey_and_not_finite_is_red() -> None:
-    made = Record()
+    made = NormHistory()
     made.add(1, ["a", "b", "c"], [1.0, math.nan, math.inf], 1.0)
     page = render_health_page("run", [], made, {})
     assert page.count('fill="#8883"') == 1 and page.count('fill="#d63a2a"') == 1
 
 
 def test_many_layers_are_drawn_by_block() -> None:
-    made = Record()
+    made = NormHistory()
     made.add(1, [f"blocks.0.layer{i}.weight" for i in range(MOST_ROWS + 1)], [1.0] * (MOST_ROWS + 1), 1.0)
     page = render_health_page("run", [], made, {})
     assert "Gradient norm by block and step" in page and "layer7" not in page

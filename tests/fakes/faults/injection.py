@@ -47,7 +47,7 @@ class Fault:
     every: int = 10
     says: bool = True
     is_missed: bool = False
-    """On some seeds not told above an info: it is lost in the spread of a diffusion gradient at batch 2."""
+    """On some seeds it stays an info: it is lost in the spread of a diffusion gradient at batch 2."""
     also: str = ""
     """Another check that is right: a loss of 30 times has gradients of 30 times."""
     seed: int = 0
@@ -143,7 +143,7 @@ def all_gradients(norm: Callable[[int], float]) -> Act:
 
 
 def loss_times(factor: float, since: int, bucket: int | None = None) -> Act:
-    """From a step on the loss, or what is told of one bucket of timesteps, is so many times what it is."""
+    """From a step on, multiply the loss, or the reported losses of one bucket of timesteps."""
 
     def prepare(module: Any) -> None:
         step = module.training_step

@@ -29,7 +29,7 @@ LAYERS = {
 MODULES = {"net": "blocks.1.up", "sd": ATTENTION}
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 HISTORY = 31
-"""A step by which looks at every second one have made a history."""
+"""A step by which looks at every second step have made a history."""
 
 
 def one_nan(g: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""Frozen weights that moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
+from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.parameter_stats import Named, Sampler, sample_rows
+from lightning_aigc.callbacks.health.step_reading import StepReading
+
+FOLLOWS = 0.3
+"""Cosine between a frozen weight's move and the direction to its trained twin, from which it is a copy that follows."""
+
+
+class FrozenCheck(Check):
+    """Compares samples of the frozen weights from look to look."""
+
+    policies: ClassVar = {"frozen_moved": Policy()}
+
+    def attach(self, model: nn.Module, trained: Named, frozen: Named) -> None:
+        self._samples = FrozenSamples(frozen, trained)
+
+    def request(self, readback: BatchedReadback, *, is_due: bool) -> None:
+        if is_due:
+            readback.add("frozen", self._samples.changed())
+
+    def run(self, reading: StepReading) -> Findings | None:
+        changed = reading.numbers.get("frozen")
+        return None if changed is None else Findings(self._samples.findings(changed), self.policies)
+
+
+class FrozenSamples:
+    """Samples of every frozen parameter, to compare with later ones; a change between two entries is not seen.
+
+    Args:
+        named: Frozen parameters.
+        trained: Trained parameters. A frozen one of the same shape whose name ends alike may be a copy of it, such as a
+            teacher or a target network that an EMA moves on purpose.
+    """
+
+    def __init__(self, named: Named, trained: Named = ()) -> None:
+        self.named = [(name, p) for name, p in named if p.numel() and p.device.type != "meta"]
+        self._twins: dict[str, Tensor] = {}
+        by_end = {(_end(name), p.shape): p.detach() for name, p in trained if _end(name)}
+        for name, p in self.named:
+            twin = by_end.get((_end(name), p.shape))
+            if twin is not None:
+                self._twins[name] = twin
+        self._sampler = Sampler([p for _, p in self.named])
+        self._kept = self._take()
+
+    def _take(self) -> Tensor | None:
+        return self._sampler.rows().view(torch.int32) if self.named else None  # NaN equals itself
+
+    @torch.no_grad()
+    def changed(self) -> Tensor | None:
+        """Which have changed since the last samples, bool [P] on the device; None without frozen parameters."""
+        now = self._take()
+        if now is None or self._kept is None:
+            return None
+        self._kept = self._kept.to(now.device)
+        return (now != self._kept).any(dim=1)
+
+    def findings(self, changed: Sequence[float]) -> list[Finding]:
+        """Findings for those that changed; the next samples are compared with the new values."""
+        found = [
+            Finding(
+                "frozen_moved",
+                name,
+                "info" if self._is_following(i) else "error",
+                "it is frozen, and its values have changed",
+                "an EMA swap, a weight copy, or an optimizer that was given it before it was frozen",
+                f"give the optimizer trainable parameters only, without {name}",
+            )
+            for i, ((name, _), is_changed) in enumerate(zip(self.named, changed, strict=True))
+            if is_changed
+        ]
+        if found:
+            self._kept = self._take()
+        return found
+
+    @torch.no_grad()
+    def _is_following(self, i: int) -> bool:
+        """Whether it moved towards its trained twin, as an average or a copy does."""
+        name, parameter = self.named[i]
+        if name not in self._twins or self._kept is None:
+            return False
+        before = self._kept[i].view(torch.float32).double()
+        now, twin = (sample_rows([t])[0].double().to(before.device) for t in (parameter, self._twins[name]))
+        move, direction = now - before, twin - before
+        return bool(move @ direction >= FOLLOWS * move.norm() * direction.norm())
+
+
+def _end(name: str) -> str:
+    """A name without its first part; empty where less than two parts would be left, which many layers share."""
+    end = name.partition(".")[2]
+    return end if "." in end else ""

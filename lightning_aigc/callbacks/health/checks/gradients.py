@@ -1,0 +1,207 @@
+"""Each parameter's gradient: missing, vanishing, exploding, or saturated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar
+
+from lightning_aigc.callbacks.health.alerts import Finding, Level, Policy
+from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
+from lightning_aigc.callbacks.health.history import History
+from lightning_aigc.callbacks.health.parameter_names import lora_pairs
+from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
+from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc.callbacks.health.thresholds import HealthThresholds
+from lightning_aigc.callbacks.health.training_stage import TrainingStage
+
+YOUNG_LORA = 0.03
+"""Norm of B over that of A below which A's gradient, which is proportional to B, may be as small as it likes."""
+SHIFTED_LOOKS = (3, 5, 7)
+"""Numbers of last looks whose median shows a lasting rise that single looks hide in their spread."""
+NORM_PER_LOSS = 5.0
+"""Norm that a gradient may have for each unit of the first loss: a loss that is summed has large gradients."""
+
+
+class GradientCheck(Check):
+    """Judges each parameter's gradient at a look, and where the norm of all of them is a spike."""
+
+    policies: ClassVar = {
+        "no_gradient": Policy(confirm=2, escalate_after=10),
+        "vanishing": Policy(confirm=2, escalate_after=10),
+        "exploding": Policy(confirm=2, escalate_after=4),
+        "saturated": Policy(confirm=2),
+    }
+
+    def run(self, reading: StepReading) -> Findings | None:
+        stats = reading.stats
+        if stats is None:
+            return None
+        found = check_gradients(stats, reading.limits, reading.remedies, reading.layer_norms, reading.stage)
+        if reading.is_spike and not any(f.check == "exploding" for f in found):
+            found.append(spike_of_all(stats, reading.norm, reading.history.all_norms, reading.remedies))
+        # Between two looks only the suspicion itself is judged; the rest would be counted too often.
+        checked = (*self.policies, NON_FINITE) if reading.is_due else ("exploding",)
+        return Findings([f for f in found if f.check in checked], checked, reading.layers_of(stats.names))
+
+
+def check_gradients(
+    stats: ParameterStats,
+    limits: HealthThresholds,
+    remedies: Remedies,
+    histories: Mapping[str, History] | None = None,
+    stage: TrainingStage | None = None,
+) -> list[Finding]:
+    """Find gradients that are missing, zero, too small, too large, or of one value.
+
+    Args:
+        histories: Norms of earlier looks, by parameter.
+        stage: How far the training has come; None where that is not known.
+    """
+    stage = stage or TrainingStage()
+    weights, gradients = stats.by_name(stats.weight_norm), stats.by_name(stats.gradient_norm)
+    young = {
+        a for a, b in lora_pairs(stats.names).values() if not weights[b] > YOUNG_LORA * weights[a]
+    }  # A's gradient is zero while B is
+    findings = []
+    for i, name in enumerate(stats.names):
+        if stats.is_missing[i]:
+            findings.append(_missing(name))
+        elif stats.gradient_norm[i] == 0:
+            if name not in young and stats.sizes[i]:
+                is_idle = stage.is_fitted or _is_beside_a_weight(name, gradients, above=0.0)
+                findings.append(_zero(name, remedies, "info" if is_idle else "warning"))
+        elif not math.isfinite(stats.gradient_norm[i]):
+            pass  # non_finite reports it
+        else:
+            history = (histories or {}).get(name)
+            if name not in young:
+                findings += _too_small(stats, i, limits, remedies, stage, gradients)
+            findings += _too_large(stats, i, limits, remedies, stage, history)
+            findings += _of_values(stats, i, limits, remedies)
+    return findings
+
+
+def _missing(name: str) -> Finding:
+    return Finding(
+        "no_gradient",
+        name,
+        "error",
+        "it is trainable, and its gradient is None",
+        "it is not used in the loss, or what it goes through has no backward (a detach, a kernel without one)",
+        f"{name}.requires_grad_(False), or use it in the loss",
+    )
+
+
+def _is_beside_a_weight(name: str, gradients: Mapping[str, float], above: float) -> bool:
+    """Whether it is a bias, and the gradient of the weight beside it has a norm above `above`.
+
+    A normalisation behind a bias, a softmax over keys or a difference of two outputs cancels the bias's gradient.
+    """
+    return name.endswith("bias") and gradients.get(f"{name.removesuffix('bias')}weight", math.nan) > above
+
+
+def _zero(name: str, remedies: Remedies, level: Level) -> Finding:
+    return Finding(
+        "no_gradient",
+        name,
+        level,
+        "every value of its gradient is zero",
+        "dead units behind it, a product with zero, or gradients too small for float16",
+        remedies.mixed_precision() if remedies.precision.startswith("16") else remedies.learning_rate(0.5),
+    )
+
+
+def _too_small(
+    stats: ParameterStats,
+    i: int,
+    limits: HealthThresholds,
+    remedies: Remedies,
+    stage: TrainingStage,
+    gradients: Mapping[str, float],
+) -> list[Finding]:
+    name, norm = stats.names[i], stats.gradient_norm[i]
+    limit = limits.vanishing_norm * stage.gradient_fall
+    if not norm < limit:
+        return []
+    return [
+        Finding(
+            "vanishing",
+            name,
+            "info" if _is_beside_a_weight(name, gradients, above=limit) else "warning",
+            f"its gradient's norm is {norm:.2g}, below {limit:.2g}",
+            "the loss hardly depends on it: a saturated activation, a scale near zero, a loss that is too small",
+            remedies.learning_rate(2),
+        )
+    ]
+
+
+def _too_large(
+    stats: ParameterStats,
+    i: int,
+    limits: HealthThresholds,
+    remedies: Remedies,
+    stage: TrainingStage,
+    history: History | None,
+) -> list[Finding]:
+    norm, limit = stats.gradient_norm[i], max(limits.exploding_norm, NORM_PER_LOSS * stage.first_loss)
+    if norm > limit:
+        said = f"its gradient's norm is {norm:.3g}, above {limit:.3g}"
+    elif stage.is_fitted or history is None:
+        return []
+    elif history.is_spike(norm, limits.exploding_z, limits.exploding_ratio):
+        said = f"its gradient's norm is {norm:.3g}, {norm / history.median():.0f} times its median"
+    elif history.has_shifted(norm, limits.exploding_z, limits.exploding_ratio, SHIFTED_LOOKS):
+        said = f"its gradient's norm is {norm:.3g}, and at the last looks it was far above its median before"
+    else:
+        return []
+    return [exploding(stats.names[i], said, remedies)]
+
+
+def exploding(layer: str, said: str, remedies: Remedies) -> Finding:
+    """The finding of a gradient that is too large."""
+    return Finding(
+        "exploding",
+        layer,
+        "warning",
+        said,
+        "a learning rate that is too high, or a batch unlike the others",
+        remedies.clipping(1.0) if not remedies.clip else remedies.learning_rate(0.5),
+    )
+
+
+def spike_of_all(stats: ParameterStats, norm: float, history: History, remedies: Remedies) -> Finding:
+    """The finding where no single gradient is too large, but all together are; it names the largest."""
+    largest = max(zip(stats.gradient_norm, stats.names, strict=True), key=lambda pair: pair[0] if pair[0] > 0 else 0)
+    said = f"the norm of all gradients is {norm:.3g}, {norm / history.median():.0f} times its median"
+    return exploding(largest[1], said, remedies)
+
+
+def _of_values(stats: ParameterStats, i: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:
+    name = stats.names[i]
+    share = f"{limits.alike_share:.0%}"
+    if stats.is_alike[i]:
+        return [
+            Finding(
+                "saturated",
+                name,
+                "warning",
+                f"{share} of its gradient's values or more have one size",
+                "values clipped one by one, a saturated float16 range, or a loss that only sees signs",
+                remedies.safe_precision() if remedies.precision.startswith("16") else "gradient_clip_algorithm: norm",
+            )
+        ]
+    if stats.zero_share[i] >= limits.alike_share and stats.dims[i] > 1:
+        return [
+            Finding(
+                "saturated",
+                name,
+                "info",
+                f"{stats.zero_share[i]:.0%} of its gradient's values are zero",
+                "rows that this batch does not use (an embedding), dead units, or a sparse gradient",
+                "nothing for an embedding; else a smaller learning rate: " + remedies.learning_rate(0.5),
+            )
+        ]
+    return []

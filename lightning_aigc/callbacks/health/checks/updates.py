@@ -1,0 +1,96 @@
+"""How far a step moves the weights: too far, hardly, or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc.callbacks.health.thresholds import HealthThresholds
+
+USUAL_RATIO = 3e-3
+"""What a step of a healthy training changes a matrix by."""
+
+
+class UpdateCheck(Check):
+    """Judges the step before this one, whose update is read from the device together with this step's numbers."""
+
+    policies: ClassVar = {"update_ratio": Policy(escalate_after=10), "no_update": Policy(confirm=2, escalate_after=10)}
+    runs_on_bad_steps: ClassVar = True
+
+    def run(self, reading: StepReading) -> Findings | None:
+        history = reading.history
+        if reading.is_last_step_skipped:
+            history.ratios = None
+            return None
+        ratios = reading.numbers.get("ratios")
+        if ratios is None or history.samples is None:
+            return None
+        history.ratios = None
+        names = [name for name, _ in history.samples.named]
+        moving = history.moving or [True] * len(names)
+        found = check_updates(names, ratios, moving, reading.limits, reading.remedies)
+        return Findings(found, self.policies, reading.layers_of(names), step=reading.step - 1)
+
+
+def check_updates(
+    names: Sequence[str],
+    ratios: Sequence[float],
+    has_gradient: Iterable[bool],
+    limits: HealthThresholds,
+    remedies: Remedies,
+) -> list[Finding]:
+    """Find weights that moved too far, and weights that did not move although they have a gradient."""
+    findings, far = [], []
+    has_slow = False
+    for name, ratio, moves in zip(names, ratios, has_gradient, strict=True):
+        if not math.isfinite(ratio) or not moves:
+            continue
+        if ratio == 0:
+            findings.append(_unmoved(name, remedies))
+        elif ratio > limits.update_ratio_high:
+            far.append((ratio, name))
+        elif ratio < limits.update_ratio_low and not has_slow:
+            has_slow = True
+            findings.append(
+                Finding(
+                    "update_ratio",
+                    name,
+                    "info",
+                    f"a step changes it by {ratio:.1g} of its size",
+                    "a learning rate that is too low",
+                    remedies.learning_rate(10),
+                )
+            )
+    if far:
+        ratio, name = max(far)
+        others = f", and {len(far) - 1} more weights too far" if len(far) > 1 else ""
+        findings.append(
+            Finding(
+                "update_ratio",
+                name,
+                "error" if ratio > 1 else "warning",
+                f"one step changes it by {ratio:.2g} of its size{others}",
+                "a learning rate that is too high",
+                remedies.learning_rate(float(f"{USUAL_RATIO / ratio:.1g}")),
+            )
+        )
+    return findings
+
+
+def _unmoved(name: str, remedies: Remedies) -> Finding:
+    is_half = "true" in remedies.precision and not remedies.precision.startswith(("32", "64"))
+    return Finding(
+        "no_update",
+        name,
+        "warning",
+        "it has a gradient, and the step did not change it",
+        "half-precision weights round the step away"
+        if is_half
+        else "a learning rate of zero, or no optimizer holds it",
+        remedies.mixed_precision() if is_half else remedies.learning_rate(10),
+    )

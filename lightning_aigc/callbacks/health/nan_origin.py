@@ -1,0 +1,98 @@
+"""Find the module that made a value that is not finite, by running the step's batches again."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from torch import Tensor
+
+from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
+from lightning_aigc.precision.replay import DrawnBatch, arguments_for, loss_of, one_line, without_trace
+from lightning_aigc.rng import RandomStates, have_host_states_changed, random_states, tensor_states
+
+KEPT_BATCHES = 8
+"""Last batches of an accumulation window that can be run again; they stay on the device until its end."""
+WATCHED_BATCHES, WATCHED_EVERY = 8, 10
+"""The first batches, and later one of so many, that show whether a step draws from Python's or numpy's generator:
+reading those states at every batch would take longer than everything else here."""
+MANUAL = "under manual optimization a step moves the weights itself"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a second run of a step showed."""
+
+    found: NonFinite | None = None
+    why_not: str = ""
+    """Why there was no second run, or not of every batch; empty where all values were finite."""
+
+
+@dataclass
+class _KeptBatch:
+    batch: Any
+    batch_idx: int
+    states: RandomStates
+    fetched: DrawnBatch | None = None
+    """What a step that takes a `dataloader_iter` got from it."""
+    is_watched: bool = False
+    """Whether to look for a change of Python's or numpy's random state."""
+
+
+class NanOrigin:
+    """Keeps the batches of the running accumulation window, and runs them again to find where a step went wrong."""
+
+    def __init__(self) -> None:
+        self._kept: deque[_KeptBatch] = deque(maxlen=KEPT_BATCHES)
+        self._window_batches = 0
+        self._all_batches = 0
+        self._draws_on_host = False
+
+    def keep(self, model: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Keep a batch and the random states, at its start: a second run includes the module's own hooks."""
+        self._window_batches += 1
+        self._all_batches += 1
+        is_watched = self._all_batches <= WATCHED_BATCHES or self._all_batches % WATCHED_EVERY == 0
+        states = (random_states if self._draws_on_host or is_watched else tensor_states)(model.device)
+        self._kept.append(_KeptBatch(batch, batch_idx, states, is_watched=is_watched and not self._draws_on_host))
+
+    def keep_fetched(self, trainer: Trainer) -> None:
+        """Keep what a step that takes a `dataloader_iter` got from it, before backward: it has its batch by then."""
+        if self._kept and self._kept[-1].is_watched:
+            self._draws_on_host = have_host_states_changed(self._kept[-1].states)
+        fetcher = trainer.fit_loop._data_fetcher
+        if self._kept and isinstance(fetcher, _DataLoaderIterDataFetcher):
+            self._kept[-1].fetched = DrawnBatch(fetcher)
+
+    def clear(self) -> None:
+        """Drop the batches, at the end of a window."""
+        self._kept.clear()
+        self._window_batches = 0
+
+    def find(self, trainer: Trainer, model: LightningModule, scale: float) -> Replay:
+        """Find the first module that made such a value, or why no second run could show it."""
+        if not model.automatic_optimization:
+            return Replay(why_not=MANUAL)
+        why_not = "" if self._kept else "its batch was not kept"
+        if self._window_batches > len(self._kept) > 0:
+            why_not = f"of the {self._window_batches} accumulated batches the last {len(self._kept)} are kept"
+        for kept in self._kept:
+
+            def loss(kept: _KeptBatch = kept) -> Tensor | None:
+                arguments = [kept.fetched] if kept.fetched else arguments_for(model, kept.batch, kept.batch_idx)
+                with trainer.precision_plugin.forward_context(), torch.enable_grad():
+                    return loss_of(model, arguments)
+
+            try:
+                with without_trace(model, kept.states):
+                    found = first_non_finite(model, loss, scale)
+            except Exception as error:  # a second run is a courtesy: it must not end the training
+                why_not = one_line(error)
+                continue
+            if found is not None:
+                return Replay(found)
+        return Replay(why_not=why_not)

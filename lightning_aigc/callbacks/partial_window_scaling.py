@@ -1,0 +1,48 @@
+"""PartialWindowScaling: a mean over the micro-batches of an epoch's last accumulation window, under Lightning."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_aigc.accumulation import effective_batch_size, scale_to_mean
+from lightning_aigc.protocols import HasTrainBatchSize
+
+
+class PartialWindowScaling(Callback):
+    """Scale the gradient of an epoch's partial accumulation window to the mean of the micro-batches it has.
+
+    Lightning divides every loss by `accumulate_grad_batches`, also in an epoch's last window, which may have fewer
+    micro-batches; its step is then too small. The gradient is scaled before clipping, and full windows keep their bits.
+    The log says the effective batch size at the start.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loader: Any = trainer.train_dataloader
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        batch_size = data.train_batch_size if isinstance(data, HasTrainBatchSize) else None
+        batch_size = batch_size or getattr(loader, "batch_size", None)
+        if batch_size:
+            said = effective_batch_size(int(batch_size), trainer.accumulate_grad_batches, trainer.world_size)
+            rank_zero_info(f"effective batch size: {said}")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        full = trainer.accumulate_grad_batches
+        count = trainer.fit_loop.epoch_loop.batch_progress.current.ready % full or full
+        scale_to_mean([p for group in optimizer.param_groups for p in group["params"]], count, full)
+
+
+class WholeWindows(PartialWindowScaling):
+    """The former name of PartialWindowScaling; a class, so that `class_path: WholeWindows` still finds it."""
+
+    _has_warned = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not WholeWindows._has_warned:
+            WholeWindows._has_warned = True
+            warnings.warn("callbacks.WholeWindows is now callbacks.PartialWindowScaling", FutureWarning, stacklevel=2)

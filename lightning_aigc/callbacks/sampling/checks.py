@@ -1,0 +1,38 @@
+"""Warn of pictures that are black, of one colour, or not finite, with their names and the likely remedy."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from lightning_aigc.errors import ImageWarning
+from lightning_aigc.metrics.image_problems import ImageProblem, Problem, find_image_problems
+
+__all__ = ["REMEDIES", "ImageProblem", "check_images"]
+
+REMEDIES: dict[Problem, str] = {
+    "not finite": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; if it is float32 already, the "
+    "training diverged: lower model.init_args.learning_rate",
+    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens pictures",
+    "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
+    "at the picture of step 0",
+}
+_NAMES_SHOWN = 3
+
+
+def check_images(images_N3HW: Tensor, names: list[str] | None = None) -> list[ImageProblem]:
+    """Find broken pictures and warn once for each kind of problem; returns them in order.
+
+    images_N3HW: floating point in 0..1. names: what to call each picture, such as its prompt and seed.
+    Warns: ImageWarning, whose text starts with the kind: "black", "constant" or "not finite".
+    """
+    problems = find_image_problems(images_N3HW, names)
+    for kind, remedy in REMEDIES.items():
+        found = [problem.name for problem in problems if problem.problem == kind]
+        if found:
+            shown = ", ".join(found[:_NAMES_SHOWN]) + (
+                f" and {len(found) - _NAMES_SHOWN} more" * (len(found) > _NAMES_SHOWN)
+            )
+            warnings.warn(f"{kind} pictures ({len(found)} of {len(images_N3HW)}): {shown}. {remedy}", ImageWarning, 2)
+    return problems

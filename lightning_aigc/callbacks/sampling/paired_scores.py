@@ -1,0 +1,63 @@
+"""Compare the scores of the same prompts and seeds between two steps of a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MEMORISING_CHECKS = 3
+"""Checks over which one score must rise and the other fall before that is reported."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The scores of one step's pictures, in the order of the prompts and seeds."""
+
+    step: int
+    clip_t: list[float]
+    clip_i: list[float]
+    """NaN without reference images."""
+
+    def scores(self, metric: str) -> list[float]:
+        """Each picture's score in clip_t, clip_i, or the mean of both."""
+        if metric == "mean":
+            return [(t + i) / 2 for t, i in zip(self.clip_t, self.clip_i, strict=True)]
+        found: list[float] = getattr(self, metric)
+        return found
+
+    def mean(self, metric: str) -> float:
+        scores = self.scores(metric)
+        return sum(scores) / len(scores)
+
+
+def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
+    """How much better pictures of the same prompts and seeds became: the mean difference and its standard error.
+
+    Pairing removes most of the noise: a prompt that scores low does so at every step.
+    """
+    differences = [a - b for a, b in zip(now, before, strict=True)]
+    mean = sum(differences) / len(differences)
+    if len(differences) < 2:
+        return mean, 0.0
+    variance = sum((d - mean) ** 2 for d in differences) / (len(differences) - 1)
+    return mean, math.sqrt(variance / len(differences))
+
+
+def memorising(before: Check, check: Check) -> str | None:
+    """A warning if one score clearly rises while the other falls; else None."""
+    text, text_noise = improvement(check.clip_t, before.clip_t)
+    image, image_noise = improvement(check.clip_i, before.clip_i)
+    clear = abs(text) > text_noise and abs(image) > image_noise  # never with a NaN
+    if not clear or text * image >= 0:
+        return None
+    rising, falling = ("clip_t", "clip_i") if text > 0 else ("clip_i", "clip_t")
+    meaning = (
+        "pictures follow the words but leave the look of the training pictures"
+        if rising == "clip_t"
+        else "pictures grow like the training pictures and follow the words less: the model memorises"
+    )
+    return (
+        f"since step {before.step} {rising} rises while {falling} falls ({text:+.3f} clip_t, {image:+.3f} clip_i):"
+        f" {meaning}. Lower model.init_args.learning_rate or rank, or stop here"
+    )

@@ -1,0 +1,161 @@
+"""Pairs of prompt and seed: sample their pictures, each rank a share, and gather pictures and scores on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_aigc.errors import ModelError, SamplingTooSlow
+from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.protocols import HasReferenceImages, HasValidationPrompts, SupportsSampling
+
+HOW_TO_SAMPLE = (
+    "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
+    "picture for each pair, [N, 3, H, W] in 0..1"
+)
+Pair = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class SampledPairs:
+    """The pictures of all pairs in their order, whichever rank drew them."""
+
+    images: Tensor
+    """float32 [N, 3, H, W] in 0..1, on the CPU."""
+    clip_t: Tensor | None
+    """Scores [N] on the training's device; None without a judge."""
+    clip_i: Tensor | None
+
+
+def make_pairs(prompts: Sequence[str], seeds: Sequence[int]) -> list[Pair]:
+    """Every prompt with every seed, prompt by prompt."""
+    return [(prompt, seed) for prompt in prompts for seed in seeds]
+
+
+def require_sampling(pl_module: LightningModule, callback: str) -> None:
+    """Raises: ModelError, in the name of the callback, where the module cannot sample."""
+    if not isinstance(pl_module, SupportsSampling):
+        raise ModelError(f"{callback} cannot draw: {type(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}")
+
+
+def find_prompts(pl_module: LightningModule, prompts: Sequence[str] | None) -> list[str]:
+    """The callback's own prompts, else the module's `validation_prompts`; empty where there are neither."""
+    if prompts:
+        return list(prompts)
+    return list(pl_module.validation_prompts or ()) if isinstance(pl_module, HasValidationPrompts) else []
+
+
+def set_references(judge: CLIPSimilarity, trainer: Trainer, count: int, device: torch.device) -> None:
+    """Let a judge compare with `count` of the data module's training pictures, where it hands out any."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, HasReferenceImages):
+        judge.set_reference_images(data.reference_images(count).to(device))
+
+
+def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
+    """Sample the picture of each pair, float32 [N, 3, H, W] on the device where the module returned them.
+
+    Raises: ModelError when the module returned something else.
+    """
+    assert isinstance(pl_module, SupportsSampling)
+    images: Any = pl_module.sample([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
+    shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
+    if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
+        raise ModelError(
+            f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
+            f"wanted [{len(pairs)}, 3, H, W] in 0..1"
+        )
+    return images.detach().float()
+
+
+def sample_on_all_ranks(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    pairs: Sequence[Pair],
+    judge: CLIPSimilarity | None = None,
+    *,
+    warn_of_broken: bool = True,
+) -> SampledPairs:
+    """Sample and score each pair on one of the ranks, and gather the results on all. Collective.
+
+    The training is not disturbed: random states and modes of modules come back.
+
+    Args:
+        judge: scores the pictures, on every rank or on none.
+        warn_of_broken: whether the judge warns of pictures that cannot be right; without, leave that to `check_images`.
+    Raises: SamplingTooSlow on every rank, where sampling would take too long on any.
+    """
+    rank, world = trainer.global_rank, trainer.world_size
+    share = pairs[rank::world]
+    images = _sample_share(trainer, pl_module, share)
+    scores = None if images is None or judge is None else _score(judge, images, share, warn_of_broken)
+    if world > 1:
+        scores, images = _gather(pl_module, len(pairs), world, scores, images, has_judge=judge is not None)
+    assert images is not None
+    clip_t, clip_i = (None, None) if scores is None else scores
+    return SampledPairs(images.cpu(), clip_t, clip_i)
+
+
+def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[Pair]) -> Tensor | None:
+    """This rank's pictures, None where it has no pair: every rank comes to the decision, whatever it drew."""
+    images, slow = None, None
+    try:
+        if share:
+            with undisturbed(pl_module, pl_module.device):
+                images = sample_pairs(pl_module, share)
+    except SamplingTooSlow as error:
+        slow = error
+    if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
+        raise slow or SamplingTooSlow("another rank was too slow")
+    return images
+
+
+def _score(judge: CLIPSimilarity, images_N3HW: Tensor, share: Sequence[Pair], warn_of_broken: bool) -> Tensor:
+    """CLIP-T and CLIP-I of each picture, [2, N]."""
+    with warnings.catch_warnings():
+        if not warn_of_broken:
+            warnings.simplefilter("ignore")
+        scores = judge.scores(images_N3HW.to(judge.device), [prompt for prompt, _ in share])
+    return torch.stack([scores["clip_t"], scores["clip_i"]])
+
+
+def _gather(
+    pl_module: LightningModule,
+    count: int,
+    world: int,
+    scores_2N: Tensor | None,
+    images_N3HW: Tensor | None,
+    *,
+    has_judge: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """Scores [2, count] and pictures [count, 3, H, W] of all ranks, in the order of the pairs."""
+    device = pl_module.device
+    per_rank = -(-count // world)
+    size = torch.tensor((0, 0) if images_N3HW is None else images_N3HW.shape[2:], device=device, dtype=torch.int32)
+    height, width = _all_gather(pl_module, size).amax(0).tolist()  # a rank without pictures does not know it
+    padded = torch.zeros(per_rank, 3, height, width, device=device)
+    if images_N3HW is not None:
+        padded[: len(images_N3HW)] = images_N3HW.to(device)
+    scores = None
+    if has_judge:
+        padded_scores = torch.zeros(2, per_rank, device=device)
+        if scores_2N is not None:
+            padded_scores[:, : scores_2N.shape[1]] = scores_2N
+        # Rank r drew the pairs r, r + world, ...: its e-th picture is number e * world + r.
+        scores = _all_gather(pl_module, padded_scores).permute(1, 2, 0).reshape(2, -1)[:, :count]
+    images = _all_gather(pl_module, padded).transpose(0, 1).flatten(0, 1)[:count]
+    return scores, images
+
+
+def _all_gather(pl_module: LightningModule, tensor: Tensor) -> Tensor:
+    """Stack every rank's tensor in a new first dimension."""
+    gathered = pl_module.all_gather(tensor)
+    assert isinstance(gathered, Tensor)
+    return gathered

@@ -1,0 +1,89 @@
+"""Pairs of prompt and seed: each is drawn on one rank, and every rank has all pictures and scores in their order."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fakes.ranks import run_ranks
+from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
+from lightning_aigc.errors import SamplingTooSlow
+
+
+class Colours(nn.Module):
+    """A picture's every value is its seed over 100."""
+
+    device = torch.device("cpu")
+    slow_rank = -1
+
+    def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+        if dist.get_rank() == self.slow_rank:
+            raise SamplingTooSlow("an hour")
+        self.drawn = list(zip(prompts, seeds, strict=True))
+        return torch.stack([torch.full((3, 4, 6), seed / 100) for seed in seeds])
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+
+class Judge:
+    """Scores a picture by its first value and its prompt's length."""
+
+    device = torch.device("cpu")
+
+    def scores(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        return {"clip_t": images[:, 0, 0, 0], "clip_i": torch.tensor([float(len(prompt)) for prompt in prompts])}
+
+
+def any_rank(decision: bool, all: bool) -> bool:  # noqa: A002  Lightning's name
+    votes = torch.tensor(int(decision))
+    dist.all_reduce(votes)
+    return bool(votes)
+
+
+def sample(rank: int, seeds: int, has_judge: bool, slow_rank: int) -> Any:
+    strategy = SimpleNamespace(reduce_boolean_decision=any_rank)
+    trainer: Any = SimpleNamespace(global_rank=rank, world_size=dist.get_world_size(), strategy=strategy)
+    module: Any = Colours()
+    module.slow_rank = slow_rank
+    judge: Any = Judge() if has_judge else None
+    try:
+        found = sample_on_all_ranks(trainer, module, make_pairs(["a", "bcd"], range(seeds)), judge)
+    except SamplingTooSlow as error:
+        return str(error)
+    return getattr(module, "drawn", []), found.images, found.clip_t, found.clip_i
+
+
+@pytest.mark.parametrize("has_judge", [True, False])
+@pytest.mark.parametrize("seeds", [1, 2, 4], ids=lambda seeds: f"{2 * seeds} pairs")
+def test_three_ranks_draw_each_pair_once_and_all_have_the_results_in_order(
+    seeds: int, has_judge: bool, tmp_path: Path
+) -> None:
+    """Of two pairs the third rank draws none, and must come to every collective."""
+    ranks = run_ranks(sample, 3, tmp_path, seeds, has_judge, -1)
+    pairs = make_pairs(["a", "bcd"], range(seeds))
+    assert [drawn for drawn, *_ in ranks] == [pairs[rank::3] for rank in range(3)]
+    for _, images, clip_t, clip_i in ranks:
+        assert images.shape == (2 * seeds, 3, 4, 6)
+        torch.testing.assert_close(images[:, 0, 0, 0], torch.tensor([seed / 100 for _, seed in pairs]))
+        if has_judge:
+            assert torch.equal(clip_t, images[:, 0, 0, 0])
+            assert clip_i.tolist() == [len(prompt) for prompt, _ in pairs]
+        else:
+            assert clip_t is None and clip_i is None
+
+
+def test_a_slow_rank_ends_the_sampling_on_every_rank(tmp_path: Path) -> None:
+    said = run_ranks(sample, 2, tmp_path, 2, True, 1)
+    assert said == ["another rank was too slow", "an hour"]
