@@ -21,6 +21,7 @@ def atomic_file(
     *,
     durable: bool = True,
     sync_parent: bool = True,
+    make_parent: bool = True,
     open_temporary: Callable[[Path], BinaryIO] = _open_new,
 ) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends, and disappears when the block raises.
@@ -29,9 +30,12 @@ def atomic_file(
         durable: fsync the content before the rename, so that a power cut leaves the old file or the new one.
         sync_parent: fsync the folder too, so that the new name is durable; a caller that writes many files into one
             folder may do that once, with `sync_folder`.
+        make_parent: make the folder if it is missing.
         open_temporary: opens the temporary file of a path, in the same folder.
-    Raises: OSError, also if the folder is missing; what was at `path` before is still there then.
+    Raises: OSError; what was at `path` before is still there then.
     """
+    if make_parent:
+        path.parent.mkdir(parents=True, exist_ok=True)
     with open_temporary(path) as file:
         temporary = Path(file.name)
         try:

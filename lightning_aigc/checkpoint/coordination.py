@@ -17,7 +17,7 @@ import time
 import warnings
 from pathlib import Path
 
-from lightning_aigc.atomic_file import write_text
+from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.errors import SnapshotError
 
 NAME = ".lock"
@@ -134,8 +134,8 @@ def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wai
 
 def _put(path: Path, text: str) -> None:
     """Write a vote; do nothing if rank 0 has closed the run and removed the votes."""
-    with contextlib.suppress(FileNotFoundError):
-        write_text(path, text)
+    with contextlib.suppress(FileNotFoundError), atomic_file(path, durable=False, make_parent=False) as file:
+        file.write(text.encode())
 
 
 def _get(path: Path) -> str | None:

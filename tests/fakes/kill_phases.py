@@ -36,7 +36,6 @@ def tell_phases(path: Path) -> None:
 
     tell(StableDiffusionLoRA, "sample", "drawing")
     tell(CLIPSimilarity, "scores", "scoring")
-    tell(CLIPSimilarity, "update", "scoring")
     tell(sample_grid, "draw_sheet", "sheet")
     tell(clip_convergence_guard, "draw_sheet", "sheet")
     tell(StableDiffusionLoRA, "save_lora", "LoRA")
