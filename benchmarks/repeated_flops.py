@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_aigc_kernels import calling
+from lightning_aigc_kernels import custom_op
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "benchmarks"))
 from unet_step import Variant, build, inputs_of
@@ -67,12 +67,12 @@ def flops_of_a_step(variant: str, given: argparse.Namespace) -> dict[str, int]:
 @contextlib.contextmanager
 def open_ops() -> Iterator[None]:
     """While it holds, fused ops show what they are made of instead of themselves."""
-    is_traced = calling.is_traced
-    calling.is_traced = lambda: False
+    is_traced = custom_op.is_traced
+    custom_op.is_traced = lambda: False
     try:
         yield
     finally:
-        calling.is_traced = is_traced
+        custom_op.is_traced = is_traced
 
 
 def main() -> None:

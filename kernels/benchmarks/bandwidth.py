@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_aigc_kernels.calling import kernel_for
+from lightning_aigc_kernels.dispatch import kernel_for
 from lightning_aigc_kernels.group_norm_silu import group_norm_silu
 
 SHAPES = {  # [N, C, H, W] of the norms that hold the most pixels

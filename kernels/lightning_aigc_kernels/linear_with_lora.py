@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.products import add_matmul_, linear, matmul
+from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
 
 class Projection(NamedTuple):
@@ -47,8 +47,13 @@ class ProjectionGradients(NamedTuple):
     up: Tensor | None
 
 
-Needs = tuple[bool, bool, bool, bool]
-"""Which of a Projection's tensors want a gradient."""
+class Needs(NamedTuple):
+    """Which of a Projection's tensors need a gradient."""
+
+    weight: bool
+    bias: bool
+    down: bool
+    up: bool
 
 
 def project(x_TC: Tensor, layer: Projection) -> Tensor:
@@ -69,13 +74,12 @@ def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -
 
 def parameter_gradients(dy_TD: Tensor, x_TC: Tensor, layer: Projection, needs: Needs) -> ProjectionGradients:
     """Gradients of weight, bias, down and up from the layer's input."""
-    weight, bias, down, up = needs
     ddown_RC = dup_DR = None
     if layer.down is not None and layer.up is not None:
-        if down:
+        if needs.down:
             ddown_RC = matmul(matmul(dy_TD, layer.up).mul_(layer.scale).t(), x_TC)
-        if up:
+        if needs.up:
             dup_DR = matmul(dy_TD.t(), matmul(x_TC, layer.down.t()).mul_(layer.scale))
-    dweight_DC = matmul(dy_TD.t(), x_TC) if weight else None
-    dbias_D = dy_TD.sum(0) if bias and layer.bias is not None else None
+    dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
+    dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import HALF_DTYPES
+from lightning_aigc_kernels.dispatch import HALF_DTYPES
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from lightning_aigc.precision.arguments import protection_within
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Memory, choices_of, fused_or_own
 from lightning_aigc.precision.layers import INSTALLED, CannotSwapError, class_path
 from lightning_aigc.precision.transformer_blocks import ATTENTION
-from lightning_aigc_kernels.calling import KERNEL_DEVICES, why_no_kernel
+from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, why_no_kernel
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 RESNET = "diffusers.models.resnet.ResnetBlock2D"

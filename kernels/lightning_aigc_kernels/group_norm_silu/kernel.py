@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_aigc_kernels.bit_bisection import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.group_norm_silu import split
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
 from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope_and_offset
+from lightning_aigc_kernels.kth_magnitude import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
 # 960 programs divide evenly among 40 and 48 vector cores; the interpreter's row makes small tensors loop in every loop.

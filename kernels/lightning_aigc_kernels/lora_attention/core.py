@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import HALF_DTYPES, KERNEL_DEVICES, say_once
+from lightning_aigc_kernels.dispatch import HALF_DTYPES, KERNEL_DEVICES, warn_once
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
     if device == "npu" and half and hasattr(torch.ops.npu, "npu_fusion_attention"):
         return "npu"
     if device in KERNEL_DEVICES:
-        say_once("lora_attention", device, f"no fused attention takes {q_NHTD.dtype} with {features} features a head")
+        warn_once("lora_attention", device, f"no fused attention takes {q_NHTD.dtype} with {features} features a head")
     return "math"
 
 
