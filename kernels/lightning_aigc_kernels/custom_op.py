@@ -51,37 +51,47 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
 
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, lengths: Sequence[int], *flat: Any) -> Any:
-            ctx.lengths = lengths
-            args = _nest(flat, lists, lengths)
+        def forward(ctx: Any, *args: Any) -> Any:
             result = implementation(*args)
             setup_context(ctx, args, result)
             return tuple(result) if isinstance(result, list) else result
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
+
+    class DirectWithLists(Direct):
+        """Takes the length of each list, then the arguments with the lists' items in their place."""
+
+        @staticmethod
+        def forward(ctx: Any, lengths: Sequence[int], *flat: Any) -> Any:
+            ctx.lengths = lengths
+            return Direct.forward(ctx, *_nest(flat, lists, lengths))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
-            ctx.needs_input_grad = _nest(needs[1:], lists, ctx.lengths)
+            ctx.needs_input_grad = _nest(needs[1:], lists, ctx.lengths)  # as torch.library gives it
             try:
-                gradients = backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
+                gradients = Direct.backward(ctx, *grads)
             finally:
                 ctx.needs_input_grad = needs
             return None, *_flatten(gradients, lists)
 
-    named: Any = types.new_class(op._name, (Direct,))  # autograd's errors name the op
+    named: Any = types.new_class(op._name, (DirectWithLists if lists else Direct,))  # autograd's errors name the op
 
     def call(*args: Any) -> Any:
         if is_traced():
             return op(*args)
-        return named.apply([len(args[i]) for i in lists], *_flatten(args, lists))
+        if lists:
+            return named.apply([len(args[i]) for i in lists], *_flatten(args, lists))
+        return named.apply(*args)
 
     return call
 
 
 def _flatten(args: Sequence[Any], lists: Sequence[int]) -> Sequence[Any]:
     """Put the items of the arguments that are lists in their place: an autograd.Function sees no tensor in a list."""
-    if not lists:
-        return args
     flat = list(args)
     for position in reversed(lists):
         flat[position : position + 1] = args[position]
@@ -90,8 +100,6 @@ def _flatten(args: Sequence[Any], lists: Sequence[int]) -> Sequence[Any]:
 
 def _nest(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
     """Undo `_flatten`."""
-    if not lists:
-        return flat
     args = list(flat)
     for position, length in zip(lists, lengths, strict=True):
         args[position : position + length] = [args[position : position + length]]

@@ -21,8 +21,10 @@ def pack(tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[bool]]:
     return [t for t in tensors if t is not None], [t is not None for t in tensors]
 
 
-def unpack(packed: Iterable[Any], given: Sequence[bool], absent: Any = None) -> list[Any]:
+def unpack(packed: Sequence[Any], given: Sequence[bool], absent: Any = None) -> list[Any]:
     """Put packed values, or what belongs to them, back in their places, and `absent` in the others."""
+    if len(packed) == len(given):
+        return list(packed)
     values = iter(packed)
     return [next(values) if is_given else absent for is_given in given]
 

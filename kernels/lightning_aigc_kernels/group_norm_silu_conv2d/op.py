@@ -29,7 +29,7 @@ from lightning_aigc_kernels.frozen_conv2d.convolution import (
 )
 from lightning_aigc_kernels.group_norm_silu import op as normalization
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
-from lightning_aigc_kernels.packing import empty_wanted, pack, spread, unpack, wanted
+from lightning_aigc_kernels.packing import empty_wanted, spread, wanted
 
 
 def group_norm_silu_conv2d(
@@ -65,10 +65,9 @@ def group_norm_silu_conv2d(
     check_conv2d("group_norm_silu_conv2d", x, weight, groups)
     check_density(input_grad_density, "input_grad_density")
     dtype = compute_dtype(x)
-    parameters, given = pack((norm_weight, norm_bias, scale, shift, weight, bias))
     with without_autocast(x):
         y: Tensor = _call(
-            x, parameters, given, num_groups, eps, silu, input_grad_density,
+            x, norm_weight, norm_bias, scale, shift, weight, bias, num_groups, eps, silu, input_grad_density,
             list(stride), list(padding), list(dilation), groups, dtype, grad_dtype, skip_product,
         )[0]  # fmt: skip
     return y
@@ -77,8 +76,12 @@ def group_norm_silu_conv2d(
 @torch.library.custom_op("lightning_aigc::group_norm_silu_conv2d", mutates_args=())
 def _op(
     x: Tensor,
-    parameters: list[Tensor],
-    given: list[bool],
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     norm_groups: int,
     eps: float,
     silu: bool,
@@ -91,7 +94,6 @@ def _op(
     grad_dtype: torch.dtype | None,
     skip_product: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    norm_weight, norm_bias, scale, shift, weight, bias = unpack(parameters, given)
     norm = NormSiLU(norm_weight, norm_bias, scale, shift, norm_groups, eps, silu)
     geometry = Geometry(stride, padding, dilation, groups)
     activated, mean, rstd = normalization.forward(x, norm)
@@ -102,10 +104,9 @@ def _op(
 
 @_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    x, parameters, given, norm_groups, eps, silu, density,
+    x, norm_weight, norm_bias, scale, shift, weight, bias, norm_groups, eps, silu, density,
     stride, padding, dilation, groups, dtype, grad_dtype, skip_product
 ):  # fmt: skip
-    norm_weight, *_, weight, bias = unpack(parameters, given)
     geometry = Geometry(stride, padding, dilation, groups)
     statistics = x.new_empty((x.shape[0], norm_groups), dtype=normalization.statistics_dtype(x, norm_weight))
     if skip_product:
@@ -121,8 +122,12 @@ def _backward_op(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    parameters: list[Tensor],
-    given: list[bool],
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     needs: list[bool],
     norm_groups: int,
     eps: float,
@@ -136,9 +141,8 @@ def _backward_op(
     grad_dtype: torch.dtype | None,
 ) -> list[Tensor]:
     """dx, then the gradients of the parameters that `needs` names."""
-    norm_weight, norm_bias, scale, shift, weight, bias = unpack(parameters, given)
     norm = NormSiLU(norm_weight, norm_bias, scale, shift, norm_groups, eps, silu)
-    *need_affine, need_weight, need_bias = unpack(needs, given, absent=False)
+    *need_affine, need_weight, need_bias = needs
     activated: Tensor | list[int] = list(x.shape)
     if need_weight:
         activated = normalization.forward(x, norm)[0].to(dtype)
@@ -146,31 +150,30 @@ def _backward_op(
     geometry = Geometry(stride, padding, dilation, groups)
     dactivated, dweight, dbias = convolve_backward(dy, activated, weight, geometry, need_weight, need_bias)
     dx, *daffine = normalization.backward(dactivated, x, mean, rstd, norm, any(need_affine), density)
-    needed = *need_affine, need_weight, need_bias
-    found = wanted((*daffine, dweight, dbias), (*norm.tensors, weight, bias), needed)
+    found = wanted((*daffine, dweight, dbias), (*norm.tensors, weight, bias), needs)
     return [dx, *(gradient.contiguous() for gradient in found)]
 
 
 @_backward_op.register_fake
-def _(dy, x, mean, rstd, parameters, given, needs, *options):  # type: ignore[no-untyped-def]
+def _(dy, x, mean, rstd, norm_weight, norm_bias, scale, shift, weight, bias, needs, *options):  # type: ignore[no-untyped-def]
+    parameters = (norm_weight, norm_bias, scale, shift, weight, bias)
     return [normalization.made_like(x), *empty_wanted(parameters, needs)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, parameters, ctx.given, *options, _ = inputs
-    ctx.options = options
+    x, *parameters = inputs[:7]
+    ctx.options = inputs[7:-1]
     _, mean, rstd = output
     ctx.save_for_backward(x, mean, rstd, *parameters)
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[1])
+def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return None, [None] * len(needs), *(None,) * 12
-    x, mean, rstd, *parameters = ctx.saved_tensors
-    dx, *gradients = _call_backward(dy, x, mean, rstd, parameters, ctx.given, needs, *ctx.options)
-    return dx, spread(iter(gradients), needs), *(None,) * 12
+        return (None,) * 18
+    needs = list(ctx.needs_input_grad[1:7])
+    dx, *gradients = _call_backward(dy, *ctx.saved_tensors, needs, *ctx.options)
+    return dx, *spread(iter(gradients), needs), *(None,) * 11
 
 
 _call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)
