@@ -169,7 +169,7 @@ def monitor_bars(rows: list[Row]) -> list[Bar]:
 
 
 def sections() -> list[Section]:
-    unet, bandwidth = "kernels/benchmarks/unet_step.py", "kernels/benchmarks/bandwidth.py"
+    unet, bandwidth = "benchmarks/unet_step.py", "kernels/benchmarks/bandwidth.py"
     memory, health = "benchmarks/step_memory.py", "benchmarks/health_cost.py"
     levels = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
     few = ["--rounds", "5", "--steps", "3"]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_aigc_kernels import group_norm_silu as op
+from lightning_aigc_kernels.group_norm_silu import op
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
 
 GROUPS, EPS = 32, 1e-5

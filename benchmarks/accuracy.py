@@ -1,6 +1,6 @@
 """How far a U-Net's gradients are from float64 at each memory level, beside native autograd in the same dtype.
 
-    python kernels/benchmarks/accuracy.py [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
+    python benchmarks/accuracy.py [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
 
 The SD1.5 U-Net of unet_step.py in each precision's dtype, with other random weights and inputs for every seed; the
 truth is native autograd on the same weights and inputs in float64. `error` is the relative L2 error of all gradients

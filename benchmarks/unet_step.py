@@ -1,6 +1,6 @@
 """What one training step of a diffusion U-Net keeps and takes at each memory level, beside native and checkpointing.
 
-    python kernels/benchmarks/unet_step.py [--model sd15|sdxl] [--batch 1] [--lora 64|0] [--pixels 512] [--rounds 7]
+    python benchmarks/unet_step.py [--model sd15|sdxl] [--batch 1] [--lora 64|0] [--pixels 512] [--rounds 7]
         [--width 0.5] [--device cuda]
 
 One U-Net with random weights from its config, in bf16 (`--dtype`), takes every variant in turn within each round, so
