@@ -6,6 +6,7 @@ FLOPs of matrix products, convolutions and attention, forward and backward, coun
 FlopCounterMode on fake tensors: no number is computed and no device is needed. Step times depend on the device, its
 kernels and what else they wait for; this ratio is the same everywhere. One JSON object a line.
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_aigc_kernels import custom_op
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "benchmarks"))
-from unet_step import Variant, build, inputs_of
+from unet_variants import Variant, build, inputs_of
 
 aten = torch.ops.aten
 VARIANTS = ("native", "balanced", "lean", "max", "checkpointing")
