@@ -1,4 +1,4 @@
-"""A linear layer with or without a LoRA branch, forward and backward on plain matrices: what larger ops are made of.
+"""A linear layer with or without LoRA, forward and backward on plain matrices, for larger ops.
 
 Dimensions: T tokens, C input features, D output features, R the LoRA's rank.
 """
@@ -41,7 +41,7 @@ class Projection(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """Gradients in the order of a Projection's tensors, None where none was asked for."""
+    """Gradients in the order of a Projection's tensors, None where not needed."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -67,7 +67,7 @@ def project(x_TC: Tensor, layer: Projection) -> Tensor:
 
 
 def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -> Tensor:
-    """dx plus what this layer passes back: the sum grows inside the matrix products."""
+    """Add this layer's input gradient to dx; the sum grows inside the matrix products."""
     dx_TC = matmul(dy_TD, layer.weight) if dx_TC is None else add_matmul_(dx_TC, dy_TD, layer.weight)
     if layer.down is not None and layer.up is not None:
         add_matmul_(dx_TC, matmul(dy_TD, layer.up), layer.down, layer.scale)

@@ -367,7 +367,7 @@ def _case(
     pointers = dict.fromkeys(("dy_ptr", "x_ptr", "dx_ptr", "y_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("mean_ptr", "rstd_ptr", "weight_grad_ptr", "bias_grad_ptr"), "*fp32")
     pointers |= dict.fromkeys(("weight_ptr", "bias_ptr"), f"*{affine}")
-    # Without modulation these point at the weight, the bias and the mean, and nobody follows them.
+    # Without modulation these point at the weight, the bias and the mean, and are not followed.
     pointers |= dict.fromkeys(("scale_ptr", "shift_ptr"), f"*{dtype if modulated else affine}")
     pointers |= dict.fromkeys(("scale_grad_ptr", "shift_grad_ptr"), f"*{dtype if modulated else 'fp32'}")
     tiles = {"BLOCK": tile, "BLOCK_K": block_k, "BLOCK_P": block_p}

@@ -1,7 +1,4 @@
-"""The largest magnitudes of each row, zeros in the place of the rest: what every lossy gradient here is made with.
-
-A choice, not a function to differentiate: it has no autograd.
-"""
+"""Keep the largest magnitudes of each row and zero the rest; every lossy gradient here is made with it. No autograd."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
     if q_NHTD.numel() == 0 or k_NHSD.numel() == 0 or v_NHSD.shape[-1] != features:
         return "math"
     if device == "cpu":
-        # torch 2.13's takes a NaN query beside fewer keys than a vector register holds for a masked row, and hides it.
+        # With fewer keys than a vector register holds, torch 2.13's takes a NaN query for a masked row, and hides it.
         return "cpu_flash" if k_NHSD.shape[2] >= 16 else "math"
     half = q_NHTD.dtype in HALF_DTYPES
     if device == "cuda" and features % 8 == 0 and (half or q_NHTD.dtype == torch.float32):
