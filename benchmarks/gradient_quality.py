@@ -7,6 +7,7 @@ The four ranks live in one process: every reduction of the package runs as it do
 
     OMP_NUM_THREADS=1 python benchmarks/gradient_quality.py [--modes int3 sparse ...] [--seeds 3] [--output FILE]
 """
+# mypy: allow-untyped-calls, no-warn-return-any
 
 from __future__ import annotations
 
@@ -203,7 +204,8 @@ class VirtualSync:
     """GradientSync's step for four ranks at once, on the package's units and reductions."""
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
-        self.options, self.step, self.delayed = options, 0, None
+        self.options, self.step = options, 0
+        self.delayed: dict[str, Any] | None = None
         named = list(model.named_parameters())
         self.units: list[FlatUnit] = make_units(named, options, RANKS)
         self.traffic = [Traffic() for _ in range(RANKS)]

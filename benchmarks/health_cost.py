@@ -16,6 +16,7 @@ by itself; they are timed again in the same step, out of memory as in the step. 
 dispatcher, without views, which launch nothing: on an accelerator most are a kernel each, `_foreach_norm` a few. syncs
 are the times that the host waits for a value.
 """
+# mypy: no-warn-return-any
 
 from __future__ import annotations
 
@@ -182,53 +183,14 @@ class Naive(Callback):
             torch.get_device_module(module.device).synchronize()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("lora", "full"), default="lora")
-    parser.add_argument("--size", type=int, default=256, help="side of the pictures, pixels")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=21)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", help="unset: 32-true for a LoRA, bf16-true for full fine-tuning")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    warnings.filterwarnings("ignore")
-    precision = given.precision or ("32-true" if given.kind == "lora" else "bf16-true")
-    monitor, naive = Timed(), Naive()
-    side = given.size // 8
-    with tempfile.TemporaryDirectory() as root:
-        trainer = Trainer(
-            accelerator=given.device,
-            devices=1,
-            max_steps=given.steps,
-            plugins=[FusedBackwardPrecision(precision, memory="off")],
-            default_root_dir=root,
-            callbacks=[naive, monitor],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        module = UNet(given.kind, torch.bfloat16 if precision == "bf16-true" else torch.float32)
-        pictures = [torch.randn(given.batch, 4, side, side) for _ in range(given.steps)]
-        trainer.fit(module, DataLoader(pictures, batch_size=None))
+def shares(monitor: Timed, naive: Naive, steps: int) -> dict[str, Any]:
+    """What the monitor takes of a step, by the wall clock and in CPU time."""
+    row: dict[str, Any] = {}
     every = monitor.every_n_steps
-    row: dict[str, Any] = {
-        "kind": given.kind,
-        "trained_values": sum(p.numel() for p in module.parameters() if p.requires_grad),
-        "trained_tensors": sum(p.requires_grad for p in module.parameters()),
-        "size": given.size,
-        "batch": given.batch,
-        "steps": given.steps,
-        "precision": precision,
-        "start_ms": round(1000 * monitor.start_s, 1),
-    }
     for i, clock in enumerate(("", "cpu_")):
-        own = [spent[i] for spent in monitor.spent[: given.steps]]
-        looks = [n for n in range(COUNTED_LOOK, given.steps) if (n + 1) % every == 0]
-        plain = [n for n in range(COUNTED_STEP, given.steps) if (n + 1) % every]
+        own = [spent[i] for spent in monitor.spent[:steps]]
+        looks = [n for n in range(COUNTED_LOOK, steps) if (n + 1) % every == 0]
+        plain = [n for n in range(COUNTED_STEP, steps) if (n + 1) % every]
         # What a training without either takes.
         alone = [naive.steps[n][i] - naive.spent[n][i] - own[n] - monitor.extra[n][i] for n in (*plain, *looks)]
         step, loop = statistics.median(alone), statistics.median(n[i] for n in naive.spent[2:])
@@ -250,6 +212,52 @@ def main() -> None:
             of_look = [own[n] - (often + 1) * monitor.norms[n][0] - monitor.norms[n][1] for n in looks]
             row["cpu_between_looks_python_ms"] = round(1000 * statistics.median(of_step), 2)
             row["cpu_look_python_ms"] = round(1000 * statistics.median(of_look), 1)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("lora", "full"), default="lora")
+    parser.add_argument("--size", type=int, default=256, help="side of the pictures, pixels")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", help="unset: 32-true for a LoRA, bf16-true for full fine-tuning")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    warnings.filterwarnings("ignore")
+    precision: Any = given.precision or ("32-true" if given.kind == "lora" else "bf16-true")
+    monitor, naive = Timed(), Naive()
+    side = given.size // 8
+    with tempfile.TemporaryDirectory() as root:
+        trainer = Trainer(
+            accelerator=given.device,
+            devices=1,
+            max_steps=given.steps,
+            plugins=[FusedBackwardPrecision(precision, memory="off")],
+            default_root_dir=root,
+            callbacks=[naive, monitor],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = UNet(given.kind, torch.bfloat16 if precision == "bf16-true" else torch.float32)
+        pictures = [torch.randn(given.batch, 4, side, side) for _ in range(given.steps)]
+        trainer.fit(module, DataLoader(pictures, batch_size=None))  # type: ignore[arg-type]
+    row: dict[str, Any] = {
+        "kind": given.kind,
+        "trained_values": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "trained_tensors": sum(p.requires_grad for p in module.parameters()),
+        "size": given.size,
+        "batch": given.batch,
+        "steps": given.steps,
+        "precision": precision,
+        "start_ms": round(1000 * monitor.start_s, 1),
+    }
+    row |= shares(monitor, naive, given.steps)
     for name, number in (("between_looks", COUNTED_STEP), ("look", COUNTED_LOOK)):
         row[f"{name}_ops"], row[f"{name}_syncs"] = monitor.counts[number]
     row |= {

@@ -94,7 +94,7 @@ class Losses(Callback):
 
 def run(number: int, case: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
     seed_everything(number, verbose=False)
-    options = {
+    options: dict[str, Any] = {
         k: case[k] for k in ("learning_rate", "lr_scheduler", "lr_warmup_steps", "snr_gamma", "use_ema") if k in case
     }
     if "targets" in case:

@@ -18,7 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -147,38 +147,41 @@ def main() -> None:
                 num_workers=None if cached else given.workers,
             )
 
-        start = time.perf_counter()
-        data(False, check_again=True).prepare()
-        report("check every picture before training", [(given.images, 1, time.perf_counter() - start)], given)
+        time_loaders(folder, data, given)
 
-        plain = DataLoader(
-            PlainDataset(folder, given.resolution), batch_size=given.batch, shuffle=True, num_workers=given.workers
-        )
-        one_epoch(plain)
-        report("baseline: plain Pillow dataset", [one_epoch(plain) for _ in range(given.repeats)], given)
 
-        uncached = data(False)
-        uncached.prepare()
-        loader = uncached.loader()
-        one_epoch(loader)
-        report("uncached", [one_epoch(loader) for _ in range(given.repeats)], given)
+def time_loaders(folder: Path, data: Callable[..., ImageCaptionData], given: argparse.Namespace) -> None:
+    """Report the check of the pictures, the plain dataset, and `data(cached)` without and with its caches."""
+    start = time.perf_counter()
+    data(False, check_again=True).prepare()
+    report("check every picture before training", [(given.images, 1, time.perf_counter() - start)], given)
 
-        start = time.perf_counter()
-        data(True).prepare(OneConvolution())
-        report("cold: fill both caches", [(given.images, 1, time.perf_counter() - start)], given)
-        start = time.perf_counter()
-        warm = data(True)
-        warm.prepare(OneConvolution())
-        report(
-            "warm start: index, checks and caches into memory", [(given.images, 1, time.perf_counter() - start)], given
-        )
-        loader = warm.loader()
-        one_epoch(loader)
-        report("warm: batches from memory", [one_epoch(loader) for _ in range(given.repeats)], given)
-        for cache in (warm.caches.latents, warm.caches.embeddings):
-            assert cache is not None
-            cache._memory.clear()
-        report("warm: batches from disk", [one_epoch(loader) for _ in range(given.repeats)], given)
+    plain = DataLoader(
+        PlainDataset(folder, given.resolution), batch_size=given.batch, shuffle=True, num_workers=given.workers
+    )
+    one_epoch(plain)
+    report("baseline: plain Pillow dataset", [one_epoch(plain) for _ in range(given.repeats)], given)
+
+    uncached = data(False)
+    uncached.prepare()
+    loader = uncached.loader()
+    one_epoch(loader)
+    report("uncached", [one_epoch(loader) for _ in range(given.repeats)], given)
+
+    start = time.perf_counter()
+    data(True).prepare(OneConvolution())
+    report("cold: fill both caches", [(given.images, 1, time.perf_counter() - start)], given)
+    start = time.perf_counter()
+    warm = data(True)
+    warm.prepare(OneConvolution())
+    report("warm start: index, checks and caches into memory", [(given.images, 1, time.perf_counter() - start)], given)
+    loader = warm.loader()
+    one_epoch(loader)
+    report("warm: batches from memory", [one_epoch(loader) for _ in range(given.repeats)], given)
+    for cache in (warm.caches.latents, warm.caches.embeddings):
+        assert cache is not None
+        cache._memory.clear()
+    report("warm: batches from disk", [one_epoch(loader) for _ in range(given.repeats)], given)
 
 
 if __name__ == "__main__":

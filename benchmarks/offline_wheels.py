@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -44,7 +45,11 @@ def pinned_versions() -> dict[str, str]:
 
 
 def needed_here(requirement: Requirement, python: str, extras: set[str]) -> bool:
-    environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
+    environment: dict[str, Any] = {
+        **default_environment(),
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+    }
     environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
     marker = requirement.marker
     return marker is None or any(marker.evaluate({**environment, "extra": extra}) for extra in ("", *extras))

@@ -6,6 +6,7 @@ FLOPs of matrix products, convolutions and attention, forward and backward, coun
 FlopCounterMode on fake tensors: no number is computed and no device is needed. Step times depend on the device, its
 kernels and what else they wait for; this ratio is the same everywhere. One JSON object a line.
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_aigc_kernels import calling
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "benchmarks"))
-from unet_step import Variant, build, inputs_of
+from lightning_aigc_kernels import custom_op
+from unet_variants import Variant, build, inputs_of
 
 aten = torch.ops.aten
 VARIANTS = ("native", "balanced", "lean", "max", "checkpointing")
@@ -67,12 +65,12 @@ def flops_of_a_step(variant: str, given: argparse.Namespace) -> dict[str, int]:
 @contextlib.contextmanager
 def open_ops() -> Iterator[None]:
     """While it holds, fused ops show what they are made of instead of themselves."""
-    is_traced = calling.is_traced
-    calling.is_traced = lambda: False
+    is_traced = custom_op.is_traced
+    custom_op.is_traced = lambda: False
     try:
         yield
     finally:
-        calling.is_traced = is_traced
+        custom_op.is_traced = is_traced
 
 
 def main() -> None:

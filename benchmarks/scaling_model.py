@@ -13,6 +13,7 @@ A time is the slowest rank's, and the median over rounds. The error is predicted
 model's own share of backward that hides traffic, and with none, because gloo moves bytes on the cores that compute.
 Prints a row for each number of ranks and appends it to benchmarks/results/scaling_model.jsonl.
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 

@@ -165,20 +165,26 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert newest is not None and newest.step == 2 * step + 1
     read, _ = pack(newest.shared())
     assert all(torch.equal(read[name], tensor.cpu()) for name, tensor in tensors.items())
-
-    row: dict[str, Any] = {"tensors": len(tensors), "trained_values": sum(a * b for a, b in shapes())}
+    row = store_row(times, rates, given.warm_up)
+    row |= {"tensors": len(tensors), "trained_values": sum(a * b for a, b in shapes())}
     row["state_mib"] = round(state_bytes / 2**20, 1)
+    return row | {"host_copies": round(host_copies, 3), "size_ratio": round(size_ratio, 4)}
+
+
+def store_row(times: dict[str, list[float]], rates: dict[str, list[float]], warm_up: int) -> dict[str, Any]:
+    """Medians of the seconds and of the work beside them, after the warm-up."""
+    row: dict[str, Any] = {}
     for name, values in times.items():
-        kept = values[given.warm_up :]
+        kept = values[warm_up:]
         row[f"{name}_ms"] = round(1e3 * statistics.median(kept), 1)
         row[f"{name}_spread_ms"] = [round(1e3 * min(kept), 1), round(1e3 * max(kept), 1)]
     for name in ("blocked_late", "blocked"):
         row[f"{name}_ratio"] = round(row[f"{name}_ms"] / row["lightning_ms"], 4)
         row[f"{name}_to_torch_save"] = round(row[f"{name}_ms"] / row["torch_save_ms"], 4)
-    alone = statistics.median(rates.pop("alone")[given.warm_up :])
+    alone = statistics.median(rates.pop("alone")[warm_up:])
     for name, values in rates.items():
-        row[f"work_{name}"] = round(statistics.median(values[given.warm_up :]) / alone, 3)
-    return row | {"host_copies": round(host_copies, 3), "size_ratio": round(size_ratio, 4)}
+        row[f"work_{name}"] = round(statistics.median(values[warm_up:]) / alone, 3)
+    return row
 
 
 class Lora(LightningModule):
@@ -237,7 +243,7 @@ def measure_callback(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
         default_root_dir=folder, callbacks=[snapshots, beside], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, inference_mode=False,
     )  # fmt: skip
-    trainer.fit(Lora(0.3), DataLoader(torch.zeros(steps, 1)))
+    trainer.fit(Lora(0.3), DataLoader(torch.zeros(steps, 1)))  # type: ignore[arg-type]
     newest = newest_complete(folder / "snapshots", print)
     assert newest is not None and newest.step == steps
     size = sum(path.stat().st_size for path in newest.path.iterdir())

@@ -12,6 +12,7 @@ allocates and frees inside itself; encoders that are parked in host memory are n
 `--timed_steps` as many further steps follow, each from one batch's end to the next one's, the median in the row. One
 JSON object a line.
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -33,16 +34,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lora_step import diffusers_steps
-from real_size import build_pipeline
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from diffusers_loop import diffusers_steps
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
+from real_size import build_pipeline
 
 MIB = 2**20
 VARIANTS = (
@@ -99,6 +100,7 @@ class SecondStep(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx == 1:
+            assert isinstance(pl_module, StableDiffusionLoRA)
             parts = pl_module.loaded()
             parked = [*parts.text_encoders] if "prompt_embeds" in batch else []
             parked += [parts.vae] if "latent_moments" in batch else []
@@ -188,10 +190,11 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
         str(pipeline), rank=given.rank, max_train_steps=steps_in_all, checkpointing_steps=10**9
     )
     callback = SecondStep(given.device)
+    memory: Any = variant.removesuffix("-uncached")
     trainer = Trainer(
         accelerator=given.device,
         devices=1,
-        plugins=[FusedBackwardPrecision("bf16-mixed", memory=variant.removesuffix("-uncached"))],
+        plugins=[FusedBackwardPrecision("bf16-mixed", memory=memory)],
         default_root_dir=given.workdir / "run",
         gradient_clip_val=1.0,
         callbacks=[callback],

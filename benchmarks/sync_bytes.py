@@ -5,6 +5,7 @@ unit by unit, so that no rank holds them all. For more ranks the same payloads b
 
     OMP_NUM_THREADS=1 python benchmarks/sync_bytes.py [--model sd15|sdxl] [--modes int3 ...] [--output FILE]
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def main() -> None:
         with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as folder:
             found = manager.list()
             arguments = (ranks, f"{folder}/store", options.model, options.modes, found)
-            torch.multiprocessing.spawn(count, arguments, nprocs=ranks)
+            torch.multiprocessing.spawn(count, arguments, nprocs=ranks)  # type: ignore[attr-defined]
             for mode, numel, sent in found:
                 ratio = sum(sent.values()) / dense_ring_bytes(numel, ranks)
                 row = {

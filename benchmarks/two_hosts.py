@@ -124,7 +124,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
             ddp.register_comm_hook(state, powered)
         elif variant != "plain":
             sparsity = {"sparsity_target": 0.95} if variant == "sparse_int8" else {}
-            chosen = {} if variant == "default" else {"mode": variant, "protect_layers": (), **sparsity}
+            chosen: dict[str, Any] = {} if variant == "default" else {"mode": variant, "protect_layers": (), **sparsity}
             compressor = GradientCompressor(timeout=timeout, **chosen)
             compressor.hook_into_model(ddp)
         optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5)

@@ -61,13 +61,13 @@ def test_only_what_the_other_machine_needs_is_packed(
 
 
 def test_a_bar_says_what_was_got_and_what_is_wanted(load: Any) -> None:
-    bench = load("bench_cuda")
+    bench = load("cuda_bars")
     assert str(bench.Bar("x", 0.9, 0.8, at_least=True)) == "held   x: 0.9, wanted at least 0.8"
     assert str(bench.Bar("x", 1.2, 1.08)) == "MISSED x: 1.2, wanted at most 1.08"
 
 
 def test_every_command_of_bench_cuda_names_files_that_exist(load: Any) -> None:
-    sections = load("bench_cuda").sections()
+    sections = load("cuda_sections").sections()
     assert {section.part for section in sections} == {1, 2}
     for part in (1, 2):
         assert sum(section.limit_s for section in sections if section.part == part) <= 20 * 60  # limits, not times
@@ -83,7 +83,9 @@ def test_a_section_that_fails_or_hangs_leaves_its_rows_and_a_reason(load: Any, t
     row = "import json, time; print(json.dumps(dict(row=%d)), flush=True); %s"
     fails = [sys.executable, "-c", row % (1, "raise SystemExit(3)")]
     hangs = [sys.executable, "-c", row % (2, "time.sleep(600)")]
-    rows, wrong = bench.run(bench.Section("two", 1, 15, [fails, hangs], []), given, tmp_path, until=float("inf"))
+    rows, wrong = bench.run(
+        load("cuda_sections").Section("two", 1, 15, [fails, hangs], []), given, tmp_path, until=float("inf")
+    )
     assert rows == [{"row": 1}, {"row": 2}]
     assert wrong.startswith("command 2 was ended after")
     assert "SystemExit" not in wrong and (tmp_path / "two.log").read_text().count("$ ") == 2

@@ -9,6 +9,7 @@ one call of each set is captured in a CUDA graph and the replay is timed, so `_u
 what one call takes the host. Before a shape is timed, its gradient must agree with float64 as well as native's does.
 Medians after warm-up; one JSON object a line.
 """
+# mypy: allow-untyped-calls, no-warn-return-any
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_aigc_kernels.calling import kernel_for
+from lightning_aigc_kernels.dispatch import kernel_for
 from lightning_aigc_kernels.group_norm_silu import group_norm_silu
 
 SHAPES = {  # [N, C, H, W] of the norms that hold the most pixels
@@ -111,7 +112,8 @@ def measure(name: str, shape: tuple[int, ...], given: argparse.Namespace) -> dic
         sets.append([torch.randn(shape, device=given.device).to(dtype) for _ in range(2)])
     weight, bias = (torch.randn(shape[1], device=given.device).to(dtype) for _ in range(2))
     weight.requires_grad_(given.trained), bias.requires_grad_(given.trained)
-    errors = [error(of, *sets[0], weight.detach(), bias.detach()) for of in (ours, native)]
+    x, dy = sets[0]
+    errors = [error(of, x, dy, weight.detach(), bias.detach()) for of in (ours, native)]
     if errors[0] > AS_GOOD * errors[1]:
         sys.exit(f"{name}: the gradient's error is {errors[0]:.2e}, native's {errors[1]:.2e}; nothing is reported")
     copy_gb_s = copy_rate(shape, len(sets), dtype, given.device, given.repeats)

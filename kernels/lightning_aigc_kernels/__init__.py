@@ -1,6 +1,37 @@
 """Fused backward ops that keep little of what they are given, usable with torch alone.
 
-Each op is a folder: `from lightning_aigc_kernels.group_norm_silu import group_norm_silu`, and so on for
-`group_norm_silu_conv2d`, `frozen_conv2d` (and `frozen_linear`), `geglu` (and `swiglu`), `feed_forward`,
-`lora_attention`, `sparse_attention_backward` and `keep_largest`. Importing them needs no Triton; `kernel.py` files do.
+`from lightning_aigc_kernels import group_norm_silu, lora_attention, ...`. Importing the ops needs no Triton: a folder's
+`kernel.py` does, and is imported when a tensor on a GPU or NPU comes.
 """
+
+from lightning_aigc_kernels.dispatch import FallbackWarning
+from lightning_aigc_kernels.feed_forward import feed_forward
+from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d, frozen_linear
+from lightning_aigc_kernels.geglu import geglu, swiglu
+from lightning_aigc_kernels.group_norm_silu import group_norm_silu
+from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
+from lightning_aigc_kernels.keep_largest import keep_largest, keep_largest_per_head
+from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.lora_attention import KnownAttention, lora_attention
+from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.protection import GradientProtection
+from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward
+
+__all__ = [
+    "FallbackWarning",
+    "GradientProtection",
+    "KnownAttention",
+    "Norm",
+    "Projection",
+    "feed_forward",
+    "frozen_conv2d",
+    "frozen_linear",
+    "geglu",
+    "group_norm_silu",
+    "group_norm_silu_conv2d",
+    "keep_largest",
+    "keep_largest_per_head",
+    "lora_attention",
+    "sparse_attention_backward",
+    "swiglu",
+]

@@ -23,7 +23,7 @@ class LaunchConfig:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """Triton's own launch options. Triton 3.9 warns when nobody says whether a product and a sum may be fused."""
+        """Triton's own launch options. Triton 3.9 warns unless told whether a product and a sum may be fused."""
         return {"num_warps": self.num_warps, "enable_fp_fusion": True}
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ def config_for(device_type: str, table: Mapping[str, LaunchConfig]) -> LaunchCon
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Within: kernels are launched on x's own card, whichever is the current one."""
+    """Make x's card the current one, where kernels are launched."""
     if x.device.type == "cpu":  # Triton's interpreter
         return contextlib.nullcontext()
     guard: contextlib.AbstractContextManager[object] = torch.get_device_module(x.device).device(x.device)

@@ -1,4 +1,4 @@
-"""A linear layer with or without a LoRA branch, forward and backward on plain matrices: what larger ops are made of.
+"""A linear layer with or without LoRA, forward and backward on plain matrices, for larger ops.
 
 Dimensions: T tokens, C input features, D output features, R the LoRA's rank.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.products import add_matmul_, linear, matmul
+from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
 
 class Projection(NamedTuple):
@@ -28,7 +28,9 @@ class Projection(NamedTuple):
     """lora_alpha / R, or what the LoRA variant makes of it"""
 
     def to(self, dtype: torch.dtype) -> Projection:
-        """The same layer in another dtype; nothing is copied where it has it."""
+        """Return the layer in another dtype; nothing is copied where it has it."""
+        if all(t is None or t.dtype == dtype for t in self.tensors):  # a fraction of four calls to Tensor.to
+            return self
         bias, down, up = (None if t is None else t.to(dtype) for t in self[1:4])
         return Projection(self.weight.to(dtype), bias, down, up, self.scale)
 
@@ -39,7 +41,7 @@ class Projection(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """Gradients in the order of a Projection's tensors, None where none was asked for."""
+    """Gradients in the order of a Projection's tensors, None where not needed."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -47,8 +49,13 @@ class ProjectionGradients(NamedTuple):
     up: Tensor | None
 
 
-Needs = tuple[bool, bool, bool, bool]
-"""Which of a Projection's tensors want a gradient."""
+class Needs(NamedTuple):
+    """Which of a Projection's tensors need a gradient."""
+
+    weight: bool
+    bias: bool
+    down: bool
+    up: bool
 
 
 def project(x_TC: Tensor, layer: Projection) -> Tensor:
@@ -60,7 +67,7 @@ def project(x_TC: Tensor, layer: Projection) -> Tensor:
 
 
 def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -> Tensor:
-    """dx plus what this layer passes back: the sum grows inside the matrix products."""
+    """Add this layer's input gradient to dx; the sum grows inside the matrix products."""
     dx_TC = matmul(dy_TD, layer.weight) if dx_TC is None else add_matmul_(dx_TC, dy_TD, layer.weight)
     if layer.down is not None and layer.up is not None:
         add_matmul_(dx_TC, matmul(dy_TD, layer.up), layer.down, layer.scale)
@@ -69,13 +76,12 @@ def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -
 
 def parameter_gradients(dy_TD: Tensor, x_TC: Tensor, layer: Projection, needs: Needs) -> ProjectionGradients:
     """Gradients of weight, bias, down and up from the layer's input."""
-    weight, bias, down, up = needs
     ddown_RC = dup_DR = None
     if layer.down is not None and layer.up is not None:
-        if down:
+        if needs.down:
             ddown_RC = matmul(matmul(dy_TD, layer.up).mul_(layer.scale).t(), x_TC)
-        if up:
+        if needs.up:
             dup_DR = matmul(dy_TD.t(), matmul(x_TC, layer.down.t()).mul_(layer.scale))
-    dweight_DC = matmul(dy_TD.t(), x_TC) if weight else None
-    dbias_D = dy_TD.sum(0) if bias and layer.bias is not None else None
+    dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
+    dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)

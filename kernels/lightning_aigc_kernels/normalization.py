@@ -1,4 +1,4 @@
-"""LayerNorm as larger ops use it: forward again from the input, and its backward, by the device's own kernels."""
+"""LayerNorm forward and backward by the device's own kernels, for larger ops."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import HALF_DTYPES
+from lightning_aigc_kernels.dispatch import HALF_DTYPES
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ class Norm(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """What LayerNorm made of x, in the dtype wanted, and what its backward needs."""
+    """LayerNorm's output in the dtype asked for, and the statistics that its backward needs."""
 
     value: Tensor
     mean: Tensor | None

@@ -1,4 +1,4 @@
-"""Which modules' gradients stay whole: one set of name patterns for every lossy option, here and in gradient sync."""
+"""Name patterns of the modules whose gradients no lossy option touches, here and in gradient sync."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def kernels() -> dict[str, str | None]:
     import pkgutil
 
     import lightning_aigc_kernels
-    from lightning_aigc_kernels.calling import why_no_kernel
+    from lightning_aigc_kernels.dispatch import why_no_kernel
 
     ops = [module.name for module in pkgutil.iter_modules(lightning_aigc_kernels.__path__) if module.ispkg]
     return {op: why_no_kernel(op) for op in ops if op != "ascend"}

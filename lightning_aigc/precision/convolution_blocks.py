@@ -20,9 +20,7 @@ from lightning_aigc.precision.layers import (
     check_silu,
     refuse_dropout,
 )
-from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d
-from lightning_aigc_kernels.group_norm_silu import group_norm_silu
-from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
+from lightning_aigc_kernels import frozen_conv2d, group_norm_silu, group_norm_silu_conv2d
 
 
 def check_resnet(self: Any) -> None:

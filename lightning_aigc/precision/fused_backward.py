@@ -1,4 +1,4 @@
-"""FusedBackwardPrecision: the Trainer's precision, and forwards whose backward keeps a fraction of the activations."""
+"""FusedBackwardPrecision: a Trainer precision plugin that swaps in forwards which keep fewer activations."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ class FusedBackwardPrecision(Precision):
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler; None without one, and before the device is known."""
-        scaler: torch.amp.GradScaler | None = getattr(self._stock, "scaler", None)
-        return scaler
+        return self._stock.scaler if isinstance(self._stock, MixedPrecision) else None
 
     # The module and its device
 
@@ -128,11 +127,11 @@ class FusedBackwardPrecision(Precision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        self._settle_on(_device_of(model))
+        self._stock_for(_device_of(model))
         module = self._module
         swapped: Swapped | None = vars(module).get(SWAPPED) if module is not None else None
         if swapped is not None and self._device is not None:
-            swapped.settle(self._device)  # Lightning moves the module after converting it
+            swapped.set_device(self._device)  # Lightning moves the module after converting it
             if isinstance(module, LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(swapped.summary())
         return model, optimizers, lr_schedulers
@@ -142,10 +141,10 @@ class FusedBackwardPrecision(Precision):
         if self._module is not None:
             restore_forwards(self._module)
         self._module = None
-        self._skipped.forget()
+        self._skipped.reset()
 
-    def _settle_on(self, device: torch.device) -> Precision:
-        """Lightning's own plugin for this precision on this device."""
+    def _stock_for(self, device: torch.device) -> Precision:
+        """Make Lightning's own plugin for this precision on this device, with the loss scale so far."""
         if self._stock is None or self._device is None or self._device.type != device.type:
             saved = self.state_dict()
             self._stock = _stock_precision(self.precision, device.type)
@@ -154,12 +153,12 @@ class FusedBackwardPrecision(Precision):
         self._device = device
         return self._stock
 
-    def _settled(self) -> Precision:
+    def _known_stock(self) -> Precision:
         if self._stock is not None:
             return self._stock
         if self._module is None:
             raise RuntimeError("the device is not known yet; call convert_module(model) first, or let a Trainer do it")
-        return self._settle_on(_device_of(self._module))
+        return self._stock_for(_device_of(self._module))
 
     # What Lightning's own plugin does
 
@@ -173,19 +172,19 @@ class FusedBackwardPrecision(Precision):
         return _deviceless(self.precision).convert_input(data)
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self._settled().forward_context()
+        return self._known_stock().forward_context()
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Autocast, after taking the random states that a second run of this step would need."""
-        stock = self._settled()
+        stock = self._known_stock()
         if self.scaler is not None and self._device is not None:
             self._skipped.step_states = random_states(self._device)
         with stock.train_step_context():
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]  # as its parent
-        return self._settled().pre_backward(tensor, module)
+        return self._known_stock().pre_backward(tensor, module)
 
     def clip_gradients(
         self,
@@ -194,7 +193,7 @@ class FusedBackwardPrecision(Precision):
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
         """Clip unscaled gradients; refused for an optimizer that unscales them itself."""
-        self._settled().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        self._known_stock().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def state_dict(self) -> dict[str, Any]:
         return self._stock.state_dict() if self._stock is not None else self._saved_scaler
@@ -211,7 +210,7 @@ class FusedBackwardPrecision(Precision):
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Take the step, or skip it and say why where a gradient is not finite."""
-        stock = self._settled()
+        stock = self._known_stock()
         scaler = self.scaler
         if scaler is None or not isinstance(optimizer, Optimizer):
             return stock.optimizer_step(optimizer, model=model, closure=closure, **kwargs)

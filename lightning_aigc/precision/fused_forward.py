@@ -1,4 +1,4 @@
-"""How a fused forward stands on its module: what was chosen for it, and when the class's own runs in its place."""
+"""The wrapper of a fused forward: the choices for its module, and the fallback to the class's own forward."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fused_or_own(fused: Callable[..., Any]) -> Callable[..., Any]:
     """A forward that is `fused` where that serves the call, the class's own where it raises CannotSwapError first.
 
     Without gradients the class's own runs: pictures sampled in training are those that any other program samples. So it
-    does once the swap is undone, for somebody's wrapper that still calls this one.
+    does once the swap is undone, for a wrapper that still calls this forward.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

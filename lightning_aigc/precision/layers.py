@@ -1,4 +1,4 @@
-"""What a fused op may take a layer for: plain linear, convolution and norm layers, with one peft LoRA or none.
+"""Read the parameters of layers that fused ops can serve: plain linear, convolution and norm layers, peft's LoRA.
 
 Nothing here imports peft or diffusers: classes are recognised by their dotted name, exactly, so that a subclass with a
 forward of its own is never taken for its parent.
@@ -6,16 +6,16 @@ forward of its own is never taken for its parent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_aigc_kernels.linear_with_lora import Projection
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels import Norm, Projection
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"
 INSTALLED = "_fused_forward"
-"""Where a swapped module keeps the forward that was put on it, to tell it from one that somebody else put there."""
+"""Where a swapped module keeps the forward that was put on it, to tell it from other replacements."""
 
 
 class CannotSwapError(Exception):
@@ -116,3 +116,8 @@ def check_silu(module: nn.Module) -> None:
     refuse_hooks(module)
     if type(module) is not nn.SiLU:
         raise CannotSwapError(f"activation {class_path(module)}")
+
+
+def tensors_of(layers: Sequence[Projection], norm: Norm) -> list[Tensor | None]:
+    """Return the tensors whose dtypes must be the input's."""
+    return [t for layer in layers for t in layer.tensors] + [norm.weight, norm.bias]

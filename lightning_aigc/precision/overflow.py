@@ -1,4 +1,4 @@
-"""What is said about steps that a dynamic loss scale skipped: where it began, the scale, and what to do."""
+"""Report steps that a dynamic loss scale skipped: the module that overflowed, the scale, and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_
 
 
 class SkippedSteps:
-    """Counts skipped steps and says one line about each.
+    """Counts skipped steps and logs a line about each.
 
     Args:
         forward_context: The autocast that a training step runs in.
@@ -36,25 +36,25 @@ class SkippedSteps:
         """Random states at the start of the last training step; None if it cannot be run again."""
         self._in_a_row = 0
         self._known_scale: float | None = None
-        self._scale_on_its_way: tuple[Tensor, Any] | None = None
+        self._scale_copy: tuple[Tensor, Any] | None = None
 
     def note_step_taken(self) -> None:
-        """A step was not skipped."""
+        """Note that a step was taken, which ends a row of skipped ones."""
         self._in_a_row = 0
 
-    def forget(self) -> None:
-        """The run is over."""
+    def reset(self) -> None:
+        """Drop what belongs to a run that has ended."""
         self._in_a_row = 0
         self.step_states = None
-        self._scale_on_its_way = None
+        self._scale_copy = None
 
     def report(self, model: LightningModule, closure: Callable[[], Any], scaler: torch.amp.GradScaler) -> None:
-        """Say where the step that was just skipped went wrong. Every rank must call it, and one of them speaks."""
+        """Log where the step that was just skipped went wrong. Every rank must call it; a single rank logs."""
         self._in_a_row += 1
         after = scaler.get_scale()
         before = after / scaler.get_backoff_factor()
-        found, reason = self._look_for(model, closure, before)
-        if not _speaks(model, found is not None):
+        found, reason = self._locate(model, closure, before)
+        if not _logs_here(model, found is not None):
             return
         line = (
             f"step {model.trainer.global_step + 1} skipped: {reason}; the weights stay as they were, the loss scale"
@@ -67,20 +67,20 @@ class SkippedSteps:
         _log.info(line)
 
     def look_at_scale(self, model: LightningModule, scaler: torch.amp.GradScaler) -> None:
-        """For fused optimizers, which skip on the device: the scale is copied from there, and read when it has come."""
+        """Compare the loss scale without waiting for the device, for fused optimizers, which skip steps there."""
         scale = scaler._scale
         if scale is None:
             return
         if scale.device.type == "cpu":
             self._compare(model, scaler, scale.item())
             return
-        if self._scale_on_its_way is not None:
-            copy, arrived = self._scale_on_its_way
+        if self._scale_copy is not None:
+            copy, arrived = self._scale_copy
             if not arrived.query():
                 return
             self._compare(model, scaler, copy.item())
         arrived = torch.get_device_module(scale.device).Event()
-        self._scale_on_its_way = scale.to("cpu", non_blocking=True), arrived
+        self._scale_copy = scale.to("cpu", non_blocking=True), arrived
         arrived.record()
 
     def _compare(self, model: LightningModule, scaler: torch.amp.GradScaler, scale: float) -> None:
@@ -92,10 +92,8 @@ class SkippedSteps:
                 " skipped because a gradient was not finite; to see which module, use an optimizer with fused=False"
             )
 
-    def _look_for(
-        self, model: LightningModule, closure: Callable[[], Any], scale: float
-    ) -> tuple[NonFinite | None, str]:
-        """Run the step again to see where it happened, and the sentence that says it."""
+    def _locate(self, model: LightningModule, closure: Callable[[], Any], scale: float) -> tuple[NonFinite | None, str]:
+        """Run the step again; return where it overflowed and the sentence that says so."""
         arguments, states = step_arguments(closure), self.step_states
         if arguments is not None and states is not None:
 
@@ -118,8 +116,8 @@ class SkippedSteps:
         return None, sentence + (", since an earlier one of the accumulated batches" if earlier else "")
 
 
-def _speaks(model: LightningModule, has_found: bool) -> bool:
-    """Whether this rank writes the line: the first that found the module, else rank zero. Every rank must ask."""
+def _logs_here(model: LightningModule, has_found: bool) -> bool:
+    """Return whether this rank logs: the first that found the module, else rank zero. A collective."""
     rank, ranks = model.trainer.global_rank, model.trainer.world_size
     if ranks == 1 or not dist.is_initialized():
         return rank == 0

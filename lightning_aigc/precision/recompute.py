@@ -1,8 +1,7 @@
 """Blocks that keep their inputs alone and run again in backward, without what backward does not read.
 
-torch.utils.checkpoint runs the block again; two things make the second run cheaper than the first. A long attention's
-output, small beside its cost, is kept and handed to the second run. And a block's last products are skipped there:
-backward reads only what went into them.
+torch.utils.checkpoint runs the block again. Two things make the second run cheaper: a long attention's output, small
+beside its cost, is kept and reused, and a block's last products are skipped, as backward reads only their inputs.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from lightning_aigc_kernels.lora_attention import KnownAttention
+from lightning_aigc_kernels import KnownAttention
 
 LONG_ATTENTION_TOKENS = 512
 """From here on an attention's output is kept: with T tokens it holds one number for every 2 T products it took."""
 
 
 class _Run:
-    """One block's first run or a repetition: a context, entered anew for each repetition."""
+    """A block's first run or a repetition: a context, entered for each repetition."""
 
     def __init__(self, kept: list[KnownAttention], repeating: bool) -> None:
         self.kept, self.repeating = kept, repeating
@@ -66,13 +65,13 @@ def run_again_in_backward(module: nn.Module, block: Callable[..., Tensor], *inpu
         use_reentrant=False,
         context_fn=contexts,
         determinism_check="none",
-        preserve_rng_state=_draws(module),
+        preserve_rng_state=_has_active_dropout(module),
     )
     return result
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether a dropout of this block, one of a LoRA on a convolution say, is active now."""
+def _has_active_dropout(module: nn.Module) -> bool:
+    """Return whether a dropout in this block is active now, that of a LoRA on a convolution for example."""
     return any(isinstance(layer, _DropoutNd) and layer.training and layer.p > 0 for layer in module.modules())
 
 
@@ -81,14 +80,14 @@ def repeating() -> bool:
     return not torch.compiler.is_compiling() and _current.run is not None and _current.run.repeating
 
 
-def nobody_reads(*modules: nn.Module) -> None:
-    """Declare, inside a block that runs again, that nothing keeps what these modules give: they need not compute it."""
+def mark_unread(*modules: nn.Module) -> None:
+    """Declare, inside a block that runs again, that backward reads no output of these modules: they may skip it."""
     if repeating() and _current.run is not None:
         _current.run.unread.update(modules)
 
 
 def is_unread(module: nn.Module) -> bool:
-    """Whether this module runs again for a result that nothing keeps."""
+    """Return whether this module runs again and its output is not read."""
     return repeating() and _current.run is not None and module in _current.run.unread
 
 

@@ -1,8 +1,9 @@
-"""Run a training step a second time, as it was and without a trace, to look into it."""
+"""Run a training step a second time with the same inputs and random states, without side effects."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,20 +19,20 @@ from lightning_aigc.rng import RandomStates, random_states, restore_random_state
 
 
 class DrawnBatch(Iterator[Any]):
-    """Stands for a `dataloader_iter` when its step runs again: gives the batch that was drawn last, once.
+    """Replays the last batch of a `dataloader_iter`, once, for a step that runs again.
 
     Lightning's own iterator would give the next batch, which the training then never sees.
     """
 
     def __init__(self, fetcher: _DataLoaderIterDataFetcher) -> None:
         self.done, self.fetched, self.length = fetcher.done, fetcher.fetched, fetcher.length
-        self._drawn: tuple[Any, int, int] | None = (fetcher._batch, fetcher._batch_idx, fetcher._dataloader_idx)
+        self._batch: tuple[Any, int, int] | None = (fetcher._batch, fetcher._batch_idx, fetcher._dataloader_idx)
 
     def __next__(self) -> tuple[Any, int, int]:
-        drawn, self._drawn = self._drawn, None
-        if drawn is None:
+        batch, self._batch = self._batch, None
+        if batch is None:
             raise RuntimeError("training_step draws more than one batch from its dataloader_iter, and one is kept")
-        return drawn
+        return batch
 
 
 def step_arguments(closure: object) -> list[Any] | None:
@@ -39,8 +40,8 @@ def step_arguments(closure: object) -> list[Any] | None:
 
     Under manual optimization the closure is empty: such a step moves the weights itself and cannot run again.
     """
-    step = getattr(closure, "_step_fn", None) if isinstance(closure, Closure) else None
-    given = getattr(step, "args", ())
+    step = closure._step_fn if isinstance(closure, Closure) else None
+    given = step.args if isinstance(step, functools.partial) else ()
     if not given or not isinstance(given[0], dict):
         return None
     return [DrawnBatch(v.data_fetcher) if isinstance(v, _DataFetcherWrapper) else v for v in given[0].values()]
@@ -56,7 +57,7 @@ def arguments_for(model: LightningModule, batch: Any, batch_idx: int) -> list[An
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as `Type: the first line of what it says`."""
+    """Return an exception as `Type: first line of its message`."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
 
@@ -70,10 +71,10 @@ def loss_of(model: LightningModule, arguments: list[Any]) -> Tensor | None:
 
 @contextlib.contextmanager
 def without_trace(model: LightningModule, states: RandomStates) -> Iterator[None]:
-    """Within: the random states of then, and nothing is logged or compiled.
+    """Run a step from earlier random states without logging or compiling, and restore what it changed.
 
-    After: random states, buffers and torchmetrics as before. What `training_step` counts in attributes of its own is
-    counted twice.
+    Random states, buffers and torchmetrics are restored; what `training_step` counts in its own attributes is counted
+    twice.
     """
     now = random_states(states.device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -96,7 +97,7 @@ def without_trace(model: LightningModule, states: RandomStates) -> Iterator[None
 
 @contextlib.contextmanager
 def _muted(model: LightningModule) -> Iterator[None]:
-    """Within: `self.log` does nothing, or a mean over the epoch would hold this batch twice."""
+    """Turn off `self.log`: a mean over the epoch would hold this batch twice."""
     own: dict[str, Any] = {name: vars(model)[name] for name in ("log", "log_dict") if name in vars(model)}
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     vars(model).update(log=nothing, log_dict=nothing)

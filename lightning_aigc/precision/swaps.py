@@ -1,4 +1,4 @@
-"""Which modules get a fused forward, why the others keep theirs, and the way back.
+"""Swap fused forwards into a model's modules and back, and say which modules keep their own, and why.
 
 A swap sets `forward` on the module itself; parameters, buffers and state_dict keys stay what they were.
 """
@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision import convolution_blocks, transformer_blocks
+from lightning_aigc.precision import attention_blocks, convolution_blocks, feed_forward_blocks, transformer_blocks
 from lightning_aigc.precision.arguments import protection_within
+from lightning_aigc.precision.attention_blocks import ATTENTION
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Memory, choices_of, fused_or_own
 from lightning_aigc.precision.layers import INSTALLED, CannotSwapError, class_path
-from lightning_aigc.precision.transformer_blocks import ATTENTION
-from lightning_aigc_kernels.calling import KERNEL_DEVICES, why_no_kernel
+from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, why_no_kernel
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 RESNET = "diffusers.models.resnet.ResnetBlock2D"
@@ -85,20 +85,20 @@ TABLE: dict[str, Row] = {
         parts={"norm1": "attn1", "attn1": "attn1", "norm2": "attn2", "attn2": "attn2", "norm3": "ff", "ff": "ff"},
     ),
     ATTENTION: Row(
-        transformer_blocks.check_attention,
-        transformer_blocks.attention,
+        attention_blocks.check_attention,
+        attention_blocks.attention,
         lambda module: 1 / module.query_dim,
         6,
         {"balanced": 4, "lean": 2, "max": 2},
-        transformer_blocks.check_attention_now,
+        attention_blocks.check_attention_now,
     ),
     FEED_FORWARD: Row(
-        transformer_blocks.check_feed_forward,
-        transformer_blocks.feed_forward_block,
+        feed_forward_blocks.check_feed_forward,
+        feed_forward_blocks.feed_forward_block,
         lambda module: 1 / module.net[2].out_features,
         13,
         {"balanced": 9, "lean": 1, "max": 1},
-        transformer_blocks.feed_forward_layers,
+        feed_forward_blocks.feed_forward_layers,
     ),
     CONV2D: Row(
         convolution_blocks.check_frozen_conv,
@@ -134,8 +134,8 @@ class Swapped:
     """Where the ops will run, as far as known."""
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
 
-    def settle(self, device: torch.device) -> None:
-        """Say where the ops will run.
+    def set_device(self, device: torch.device) -> None:
+        """Set the device that the ops will run on.
 
         Raises: ConfigError when the swaps are strict and that device has kernels which cannot run.
         """
@@ -146,7 +146,7 @@ class Swapped:
     def restore(self) -> None:
         """Give the modules their own forwards back; harmless when done already.
 
-        A forward that somebody put over ours stays: ours, which it may call, is then the class's own.
+        A wrapper that was put over the fused forward stays; the forward that it calls is then the class's.
         """
         for module in self._modules:
             own = module.__dict__
@@ -197,7 +197,7 @@ def swap_forwards(
         be swapped and for a device whose kernels cannot run.
     """
     swapped = Swapped(memory, strict=strict)
-    swapped.settle(next((p.device for p in model.parameters()), swapped.device))
+    swapped.set_device(next((p.device for p in model.parameters()), swapped.device))
     if memory == "off":
         return swapped
     protected = _names_to_protect(model, protection_within(model, protect))
@@ -260,7 +260,7 @@ def _parts_of(module: nn.Module) -> set[nn.Module]:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
-    """Modules of the table, outermost first; trained convolutions are nobody's block and are passed over."""
+    """Modules of the table, outermost first; trained convolutions are passed over."""
     for name, module in named_modules(model):
         row = TABLE.get(class_path(module))
         if row is None:

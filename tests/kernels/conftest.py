@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":  # float64 is the reference's on every device, which warns once
-        config.addinivalue_line("filterwarnings", "ignore::lightning_aigc_kernels.calling.FallbackWarning")
+        config.addinivalue_line("filterwarnings", "ignore::lightning_aigc_kernels.dispatch.FallbackWarning")
 
 
 def installed(distribution: str) -> bool:

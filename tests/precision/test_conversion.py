@@ -49,7 +49,7 @@ class StandIn:
                 vars(layer).pop("forward", None)
             self.owner.restored += 1
 
-        def settle(self, device: torch.device) -> None:
+        def set_device(self, device: torch.device) -> None:
             self.device = device
 
         def summary(self) -> str:

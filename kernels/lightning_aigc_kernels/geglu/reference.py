@@ -12,6 +12,18 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
+def geglu(projected: Tensor) -> Tensor:
+    """value * gelu(gate) of [..., 2 D], with torch's own autograd."""
+    value, gate = projected.chunk(2, dim=-1)
+    return value * F.gelu(gate)
+
+
+def swiglu(projected: Tensor) -> Tensor:
+    """value * silu(gate) of [..., 2 D], with torch's own autograd."""
+    value, gate = projected.chunk(2, dim=-1)
+    return value * F.silu(gate)
+
+
 def forward(projected_R2D: Tensor, activation: str) -> Tensor:
     """value * act(gate), in the projection's dtype."""
     value_RD, gate_RD = projected_R2D.chunk(2, dim=-1)

@@ -1,17 +1,37 @@
-"""What the GroupNorm kernels read beside x: weight, bias, and the timestep's scale and shift."""
+"""What GroupNorm with SiLU reads beside x: weight, bias, and the timestep's scale and shift."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import KERNEL_DTYPES
+from lightning_aigc_kernels.dispatch import KERNEL_DTYPES
+
+
+class NormSiLU(NamedTuple):
+    """The tensors, as far as given, and the options of act(GroupNorm(x) * (1 + scale) + shift)."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    """[C], as the weight."""
+    scale: Tensor | None
+    shift: Tensor | None
+    """[N, C], as the scale."""
+    groups: int
+    eps: float
+    silu: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Weight, bias, scale and shift."""
+        return self.weight, self.bias, self.scale, self.shift
 
 
 @dataclass(frozen=True)
 class Affine:
-    """All of it; what was not given is ones and zeros, and nobody reads its gradient."""
+    """The tensors as the kernels read them: what was not given is ones and zeros, and its gradient is not read."""
 
     weight: Tensor
     bias: Tensor
@@ -26,7 +46,7 @@ class Affine:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """From one sample's scale, and shift, to the next one's."""
+        """Elements between two samples' scales, and between their shifts."""
         return tuple(tensor.stride(0) for tensor in self.modulation) or (0, 0)
 
 
@@ -49,5 +69,5 @@ def affine_of(
 
 
 def _rows(of_samples_NC: Tensor) -> Tensor:
-    """With a sample's channels next to each other; a half of a wider tensor is as good as a whole one."""
+    """Return it with a sample's channels next to each other; a half of a wider tensor has them so too."""
     return of_samples_NC if of_samples_NC.stride(1) == 1 else of_samples_NC.contiguous()

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_aigc_kernels.bit_bisection import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.group_norm_silu import split
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
 from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope_and_offset
+from lightning_aigc_kernels.kth_magnitude import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
 # 960 programs divide evenly among 40 and 48 vector cores; the interpreter's row makes small tensors loop in every loop.
@@ -367,7 +367,7 @@ def _case(
     pointers = dict.fromkeys(("dy_ptr", "x_ptr", "dx_ptr", "y_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("mean_ptr", "rstd_ptr", "weight_grad_ptr", "bias_grad_ptr"), "*fp32")
     pointers |= dict.fromkeys(("weight_ptr", "bias_ptr"), f"*{affine}")
-    # Without modulation these point at the weight, the bias and the mean, and nobody follows them.
+    # Without modulation these point at the weight, the bias and the mean, and are not followed.
     pointers |= dict.fromkeys(("scale_ptr", "shift_ptr"), f"*{dtype if modulated else affine}")
     pointers |= dict.fromkeys(("scale_grad_ptr", "shift_grad_ptr"), f"*{dtype if modulated else 'fp32'}")
     tiles = {"BLOCK": tile, "BLOCK_K": block_k, "BLOCK_P": block_p}

@@ -12,49 +12,51 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
 from lightning_aigc_kernels.keep_largest.reference import keep_largest
 from lightning_aigc_kernels.normalization import affine_beside
 
 aten = torch.ops.aten
 
 
-def forward(
+def group_norm_silu(
     x: Tensor,
-    weight_C: Tensor | None,
-    bias_C: Tensor | None,
-    scale_NC: Tensor | None,
-    shift_NC: Tensor | None,
-    groups: int,
-    eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:
+    """silu(group_norm(x) * (1 + scale) + shift), with torch's own autograd."""
+    y = F.group_norm(x, num_groups, weight, bias, eps)
+    pixels = (1,) * (x.dim() - 2)
+    if scale is not None:
+        y = y * (1 + scale.view(*scale.shape, *pixels))
+    if shift is not None:
+        y = y + shift.view(*shift.shape, *pixels)
+    return F.silu(y) if silu else y
+
+
+def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
     """act(GroupNorm(x) * (1 + scale) + shift), mean_NG and rstd_NG."""
-    normalized, mean_NG, rstd_NG = _normalize(x, weight_C, bias_C, groups, eps)
-    y = _modulate(normalized, scale_NC, shift_NC)
-    return (F.silu(y, inplace=True) if silu else y), mean_NG, rstd_NG
+    normalized, mean_NG, rstd_NG = _normalize(x, norm)
+    y = _modulate(normalized, norm.scale, norm.shift)
+    return (F.silu(y, inplace=True) if norm.silu else y), mean_NG, rstd_NG
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    mean_NG: Tensor,
-    rstd_NG: Tensor,
-    weight_C: Tensor | None,
-    bias_C: Tensor | None,
-    scale_NC: Tensor | None,
-    shift_NC: Tensor | None,
-    groups: int,
-    eps: float,
-    silu: bool,
-    need_affine: bool,
-    density: float,
+    dy: Tensor, x: Tensor, mean_NG: Tensor, rstd_NG: Tensor, norm: NormSiLU, need_affine: bool, density: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight, bias, scale and shift; with `need_affine` False the last four are None."""
+    weight_C, bias_C, scale_NC, shift_NC, groups, _, silu = norm
     need_scale = need_affine and scale_NC is not None
     x, dy = _dense(x), _dense(dy)
     gradient, dscale_NC, dshift_NC = dy, None, None
     if silu or need_scale:
-        normalized = _normalize(x, weight_C, bias_C, groups, eps)[0]
+        normalized = _normalize(x, norm)[0]
         if silu:
             activated = _modulate(normalized, scale_NC, shift_NC, may_overwrite=not need_scale)
             gradient = aten.silu_backward(dy.contiguous(memory_format=layout(activated)), activated)
@@ -80,14 +82,12 @@ def backward(
     return dx.contiguous(memory_format=layout(x)), dweight_C if mask[1] else None, dbias_C, dscale_NC, dshift_NC
 
 
-def _normalize(
-    x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _normalize(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
     x = _dense(x)
     samples, channels = x.shape[:2]
-    weight_C, bias_C = affine_beside(weight_C, x), affine_beside(bias_C, x)
+    weight_C, bias_C = affine_beside(norm.weight, x), affine_beside(norm.bias, x)
     y, mean_NG, rstd_NG = aten.native_group_norm(
-        x, weight_C, bias_C, samples, channels, math.prod(x.shape[2:]), groups, eps
+        x, weight_C, bias_C, samples, channels, math.prod(x.shape[2:]), norm.groups, norm.eps
     )
     return y, mean_NG, rstd_NG
 

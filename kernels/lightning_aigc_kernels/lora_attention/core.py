@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.calling import HALF_DTYPES, KERNEL_DEVICES, say_once
+from lightning_aigc_kernels.dispatch import HALF_DTYPES, KERNEL_DEVICES, warn_once
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
     if q_NHTD.numel() == 0 or k_NHSD.numel() == 0 or v_NHSD.shape[-1] != features:
         return "math"
     if device == "cpu":
-        # torch 2.13's takes a NaN query beside fewer keys than a vector register holds for a masked row, and hides it.
+        # With fewer keys than a vector register holds, torch 2.13's takes a NaN query for a masked row, and hides it.
         return "cpu_flash" if k_NHSD.shape[2] >= 16 else "math"
     half = q_NHTD.dtype in HALF_DTYPES
     if device == "cuda" and features % 8 == 0 and (half or q_NHTD.dtype == torch.float32):
@@ -108,7 +108,7 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
     if device == "npu" and half and hasattr(torch.ops.npu, "npu_fusion_attention"):
         return "npu"
     if device in KERNEL_DEVICES:
-        say_once("lora_attention", device, f"no fused attention takes {q_NHTD.dtype} with {features} features a head")
+        warn_once("lora_attention", device, f"no fused attention takes {q_NHTD.dtype} with {features} features a head")
     return "math"
 
 

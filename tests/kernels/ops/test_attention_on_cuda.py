@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_aigc_kernels.calling import FallbackWarning, say_once
+from lightning_aigc_kernels.dispatch import FallbackWarning, warn_once
 from lightning_aigc_kernels.lora_attention import core
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 
@@ -38,7 +38,7 @@ def test_cards_before_ampere_take_the_kernel_that_they_have(flash: bool, monkeyp
 
 @pytest.mark.filterwarnings("error")
 def test_attention_that_no_fused_kernel_takes_says_so_once() -> None:
-    say_once.cache_clear()
+    warn_once.cache_clear()
     with FakeTensorMode():
         q = torch.empty(2, 8, 64, 44, device="cuda", dtype=torch.float16)
         with pytest.warns(FallbackWarning, match="no fused attention takes torch.float16 with 44 features a head"):

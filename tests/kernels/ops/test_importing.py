@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import lightning_aigc_kernels
 
@@ -47,4 +48,10 @@ def test_every_op_imports_and_works_with_torch_alone() -> None:
     assert child.returncode == 0, child.stderr
 
 
-NEED_TRITON = {"__init__", "bit_bisection"}
+NEED_TRITON = {"__init__", "kth_magnitude"}
+
+
+def test_the_package_exports_each_op_and_not_the_folder_of_its_name() -> None:
+    exported = {name: getattr(lightning_aigc_kernels, name) for name in lightning_aigc_kernels.__all__}
+    assert not [name for name, what in exported.items() if isinstance(what, ModuleType)]
+    assert set(OPS) <= exported.keys()

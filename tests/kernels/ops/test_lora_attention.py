@@ -8,27 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fakes.op_contract import (
-    Case,
-    assert_can_be_changed_in_place,
-    assert_compiles,
-    assert_equals_autograd,
-    assert_honours_the_op_contract,
-    assert_no_worse_than_eager,
-    assert_passes_gradcheck,
-    assert_refuses_what_it_has_no_rules_for,
-    assert_right_without_gradients,
-    assert_shows_nan,
-    assert_takes_any_strides,
-    kept_numbers,
-    outcome,
-)
-from lightning_aigc_kernels import lora_attention as op
-from lightning_aigc_kernels.linear_with_lora import Projection
-from lightning_aigc_kernels.lora_attention import lora_attention
-from lightning_aigc_kernels.normalization import Norm
+from fakes import op_contract as contract
+from fakes.op_contract import Case, kept_numbers, outcome
+from lightning_aigc_kernels import Norm, Projection, lora_attention
+from lightning_aigc_kernels.lora_attention import passes, reference
 
 HEADS, EPS, RANK, FEATURES = 2, 1e-5, 3, 8
 SCALES = {"q": 0.5, "k": 1.5, "v": 2.0, "out": 1.0}
@@ -77,22 +61,8 @@ def fused(x: Tensor, context: Tensor | None = None, normed: bool = True, **given
 
 
 def eager(x: Tensor, context: Tensor | None = None, normed: bool = True, **given: Any) -> Tensor:
-    h = F.layer_norm(x, x.shape[-1:], given.get("norm_weight"), given.get("norm_bias"), EPS) if normed else x
-
-    def linear(inputs: Tensor, layer: Projection) -> Tensor:
-        y = F.linear(inputs, layer.weight, layer.bias)
-        if layer.down is None or layer.up is None:
-            return y
-        return y + F.linear(F.linear(inputs, layer.down), layer.up) * layer.scale
-
-    def heads_first(rows: Tensor) -> Tensor:
-        return rows.view(*rows.shape[:2], HEADS, rows.shape[2] // HEADS).transpose(1, 2)
-
-    query, key, value, out = layers_of(given)
-    source = h if context is None else context
-    qkv = [heads_first(linear(inputs, layer)) for inputs, layer in ((h, query), (source, key), (source, value))]
-    o = F.scaled_dot_product_attention(*qkv)
-    return linear(o.transpose(1, 2).flatten(2), out)
+    norm = Norm(given.get("norm_weight"), given.get("norm_bias"), EPS, normed)
+    return reference.lora_attention(x, context, norm, *layers_of(given), HEADS)
 
 
 def case(
@@ -133,7 +103,7 @@ def call_with_known(given: Case) -> tuple[Any, Any]:
 def test_output_and_gradients_equal_autograd(trained: str, keeps: int, cross: bool) -> None:
     if trained == "context" and not cross:
         trained = "lora alone"
-    assert_equals_autograd(case(trained, cross, op_only={"keeps": keeps}))
+    contract.assert_equals_autograd(case(trained, cross, op_only={"keeps": keeps}))
 
 
 @kinds
@@ -144,23 +114,23 @@ def test_output_and_gradients_equal_autograd(trained: str, keeps: int, cross: bo
     ids=["no LoRA", "none on q", "none on k", "no bias", "bias of out", "no affine", "no norm bias"],
 )
 def test_absent_parameters_are_left_out(absent: tuple[str, ...], trained: str, cross: bool) -> None:
-    assert_equals_autograd(case(trained, cross, absent))
+    contract.assert_equals_autograd(case(trained, cross, absent))
 
 
 @kinds
 def test_an_attention_without_norm_takes_its_input_as_it_is(cross: bool) -> None:
-    assert_equals_autograd(case("all", cross, NORM, normed=False))
+    contract.assert_equals_autograd(case("all", cross, NORM, normed=False))
 
 
 @kinds
 def test_finite_differences_agree(cross: bool) -> None:
-    assert_passes_gradcheck(case("all", cross))
+    contract.assert_passes_gradcheck(case("all", cross))
 
 
 @kinds
 @kept
 def test_it_honours_the_op_contract(keeps: int, cross: bool) -> None:
-    assert_honours_the_op_contract(case("lora", cross, op_only={"keeps": keeps}), OPS)
+    contract.assert_honours_the_op_contract(case("lora", cross, op_only={"keeps": keeps}), OPS)
 
 
 RATIO = 1.5  # measured: 1.23
@@ -170,12 +140,16 @@ RATIO = 1.5  # measured: 1.23
 @kept
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_no_worse_than_eager(dtype: torch.dtype, keeps: int, cross: bool) -> None:
-    assert_no_worse_than_eager(lambda: case("all", cross, samples=4, tokens=33, op_only={"keeps": keeps}), dtype, RATIO)
+    contract.assert_no_worse_than_eager(
+        lambda: case("all", cross, samples=4, tokens=33, op_only={"keeps": keeps}), dtype, RATIO
+    )
 
 
 @kinds
 def test_under_autocast_it_is_no_worse_than_eager(cross: bool) -> None:
-    assert_no_worse_than_eager(lambda: case("all", cross, samples=4, tokens=33), torch.float32, RATIO, torch.bfloat16)
+    contract.assert_no_worse_than_eager(
+        lambda: case("all", cross, samples=4, tokens=33), torch.float32, RATIO, torch.bfloat16
+    )
 
 
 def test_it_keeps_its_input_and_the_attention_output() -> None:
@@ -215,7 +189,7 @@ def test_a_known_attention_is_not_computed_again(keeps: int, cross: bool, monkey
     def attend(*_: Tensor) -> None:
         raise AssertionError("the attention was computed again")
 
-    monkeypatch.setattr(op, "attend", attend)
+    monkeypatch.setattr(passes, "attend", attend)
     assert call(known=known)[1] is known
     again = outcome(given, partial(given.fused, known=known))
     assert all(torch.equal(again[name], expected) for name, expected in whole.items())
@@ -223,30 +197,30 @@ def test_a_known_attention_is_not_computed_again(keeps: int, cross: bool, monkey
 
 @kinds
 def test_any_strides_give_the_same(cross: bool) -> None:
-    assert_takes_any_strides(case("all", cross))
+    contract.assert_takes_any_strides(case("all", cross))
 
 
 @kinds
 @kept
 @pytest.mark.parametrize(("samples", "tokens"), [(0, 5), (2, 0)], ids=["no samples", "no tokens"])
 def test_an_empty_batch_gives_empty_results(samples: int, tokens: int, keeps: int, cross: bool) -> None:
-    assert_equals_autograd(case("all", cross, samples=samples, tokens=tokens, op_only={"keeps": keeps}))
+    contract.assert_equals_autograd(case("all", cross, samples=samples, tokens=tokens, op_only={"keeps": keeps}))
 
 
 def test_a_context_without_tokens_gives_what_torch_gives() -> None:
     given = case("all", True)
     given.tensors["context"] = torch.randn(2, 0, 6, dtype=torch.float64)
-    assert_equals_autograd(given)
+    contract.assert_equals_autograd(given)
 
 
 @kinds
 @pytest.mark.parametrize("density", [1.0, 0.3])
 def test_nan_comes_out(density: float, cross: bool) -> None:
     given = case("lora", cross, op_only={"gradient_density": density})
-    assert_shows_nan(given, "x", (1, 2, 3))
-    assert_shows_nan(given, "up_q", (1, 1))
+    contract.assert_shows_nan(given, "x", (1, 2, 3))
+    contract.assert_shows_nan(given, "up_q", (1, 1))
     if cross:
-        assert_shows_nan(given, "context", (0, 1, 1))
+        contract.assert_shows_nan(given, "context", (0, 1, 1))
 
 
 @kinds
@@ -262,26 +236,26 @@ def test_below_density_1_the_gradients_of_q_k_and_v_are_thinned_and_nothing_else
 @kept
 def test_what_it_gives_can_be_changed_in_place(keeps: int, cross: bool) -> None:
     given = case("all", cross, op_only={"keeps": keeps})
-    assert_can_be_changed_in_place(given)
+    contract.assert_can_be_changed_in_place(given)
     if keeps:
         *_, known = call_with_known(given)
-        assert_can_be_changed_in_place(
+        contract.assert_can_be_changed_in_place(
             Case(partial(given.fused, known=known), given.eager, given.tensors, given.trained)
         )
 
 
 def test_it_works_without_gradients() -> None:
-    assert_right_without_gradients(case())
+    contract.assert_right_without_gradients(case())
 
 
 @kinds
 def test_it_refuses_what_it_has_no_rules_for(cross: bool) -> None:
-    assert_refuses_what_it_has_no_rules_for(case("all", cross), "lora_attention")
+    contract.assert_refuses_what_it_has_no_rules_for(case("all", cross), "lora_attention")
 
 
 @kinds
 def test_it_compiles(cross: bool) -> None:
-    assert_compiles(case("lora", cross))
+    contract.assert_compiles(case("lora", cross))
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -306,4 +280,4 @@ def test_values_may_be_wider_than_queries() -> None:
     given = case("frozen", absent=LORA)
     for name, size in {"weight_v": (12, 8), "bias_v": (12,), "weight_out": (11, 12)}.items():
         given.tensors[name] = torch.randn(size, dtype=torch.float64)
-    assert_equals_autograd(given)
+    contract.assert_equals_autograd(given)

@@ -1,4 +1,4 @@
-"""What every op asks at its door: who computes, in what dtype, and what is refused."""
+"""Dispatch: which implementation computes, in which dtype, and which calls are refused."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_aigc_kernels import calling
-from lightning_aigc_kernels.calling import (
+from lightning_aigc_kernels import dispatch, geglu
+from lightning_aigc_kernels.custom_op import no_second_derivative
+from lightning_aigc_kernels.dispatch import (
     FallbackWarning,
     backward_dtype,
     check_density,
     compute_dtype,
     kernel_for,
-    no_second_derivative,
     refuse_functorch,
     why_no_kernel,
     without_autocast,
     without_values,
 )
-from lightning_aigc_kernels.geglu import geglu
 
 
 def tensor_on(device: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -33,17 +32,17 @@ def tensor_on(device: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> Iterator[None]:
-    calling.say_once.cache_clear()
+    dispatch.warn_once.cache_clear()
     yield
-    calling.say_once.cache_clear()
+    dispatch.warn_once.cache_clear()
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Stands in for group_norm_silu/kernel.py, which needs Triton."""
     module = ModuleType("kernel")
-    monkeypatch.setattr(calling, "_kernel_module", lambda op: module)
-    monkeypatch.setattr(calling, "why_no_kernel", why_no_kernel.__wrapped__)
+    monkeypatch.setattr(dispatch, "_kernel_module", lambda op: module)
+    monkeypatch.setattr(dispatch, "why_no_kernel", why_no_kernel.__wrapped__)
     return module
 
 
@@ -74,8 +73,8 @@ def test_a_triton_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch)
     def broken(op: str) -> ModuleType:
         raise ImportError("no module named triton")
 
-    monkeypatch.setattr(calling, "_kernel_module", broken)
-    monkeypatch.setattr(calling, "why_no_kernel", why_no_kernel.__wrapped__)
+    monkeypatch.setattr(dispatch, "_kernel_module", broken)
+    monkeypatch.setattr(dispatch, "why_no_kernel", why_no_kernel.__wrapped__)
     with pytest.warns(FallbackWarning, match=r"Triton cannot be imported \(ImportError: no module named triton\)"):
         assert kernel_for("group_norm_silu", tensor_on("cuda")) is None
 

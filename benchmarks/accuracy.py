@@ -1,6 +1,6 @@
 """How far a U-Net's gradients are from float64 at each memory level, beside native autograd in the same dtype.
 
-    python kernels/benchmarks/accuracy.py [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
+    python benchmarks/accuracy.py [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
 
 The SD1.5 U-Net of unet_step.py in each precision's dtype, with other random weights and inputs for every seed; the
 truth is native autograd on the same weights and inputs in float64. `error` is the relative L2 error of all gradients
@@ -8,6 +8,7 @@ taken together, `worst_error` that of the worst parameter among those whose grad
 over native's error: the geometric mean over seeds, and their range. A ratio of one means that a level costs no
 accuracy; rounding is random, so ratios scatter about it. One JSON object a line goes to `--output`.
 """
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ import platform
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from unet_step import Variant, build, inputs_of
+from unet_variants import Variant, build, inputs_of
 
 PRECISIONS = {"bf16-true": torch.bfloat16, "32-true": torch.float32, "bf16-mixed": torch.float32}
 NEGLIGIBLE = 1e-4
@@ -32,7 +33,7 @@ NEGLIGIBLE = 1e-4
 
 
 def gradients(
-    unet: nn.Module, given: dict[str, object], target: Tensor, autocast: bool, kept: torch.dtype
+    unet: nn.Module, given: dict[str, Any], target: Tensor, autocast: bool, kept: torch.dtype
 ) -> dict[str, Tensor]:
     """Every trainable parameter's gradient of the mean squared distance to the target, moved to `kept` as it comes."""
     found: dict[str, Tensor] = {}
@@ -53,7 +54,7 @@ def gradients(
     return found
 
 
-def cast(given: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
+def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The inputs with their floating-point tensors in another dtype."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

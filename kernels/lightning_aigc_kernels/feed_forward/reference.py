@@ -1,0 +1,19 @@
+"""LayerNorm and a gated feed-forward in plain torch, with torch's own autograd."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_aigc_kernels.geglu import reference as gates
+from lightning_aigc_kernels.geglu.op import Activation
+from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.reference import layer_norm, linear_with_lora
+
+
+def feed_forward(
+    x: Tensor, norm: Norm, first: Projection, second: Projection, activation: Activation = "gelu"
+) -> Tensor:
+    """second(geglu(first(norm(x)))), without the residual."""
+    gated = gates.geglu if activation == "gelu" else gates.swiglu
+    return linear_with_lora(gated(linear_with_lora(layer_norm(x, norm), first)), second)

@@ -1,0 +1,189 @@
+"""GroupNorm, an optional timestep scale and shift, and SiLU as one op that keeps its input and the group statistics.
+
+Native autograd keeps the input, the normalised tensor and often the activated one. Here backward computes both again,
+element by element, and gives the gradients of the input and of the affine in one pass. The reference serves every
+device; Triton serves cuda and npu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc_kernels.custom_op import register_autograd
+from lightning_aigc_kernels.dispatch import (
+    HALF_DTYPES,
+    check_density,
+    compute_dtype,
+    kernel_for,
+    refuse_functorch,
+    without_autocast,
+)
+from lightning_aigc_kernels.group_norm_silu import reference
+from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU, affine_of
+from lightning_aigc_kernels.packing import empty_wanted
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    eps: float = 1e-5,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+    input_grad_density: float = 1.0,
+) -> Tensor:
+    """silu(group_norm(x) * (1 + scale) + shift), keeping x and the statistics of its groups for backward.
+
+    Args: x [N, C, ...]; weight and bias [C]; scale and shift [N, C], the timestep's; `silu=False` leaves the activation
+        out. An `input_grad_density` below 1 passes on only that share of the input's gradient, the largest magnitudes
+        of each sample's group: lossy, off by default.
+    Returns: x's shape, in autocast's dtype where autocast is on, else in x's.
+    Raises: ValueError when the groups do not divide the channels or a shape does not fit; RuntimeError under
+        torch.func.
+    """
+    refuse_functorch("group_norm_silu")
+    check(x, weight, bias, num_groups, scale, shift)
+    check_density(input_grad_density, "input_grad_density")
+    dtype = compute_dtype(x)
+    with without_autocast(x):
+        y: Tensor = _call(x, weight, bias, scale, shift, num_groups, eps, silu, input_grad_density)[0]
+    return y.to(dtype)
+
+
+def check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, scale: Tensor | None, shift: Tensor | None
+) -> None:
+    """Raises: ValueError for shapes that GroupNorm cannot take."""
+    if x.dim() < 2:
+        raise ValueError(f"group_norm_silu wants x [N, C, ...], got {tuple(x.shape)}")
+    samples, channels = x.shape[:2]
+    if groups < 1 or channels % groups:
+        raise ValueError(f"num_groups must divide the channels: got {groups} groups for {channels} channels")
+    if weight is None and bias is not None:
+        raise ValueError("group_norm_silu wants a weight where there is a bias, got a bias alone; use a weight of ones")
+    for name, tensor, shape in (
+        ("weight", weight, (channels,)),
+        ("bias", bias, (channels,)),
+        ("scale", scale, (samples, channels)),
+        ("shift", shift, (samples, channels)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} must be {shape} for x {tuple(x.shape)}, got {tuple(tensor.shape)}")
+
+
+@torch.library.custom_op("lightning_aigc::group_norm_silu", mutates_args=())
+def _op(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    density: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(x, NormSiLU(weight, bias, scale, shift, groups, eps, silu))
+
+
+def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, mean_NG and rstd_NG from the device's fastest implementation; for larger ops, without autograd."""
+    kernel = kernel_for("group_norm_silu", x)
+    if kernel is None:
+        return reference.forward(x, norm)
+    y, mean_NG, rstd_NG = kernel.forward(x.contiguous(), affine_of(x, *norm.tensors), norm.groups, norm.eps, norm.silu)
+    return y, mean_NG, rstd_NG
+
+
+def backward(
+    dy: Tensor, x: Tensor, mean_NG: Tensor, rstd_NG: Tensor, norm: NormSiLU, need_affine: bool, density: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias, scale and shift; with `need_affine` False the last four are None."""
+    dy = dy.to(x.dtype)
+    kernel = kernel_for("group_norm_silu", x)
+    if kernel is None:
+        return reference.backward(dy, x, mean_NG, rstd_NG, norm, need_affine, density)
+    affine = affine_of(x, *norm.tensors)
+    dx, *grads = kernel.backward(
+        dy.contiguous(), x.contiguous(), mean_NG, rstd_NG, affine, norm.groups, norm.silu, need_affine, density
+    )
+    dweight, dbias, dscale, dshift = (
+        None if of is None else grad for grad, of in zip(grads, norm.tensors, strict=True)
+    )
+    return dx, dweight, dbias, dscale, dshift
+
+
+@_op.register_fake
+def _(x, weight, bias, scale, shift, groups, eps, silu, density):  # type: ignore[no-untyped-def]
+    statistics = x.new_empty((x.shape[0], groups), dtype=statistics_dtype(x, weight))
+    return made_like(x), statistics, torch.empty_like(statistics)
+
+
+def made_like(x: Tensor) -> Tensor:
+    """An empty tensor as `forward` makes y and `backward` dx of x, strides included."""
+    layout = reference.layout(x) if kernel_for("group_norm_silu", x) is None else torch.contiguous_format
+    return torch.empty_like(x, memory_format=layout)
+
+
+def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """The dtype that `forward` gives mean and rstd in."""
+    half = x.dtype in HALF_DTYPES
+    if kernel_for("group_norm_silu", x) is None and (x.device.type != "cpu" or weight is None):
+        return torch.float32 if x.device.type == "cuda" and half else x.dtype
+    return torch.float32 if half else x.dtype
+
+
+@torch.library.custom_op("lightning_aigc::group_norm_silu_backward", mutates_args=())
+def _backward_op(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    groups: int,
+    eps: float,
+    silu: bool,
+    need_affine: bool,
+    density: float,
+) -> list[Tensor]:
+    """dx, and with `need_affine` the gradients of those of weight, bias, scale and shift that were given."""
+    norm = NormSiLU(weight, bias, scale, shift, groups, eps, silu)
+    dx, *gradients = backward(dy, x, mean, rstd, norm, need_affine, density)
+    pairs = zip(gradients, norm.tensors, strict=True)
+    return [dx, *(g.to(p.dtype) for g, p in pairs if g is not None and p is not None)]
+
+
+@_backward_op.register_fake
+def _(dy, x, mean, rstd, weight, bias, scale, shift, groups, eps, silu, need_affine, density):  # type: ignore[no-untyped-def]
+    return [made_like(x), *empty_wanted((weight, bias, scale, shift), (need_affine,) * 4)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, scale, shift, *ctx.options = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(x, mean, rstd, weight, bias, scale, shift)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 9
+    x, mean, rstd, *parameters = ctx.saved_tensors
+    groups, eps, silu, density = ctx.options
+    need_affine = any(ctx.needs_input_grad[1:5])
+    grads = iter(_call_backward(dy, x, mean, rstd, *parameters, groups, eps, silu, need_affine, density))
+    dx = next(grads)
+    dparameters = (None if p is None or not need_affine else next(grads) for p in parameters)
+    return dx, *dparameters, None, None, None, None
+
+
+_call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)

@@ -1,0 +1,71 @@
+"""Optional parameters of an op as lists that a schema can carry, and their gradients back.
+
+torch.library tracks gradients through `Tensor[]` but not through `Tensor?[]` (torch 2.13): so a list of the parameters
+that are there travels beside a list of booleans, one for each that could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.normalization import Norm
+
+
+def pack(tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[bool]]:
+    """Split optional tensors into those that are there and where they stand."""
+    tensors = list(tensors)
+    return [t for t in tensors if t is not None], [t is not None for t in tensors]
+
+
+def unpack(packed: Sequence[Any], given: Sequence[bool], absent: Any = None) -> list[Any]:
+    """Put packed values, or what belongs to them, back in their places, and `absent` in the others."""
+    if len(packed) == len(given):
+        return list(packed)
+    values = iter(packed)
+    return [next(values) if is_given else absent for is_given in given]
+
+
+def pack_layers(norm: Norm, layers: Sequence[Projection]) -> tuple[list[Tensor], list[bool], list[float]]:
+    """Pack the tensors of a norm and of linear layers; the layers' LoRA scales go apart."""
+    tensors = [norm.weight, norm.bias]
+    for layer in layers:
+        tensors += layer.tensors
+    return *pack(tensors), [layer.scale for layer in layers]
+
+
+def unpack_layers(
+    parameters: Sequence[Tensor], given: Sequence[bool], normed: bool, eps: float, scales: Sequence[float]
+) -> tuple[Norm, list[Projection]]:
+    """Undo `pack_layers`."""
+    norm_weight, norm_bias, *tensors = unpack(parameters, given)
+    layers = []
+    for i, scale in enumerate(scales):
+        weight, bias, down, up = tensors[4 * i : 4 * i + 4]
+        layers.append(Projection(weight, bias, down, up, scale))
+    return Norm(norm_weight, norm_bias, eps, normed), layers
+
+
+def wanted(
+    gradients: Iterable[Tensor | None], parameters: Iterable[Tensor | None], needs: Iterable[bool]
+) -> list[Tensor]:
+    """Return the gradients that are needed, each in its parameter's dtype."""
+    return [
+        gradient.to(parameter.dtype)
+        for gradient, parameter, need in zip(gradients, parameters, needs, strict=True)
+        if need and gradient is not None and parameter is not None
+    ]
+
+
+def empty_wanted(parameters: Iterable[Tensor | None], needs: Iterable[bool]) -> list[Tensor]:
+    """Return empty tensors as `wanted` gives them, for a fake kernel."""
+    pairs = zip(parameters, needs, strict=True)
+    return [parameter.new_empty(parameter.shape) for parameter, need in pairs if need and parameter is not None]
+
+
+def spread(gradients: Iterator[Tensor], needs: Iterable[bool]) -> list[Tensor | None]:
+    """Put the next of the needed gradients in their places, None in the others."""
+    return [next(gradients) if need else None for need in needs]
