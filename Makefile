@@ -9,14 +9,17 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
 
+# Processes of pytest: one a core; `make test PARALLEL=` runs them in one.
+PARALLEL ?= -n auto --dist worksteal
+
 .PHONY: demo test test-long test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
 	embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
 
-test: $(READY)  ## every test that needs no accelerator, but for the long ones
-	$(BIN)/python -m pytest -q -m "not long and not table"
+test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
+	$(BIN)/python -m pytest -q -m "not long and not table" $(PARALLEL)
 
 test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes
 	$(BIN)/python -m pytest -q -m long
@@ -36,7 +39,7 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long and not table" $(addprefix tests/,precision diffusion checkpoint strategies callbacks)
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table" $(PARALLEL) $(addprefix tests/,precision diffusion checkpoint strategies callbacks)
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes

@@ -47,7 +47,7 @@ class Remedies:
         scheduled = max((float(group.get("lr", 0)) for group in groups), default=None)
         configured = max((float(group.get("initial_lr", group.get("lr", 0))) for group in groups), default=None)
         return cls(
-            model_keys=frozenset(inspect.signature(type(model).__init__).parameters),
+            model_keys=frozenset(inspect.signature(type(model)).parameters),
             precision_key="trainer.plugins.init_args.precision" if own else "trainer.precision",
             precision=str(trainer.precision),
             rate=held.configured if held is not None else configured,
