@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import warnings
 from bisect import bisect_right
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_aigc.devices import accelerator_module
@@ -156,8 +157,7 @@ class DeferredCopies:
             groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
             states = [list(optimizer.state.values()) for optimizer in trainer.optimizers]
             module = trainer.lightning_module
-            keys = module.deferred_snapshot_keys if isinstance(module, HasDeferredSnapshotKeys) else ()
-            also = [checkpoint.get(key) for key in keys]
+            also = [checkpoint.get(key) for key in _deferred_keys(module)]
             self._add([groups, states, also])
 
     def _add(self, value: Any) -> None:
@@ -175,6 +175,14 @@ class DeferredCopies:
     def were_written(self) -> bool:
         """Whether any of them was written in place since."""
         return any(tensor._version != version for tensor, version in self._found.values())
+
+
+def _deferred_keys(module: LightningModule) -> Sequence[str]:
+    former: Sequence[str] | None = getattr(module, "late_snapshot_keys", None)
+    if former is not None:
+        warnings.warn("late_snapshot_keys is now deferred_snapshot_keys", FutureWarning, stacklevel=2)
+        return former
+    return module.deferred_snapshot_keys if isinstance(module, HasDeferredSnapshotKeys) else ()
 
 
 def lower_priority() -> None:

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_aigc.precision.non_finite import NonFinite, first_non_finite, non_finite_parameters
-from lightning_aigc.precision.replay import loss_of, one_line, step_arguments, without_trace
+from lightning_aigc.precision.non_finite import NonFinite, non_finite_parameters
+from lightning_aigc.precision.replay import find_non_finite, step_arguments
 from lightning_aigc.rng import RandomStates
 
 MANY_SKIPS = 5
@@ -96,16 +96,9 @@ class SkippedSteps:
         """Run the step again; return where it overflowed and the sentence that says so."""
         arguments, states = step_arguments(closure), self.step_states
         if arguments is not None and states is not None:
-
-            def loss() -> Tensor | None:
-                with self.forward_context(), torch.enable_grad():
-                    return loss_of(model, arguments)
-
-            try:
-                with without_trace(model, states):
-                    found = first_non_finite(model, loss, scale)
-            except Exception as error:  # a second run is a courtesy: it must not end the training
-                return None, f"a gradient is not finite (running the step again to see where: {one_line(error)})"
+            found, why_not = find_non_finite(model, arguments, states, scale, self.forward_context)
+            if why_not:
+                return None, f"a gradient is not finite (running the step again to see where: {why_not})"
             if found is not None:
                 return found, found.sentence()
         names = non_finite_parameters(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
 from lightning_aigc.rng import RandomStates, random_states, restore_random_states
 
 
@@ -67,6 +69,34 @@ def loss_of(model: LightningModule, arguments: list[Any]) -> Tensor | None:
     # Not through the strategy: DistributedDataParallel's forward would wait for the other ranks.
     output = model.training_step(*arguments)
     return ClosureResult.from_training_step_output(output, model.trainer.accumulate_grad_batches).closure_loss
+
+
+def find_non_finite(
+    model: LightningModule,
+    arguments: list[Any],
+    states: RandomStates,
+    scale: float,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+) -> tuple[NonFinite | None, str]:
+    """Run a training step again and watch its modules.
+
+    Args:
+        arguments: what `training_step` gets.
+        states: the random states to run it under.
+        scale: the loss scale.
+        forward_context: the precision plugin's context, such as autocast.
+    Returns: the first module that made a non-finite value, or None; and why the step could not run again, or "".
+    """
+
+    def loss() -> Tensor | None:
+        with forward_context(), torch.enable_grad():
+            return loss_of(model, arguments)
+
+    try:
+        with without_trace(model, states):
+            return first_non_finite(model, loss, scale), ""
+    except Exception as error:  # a second run is a courtesy: it must not end the training
+        return None, one_line(error)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from fakes.killed_trainings import KillAt, Net, Noisy, train
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import coordination, find_snapshots
-from lightning_aigc.checkpoint.staging import HostBuffer
+from lightning_aigc.checkpoint.staging import DeferredCopies, HostBuffer
 from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -599,6 +600,15 @@ class Averaging(Net):
 
     def flat(self) -> Tensor:
         return torch.cat([super().flat(), *[one.view(-1) for one in self.ema]])
+
+
+def test_the_former_name_of_the_deferred_keys_works_and_says_so() -> None:
+    module = Averaging()
+    module.late_snapshot_keys = ("ema",)  # type: ignore[attr-defined]
+    trainer: Any = SimpleNamespace(lightning_module=module, optimizers=[])
+    average = torch.ones(3)
+    with pytest.warns(FutureWarning, match="late_snapshot_keys is now deferred_snapshot_keys"):
+        assert list(DeferredCopies(trainer, {"ema": average}).addresses) == [average.data_ptr()]
 
 
 def test_an_average_that_only_the_step_writes_is_copied_beside_training_too(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
-from lightning_aigc.precision import FusedBackwardPrecision, overflow
+from lightning_aigc.precision import FusedBackwardPrecision, overflow, replay
 from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -197,7 +197,7 @@ def test_healthy_steps_are_not_run_again_and_have_no_hooks(monkeypatch: pytest.M
         raise AssertionError
 
     hooks: list[bool] = []
-    monkeypatch.setattr(overflow, "first_non_finite", refuse)
+    monkeypatch.setattr(replay, "first_non_finite", refuse)
     fit(off(), Regression(plain_layers()), make_batches(3), callbacks=[Watch()])
     assert hooks == [False] * 3
 

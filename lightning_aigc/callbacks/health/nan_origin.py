@@ -6,13 +6,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from torch import Tensor
 
-from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
-from lightning_aigc.precision.replay import DrawnBatch, arguments_for, loss_of, one_line, without_trace
+from lightning_aigc.precision.non_finite import NonFinite
+from lightning_aigc.precision.replay import DrawnBatch, arguments_for, find_non_finite
 from lightning_aigc.rng import RandomStates, have_host_states_changed, random_states, tensor_states
 
 KEPT_BATCHES = 8
@@ -81,18 +79,10 @@ class NanOrigin:
         if self._window_batches > len(self._kept) > 0:
             why_not = f"of the {self._window_batches} accumulated batches the last {len(self._kept)} are kept"
         for kept in self._kept:
-
-            def loss(kept: _KeptBatch = kept) -> Tensor | None:
-                arguments = [kept.fetched] if kept.fetched else arguments_for(model, kept.batch, kept.batch_idx)
-                with trainer.precision_plugin.forward_context(), torch.enable_grad():
-                    return loss_of(model, arguments)
-
-            try:
-                with without_trace(model, kept.states):
-                    found = first_non_finite(model, loss, scale)
-            except Exception as error:  # a second run is a courtesy: it must not end the training
-                why_not = one_line(error)
-                continue
+            arguments = [kept.fetched] if kept.fetched else arguments_for(model, kept.batch, kept.batch_idx)
+            context = trainer.precision_plugin.forward_context
+            found, reason = find_non_finite(model, arguments, kept.states, scale, context)
+            why_not = reason or why_not
             if found is not None:
                 return Replay(found)
         return Replay(why_not=why_not)
