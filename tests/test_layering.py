@@ -24,6 +24,14 @@ FLOORS_UPWARDS = [
     {"cli"},
     {"__main__"},
 ]
+KERNEL_FLOORS_UPWARDS = [
+    {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection"},
+    {"linear_with_lora", "normalization", "ascend"},
+    {"packing", "reference"},
+    {"geglu", "keep_largest", "frozen_conv2d"},
+    {"group_norm_silu", "lora_attention", "feed_forward"},
+    {"group_norm_silu_conv2d", "sparse_attention_backward"},
+]
 FLOORS = {room: number for number, rooms in enumerate(FLOORS_UPWARDS) for room in rooms}
 # The scripts that make the embedded model may use what they like; nobody but `embedded` is used by others.
 FOR_ALL = {"tiny.embedded"}
@@ -83,6 +91,20 @@ def test_the_cluster_is_described_without_torch(path: Path) -> None:
 def test_kernels_do_not_know_the_lightning_side(path: Path) -> None:
     above = {"lightning_aigc", "lightning", "pytorch_lightning", "diffusers", "transformers", "peft"}
     assert [name for name in imports_of(path) if name.split(".")[0] in above] == []
+
+
+KERNEL_FLOORS = {room: number for number, rooms in enumerate(KERNEL_FLOORS_UPWARDS) for room in rooms}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in KERNELS.rglob("*.py") if p != KERNELS / "__init__.py"),
+    ids=lambda p: f"{p.parent.name}.{p.stem}",
+)
+def test_ops_build_on_simpler_ops_only(path: Path) -> None:
+    here = path.relative_to(KERNELS).with_suffix("").parts[0]
+    others = {name.split(".")[1] for name in imports_of(path) if name.startswith(f"{KERNELS.name}.")} - {here}
+    assert {room for room in others if KERNEL_FLOORS[room] >= KERNEL_FLOORS[here]} == set()
 
 
 def test_importing_the_package_mends_torchvision_and_registers_names_only() -> None:
