@@ -32,6 +32,14 @@ class HasValidationPrompts(Protocol):
 
 
 @runtime_checkable
+class HasImageRemedies(Protocol):
+    """Says what to change when its pictures are broken, in its own config keys."""
+
+    image_remedies: Mapping[Any, str]
+    """By problem: `not finite`, `black`, `constant`."""
+
+
+@runtime_checkable
 class SavesLoRA(Protocol):
     """Writes its LoRA as one file."""
 

@@ -215,7 +215,7 @@ class CLIPConvergenceGuard(Callback):
             if self._first_images is None:
                 self._first_images = self._last_images
             pairs = self._pairs()
-            check_images(images, [f"step {check.step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
+            check_images(images, [f"step {check.step}, seed {seed}, {prompt!r}" for prompt, seed in pairs], pl_module)
             captions = [f"{score:.3f}\n{prompt}" for (prompt, _), score in zip(pairs, check.clip_t, strict=True)]
             self._show(trainer, draw_sheet(images, captions, self.num_images), f"step_{check.step:06d}")
             numbers = {f"guard/{name}": check.mean(name) for name in ("clip_t", "clip_i")}

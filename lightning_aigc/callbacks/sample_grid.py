@@ -139,7 +139,7 @@ class SampleGrid(Callback):
         step = trainer.global_step
         pairs = make_pairs(self._prompts, self.seeds)
         images_N3HW = sample_pairs(pl_module, pairs).cpu()
-        check_images(images_N3HW, [f"step {step}, seed {seed}, {prompt!r}" for prompt, seed in pairs])
+        check_images(images_N3HW, [f"step {step}, seed {seed}, {prompt!r}" for prompt, seed in pairs], pl_module)
         sheet = draw_sheet(images_N3HW, [f"seed {seed}\n{prompt}" for prompt, seed in pairs], self.columns)
         self._write(sheet, step)
         log_picture(trainer, "samples", sheet, step)

@@ -30,7 +30,7 @@ from lightning_aigc.diffusion.default_callbacks import RunSettings, default_call
 from lightning_aigc.diffusion.encoders import FrozenEncoders
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
-from lightning_aigc.diffusion.sampling import TimeLimit
+from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
 from lightning_aigc.errors import ModelError
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -79,6 +79,7 @@ class DiffusionModule(LightningModule):
         )
     )  # fmt: skip
     """Arguments that do not change a training's bits."""
+    image_remedies = IMAGE_REMEDIES
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show inherited arguments in the signature, as `--help` does."""

@@ -20,6 +20,16 @@ from lightning_aigc.evaluation_mode import evaluating
 LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four pictures of 512 px, one of 1024 px
 
 
+IMAGE_REMEDIES = {
+    "not finite": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; if it is float32 already, the "
+    "training diverged: lower model.init_args.learning_rate",
+    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens pictures",
+    "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
+    "at the picture of step 0",
+}
+"""What to change when pictures are broken."""
+
+
 class TimeLimit:
     """Stops a sampling that would take too long, after its second denoising step; the next one at once."""
 

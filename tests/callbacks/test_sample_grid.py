@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fakes.ranks import meeting_point
 from lightning_aigc.callbacks.sample_grid import SampleGrid
+from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import undisturbed
 
@@ -205,17 +206,20 @@ def test_history_survives_a_checkpoint_of_plain_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "kind"), [(0.0, "black"), (0.5, "constant"), (float("nan"), "not finite"), (float("inf"), "not finite")]
 )
-def test_broken_pictures_raise_a_named_warning(tmp_path: Path, value: float, kind: str) -> None:
+@pytest.mark.parametrize("knows_keys", [True, False])
+def test_broken_pictures_raise_a_named_warning(tmp_path: Path, value: float, kind: str, knows_keys: bool) -> None:
     class Broken(Painter):
+        if knows_keys:
+            image_remedies = StableDiffusionLoRA.image_remedies
+
         def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
             images = torch.rand(len(prompts), 3, 4, 4)
             images[1] = value
             return images
 
     grid = SampleGrid(["a"], seeds=[3, 4])
-    with pytest.warns(
-        ImageWarning, match=rf"{kind} pictures \(1 of 2\): step [01], seed 4, 'a'\. .*model\.init_args\."
-    ):
+    remedy = r"model\.init_args\." if knows_keys else r"(in float32|the learning rate)"
+    with pytest.warns(ImageWarning, match=rf"{kind} pictures \(1 of 2\): step [01], seed 4, 'a'\. .*{remedy}"):
         make_trainer(tmp_path, grid, max_steps=1).fit(Broken(), data())
     assert steps_of(tmp_path) == [0, 1]
 

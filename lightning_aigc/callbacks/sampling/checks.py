@@ -8,27 +8,30 @@ from torch import Tensor
 
 from lightning_aigc.errors import ImageWarning
 from lightning_aigc.metrics.image_problems import ImageProblem, Problem, find_image_problems
+from lightning_aigc.protocols import HasImageRemedies
 
 __all__ = ["REMEDIES", "ImageProblem", "check_images"]
 
 REMEDIES: dict[Problem, str] = {
-    "not finite": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; if it is float32 already, the "
-    "training diverged: lower model.init_args.learning_rate",
-    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens pictures",
-    "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
-    "at the picture of step 0",
+    "not finite": "an autoencoder in float16 overflows, run it in float32; if it is in float32 already, the training "
+    "diverged: lower the learning rate",
+    "black": "an autoencoder in float16 overflows, run it in float32; a safety checker also blackens pictures",
+    "constant": "the training diverged or the latents are wrongly scaled: lower the learning rate and look at the "
+    "picture of step 0",
 }
 _NAMES_SHOWN = 3
 
 
-def check_images(images_N3HW: Tensor, names: list[str] | None = None) -> list[ImageProblem]:
+def check_images(images_N3HW: Tensor, names: list[str] | None = None, module: object = None) -> list[ImageProblem]:
     """Find broken pictures and warn once for each kind of problem; returns them in order.
 
-    images_N3HW: floating point in 0..1. names: what to call each picture, such as its prompt and seed.
+    images_N3HW: floating point in 0..1. names: what to call each picture, such as its prompt and seed. module: what
+    drew them; its `image_remedies`, if it has any, name its own config keys.
     Warns: ImageWarning, whose text starts with the kind: "black", "constant" or "not finite".
     """
     problems = find_image_problems(images_N3HW, names)
-    for kind, remedy in REMEDIES.items():
+    own = module.image_remedies if isinstance(module, HasImageRemedies) else {}
+    for kind, remedy in (REMEDIES | dict(own)).items():
         found = [problem.name for problem in problems if problem.problem == kind]
         if found:
             shown = ", ".join(found[:_NAMES_SHOWN]) + (
