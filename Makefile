@@ -10,7 +10,7 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 export OMP_NUM_THREADS ?= 1
 
 # Processes of pytest: one a core; `make test PARALLEL=` runs them in one.
-PARALLEL ?= -n auto --dist worksteal
+PARALLEL ?= -n auto --dist loadscope
 
 .PHONY: demo test test-long test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
 	embedded clean

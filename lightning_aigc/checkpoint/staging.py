@@ -156,8 +156,7 @@ class DeferredCopies:
         if trainer.lightning_module.automatic_optimization:
             groups = [group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
             states = [list(optimizer.state.values()) for optimizer in trainer.optimizers]
-            module = trainer.lightning_module
-            also = [checkpoint.get(key) for key in _deferred_keys(module)]
+            also = [checkpoint.get(key) for key in _deferred_keys(trainer.lightning_module)]
             self._add([groups, states, also])
 
     def _add(self, value: Any) -> None:
@@ -177,12 +176,12 @@ class DeferredCopies:
         return any(tensor._version != version for tensor, version in self._found.values())
 
 
-def _deferred_keys(module: LightningModule) -> Sequence[str]:
-    former: Sequence[str] | None = getattr(module, "late_snapshot_keys", None)
+def _deferred_keys(trained: LightningModule) -> Sequence[str]:
+    former: Sequence[str] | None = getattr(trained, "late_snapshot_keys", None)
     if former is not None:
         warnings.warn("late_snapshot_keys is now deferred_snapshot_keys", FutureWarning, stacklevel=2)
         return former
-    return module.deferred_snapshot_keys if isinstance(module, HasDeferredSnapshotKeys) else ()
+    return trained.deferred_snapshot_keys if isinstance(trained, HasDeferredSnapshotKeys) else ()
 
 
 def lower_priority() -> None:

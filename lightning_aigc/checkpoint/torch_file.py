@@ -49,7 +49,8 @@ def _open_locked(target: Path) -> BinaryIO:
 def remove_unfinished(folder: Path) -> None:
     """Remove what killed runs left unfinished; a live run's files are locked and stay."""
     for path in folder.glob(_UNFINISHED.format("*")):
-        with path.open("rb") as file:
+        # Another rank may finish its file, which renames it, at any moment.
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -24,7 +24,7 @@ from torch import nn
 from fakes.ranks import run_ranks
 from fakes.small_lightning import Small, fit
 from fakes.snapshot_states import same
-from lightning_aigc.checkpoint import SnapshotCheckpointIO, async_checkpoint_io
+from lightning_aigc.checkpoint import SnapshotCheckpointIO, async_checkpoint_io, torch_file
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -359,3 +359,14 @@ def test_two_ranks_save_remove_link_and_resume_to_the_bit(strategy: str, tmp_pat
     for whole, resumed in run_ranks(train, 2, tmp_path / "second", str(tmp_path / "again"), strategy, last, gloo=False):
         assert torch.equal(whole, resumed)
     shutil.rmtree(folder)
+
+
+def test_a_file_that_another_rank_finishes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = tmp_path / ".rank1.ckpt.snapshot.tmp"
+    left = tmp_path / ".rank2.ckpt.snapshot.tmp"
+    left.write_bytes(b"half")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([finished, left]))
+    torch_file.remove_unfinished(tmp_path)
+    assert not left.exists()
