@@ -89,7 +89,11 @@ class RunReport(Callback):
         if self.prompts is None:
             self.prompts = find_prompts(pl_module, None)
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
-            self._judge = self._load_judge()
+            judge = self._load_judge()
+            # Scores are gathered from all ranks, so all of them need the model, or none.
+            self._judge = judge if trainer.strategy.reduce_boolean_decision(judge is not None, all=True) else None
+            if self._judge is not judge:
+                self._note("no CLIP score: another rank could not load the CLIP model, its log says why")
 
     def _load_judge(self) -> CLIPSimilarity | None:
         assert self.clip_model is not None

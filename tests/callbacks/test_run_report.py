@@ -190,7 +190,7 @@ def test_the_page_opens_without_a_network_and_shows_pictures_and_curves(tmp_path
 
 
 TWO_RANKS = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import lightning_aigc
 import torch
@@ -211,6 +211,8 @@ fit(root / "run", report, module=painter, devices=2, strategy="ddp")
 (root / f"rank{painter.global_rank}.json").write_text(json.dumps(painter.asked))
 slow = RunReport(clip_model="embedded:clip")
 fit(root / "slow", slow, module=SlowOnRankOne(), devices=2, strategy="ddp")
+lacking = RunReport(clip_model="missing/" if os.environ.get("LOCAL_RANK") == "1" else "embedded:clip")
+fit(root / "lacking", lacking, devices=2, strategy="ddp")
 torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends first (pytorch#179291)
 """
 
@@ -240,6 +242,9 @@ def test_two_ranks_draw_each_picture_once_and_report_what_one_rank_does(tmp_path
     assert figures[0] == figures[1] and len(figures[0]) == 2 + 6  # before training, both have the same model
     slow = json.loads((tmp_path / "slow" / "summary.json").read_text())
     assert (slow["steps"], slow["clip_t_before"], slow["notes"]) == (6, None, ["another rank was too slow"])
+    lacking = json.loads((tmp_path / "lacking" / "summary.json").read_text())
+    assert (lacking["steps"], lacking["clip_t_before"]) == (6, None)
+    assert "another rank could not load the CLIP model" in lacking["notes"][0]
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
