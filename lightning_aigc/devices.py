@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,6 +51,12 @@ def peak_memory_mib(device: torch.device) -> float:
         return float(module.max_memory_allocated(device)) / 2**20  # type: ignore[attr-defined]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def loss_scale(precision_plugin: object) -> Tensor | None:
+    """The loss scale of a Trainer's precision plugin, on its device; None without loss scaling."""
+    scale: Tensor | None = getattr(getattr(precision_plugin, "scaler", None), "_scale", None)
+    return scale
 
 
 def grad_scaler(device_type: str) -> torch.amp.GradScaler:

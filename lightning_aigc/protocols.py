@@ -40,6 +40,14 @@ class HasImageRemedies(Protocol):
 
 
 @runtime_checkable
+class HasPipelineParts(Protocol):
+    """Keeps the parts of its pipeline, frozen ones among them, out of the module tree."""
+
+    components: Any
+    """With `vae` and `text_encoders`; None before they are loaded."""
+
+
+@runtime_checkable
 class SavesLoRA(Protocol):
     """Writes its LoRA as one file."""
 

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
@@ -95,7 +96,7 @@ class AdaptiveLR(Callback):
             return None
         device = losses[-1].device  # those of a checkpoint come back on the CPU
         loss = torch.stack([loss.to(device, torch.float32).reshape(()) for loss in losses]).sum()
-        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        scale = loss_scale(trainer.precision_plugin)
         return loss if scale is None else loss / scale.to(loss.device)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -6,8 +6,10 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
 
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
+from lightning_aigc.protocols import HasPipelineParts
 
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
@@ -41,7 +43,7 @@ class DryRun(Callback):
 
 def memory_table(module: LightningModule) -> str:
     """Parameters and the memory that does not depend on the batch, as lines of text. MiB, AdamW assumed."""
-    frozen = {p.data_ptr(): p for p in _all_parameters(module) if not p.requires_grad}.values()
+    frozen = {p.data_ptr(): p for p in all_parameters(module) if not p.requires_grad}.values()
     trained = [p for p in module.parameters() if p.requires_grad]
     frozen_mib = sum(p.numel() * p.element_size() for p in frozen) / 2**20
     trained_mib = sum(p.numel() * p.element_size() for p in trained) / 2**20
@@ -56,7 +58,8 @@ def memory_table(module: LightningModule) -> str:
     )
 
 
-def _all_parameters(module: LightningModule) -> list[Any]:
-    parts = getattr(module, "components", None)
-    outside = [parts.vae, *parts.text_encoders] if parts is not None else []
-    return [p for m in (module, *outside) for p in m.parameters()]
+def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """A module's parameters, with those of frozen parts that it keeps out of its module tree, each once."""
+    parts: Any = module.components if isinstance(module, HasPipelineParts) else None
+    outside: list[nn.Module] = [parts.vae, *parts.text_encoders] if parts is not None else []
+    return list({id(p): p for m in (module, *outside) for p in m.parameters()}.values())

@@ -78,6 +78,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
     from lightning.pytorch import LightningModule
 
     from lightning_aigc.cli.aigc_cli import AIGCArgumentParser
+    from lightning_aigc.cli.dry_run import all_parameters
     from lightning_aigc.gradient_sync.flat_units import is_small
 
     parser = AIGCArgumentParser()
@@ -90,7 +91,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
     protected = {name for name in trained if protection.covers(name)}
     small = {name for name, p in trained.items() if name not in protected and is_small(p)}
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for name, p in trained.items() if name not in protected | small]
-    frozen = [p for p in _all_parameters(model) if not p.requires_grad]
+    frozen = [p for p in all_parameters(model) if not p.requires_grad]
     frozen_count = sum(p.numel() for p in frozen)
     return Counted(
         trainable=sum(p.numel() for p in trained.values()),
@@ -141,9 +142,3 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def _are_dicts(one: object, other: object) -> bool:
     return isinstance(one, dict) and isinstance(other, dict)
-
-
-def _all_parameters(model: Any) -> list[Any]:
-    parts = getattr(model, "components", None)
-    outside = [parts.vae, *parts.text_encoders] if parts is not None else []
-    return list({id(p): p for module in (model, *outside) for p in module.parameters()}.values())

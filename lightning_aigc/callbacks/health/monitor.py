@@ -27,8 +27,9 @@ from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.callbacks.health.window_losses import WindowLosses
+from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.protocols import HasNoiseSchedule
+from lightning_aigc.protocols import HasNoiseSchedule, HasSnapshotState
 
 OnError = Literal["warn", "stop", "skip_step"]
 NormsInLogger = Literal["auto", "all", "blocks", "layers", "off"]
@@ -157,7 +158,9 @@ class GradientHealthMonitor(Callback):
             inputs, remedies, lambda scale: self._nan_origin.find(trainer, pl_module, scale)
         )
         alerts = result.alerts
-        if inputs.is_due and not is_single_rank() and getattr(trainer.strategy, "mode", None) != "local":
+        strategy = trainer.strategy
+        ranks_differ = isinstance(strategy, HasSnapshotState) and strategy.ranks_differ
+        if inputs.is_due and not is_single_rank() and not ranks_differ:
             alerts += self._diagnostics.look_at_ranks(inputs.step)
         self._window.clear()
         self._nan_origin.clear()
@@ -176,7 +179,7 @@ class GradientHealthMonitor(Callback):
     def _inputs_of_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> StepInputs:
         place = self._place_of(trainer, optimizer)
         number = self._number_of_step(trainer, place)
-        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        scale = loss_scale(trainer.precision_plugin)
         clips_by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         return StepInputs(
             step=trainer.global_step + 1,

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
+from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler
 from lightning_aigc.schedulers.adaptive_rate import HeldRate
 from lightning_aigc.schedulers.rate_search import SEARCH_START
@@ -41,7 +42,7 @@ class Remedies:
     @classmethod
     def of(cls, trainer: Trainer, model: LightningModule) -> Remedies:
         """The remedies of a run."""
-        own = bool(getattr(trainer.precision_plugin, "protect", None) is not None)  # FusedBackwardPrecision
+        own = isinstance(trainer.precision_plugin, FusedBackwardPrecision)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         held = _held(trainer)
         scheduled = max((float(group.get("lr", 0)) for group in groups), default=None)
