@@ -1,7 +1,7 @@
 """Step time of gradient sync between two hosts with a slow link, beside plain DDP in the same run.
 
 Two network namespaces joined by a token-bucket link stand for the hosts, one process of one thread on each; both are
-removed at the end. Needs root and iproute2. A full fine-tuning of a U-Net of 50 M parameters on 8x8 latents: little
+removed at the end. Needs root and iproute2. A full fine-tuning of a U-Net of 58 M parameters on 8x8 latents: little
 compute and many bytes, where a slow link hurts most. `default` is what npu_sparse ships, its protected layers included;
 a mode by its name protects nothing. `--rate loopback` leaves the namespaces out, `--rate alone` the second process too.
 
@@ -17,15 +17,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 HOSTS = (("aigc-host-a", "10.211.7.1"), ("aigc-host-b", "10.211.7.2"))
 WITHOUT_LINK = {"loopback": 2, "alone": 1}
-WARM_UP = 3
 VARIANTS = (
     "plain",
     "bf16_hook",
@@ -43,13 +41,13 @@ VARIANTS = (
 
 @contextlib.contextmanager
 def two_hosts(rate: str) -> Iterator[None]:
-    """Two namespaces with one link of this rate in each direction."""
+    """Two network namespaces, joined by a link of this rate in each direction until the block ends."""
 
     def ip(*words: str) -> None:
         subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
 
     names = [name for name, _ in HOSTS]
-    for name in names:  # of a run that was killed
+    for name in names:  # left behind by a run that was killed
         subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
     try:
         for name in names:
@@ -68,6 +66,7 @@ def two_hosts(rate: str) -> Iterator[None]:
 
 
 def make_unet() -> Any:
+    """Return a U-Net of 58 M parameters with the same random weights on every rank."""
     import lightning_aigc  # noqa: F401  it mends torchvision's import
 
     # isort: split
@@ -86,14 +85,13 @@ def make_unet() -> Any:
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> None:
+    """Measure every variant on this rank, print and write the rows on rank 0, and end the process."""
     unet = make_unet()
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    from torch.nn.parallel import DistributedDataParallel
 
-    from lightning_aigc.gradient_sync import GradientCompressor
+    from two_hosts_variants import TIMEOUT, measure
 
     torch.set_num_threads(1)
     address, ranks = HOSTS[0][1], 2
@@ -101,87 +99,45 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         address, ranks = "127.0.0.1", WITHOUT_LINK[options.rate]
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = "aigc0"
-    timeout = timedelta(seconds=120)
-    dist.init_process_group("gloo", f"tcp://{address}:29571", rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group("gloo", f"tcp://{address}:29571", rank=rank, world_size=ranks, timeout=TIMEOUT)
     start_weights = {name: p.detach().clone() for name, p in unet.state_dict().items()}
     generator = torch.Generator().manual_seed(rank)
-
-    def bf16_hook(state: Any, bucket: Any) -> Any:  # torch's own, which DDP refuses by its name without CUDA
-        return default_hooks.bf16_compress_hook(state, bucket)
-
-    bf16_hook.__annotations__.clear()
-
-    def measure(variant: str) -> dict[str, Any]:
-        unet.load_state_dict(start_weights)
-        one_bucket = 1e4 if variant == "powersgd_hook" else 25  # over Gloo torch's PowerSGD aborts with two buckets
-        ddp = DistributedDataParallel(unet, bucket_cap_mb=one_bucket, gradient_as_bucket_view=True)
-        compressor = None
-        if variant == "bf16_hook":
-            ddp.register_comm_hook(dist.group.WORLD, bf16_hook)
-        elif variant == "powersgd_hook":
-            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=16, start_powerSGD_iter=2)
-            powered = lambda state, bucket: powerSGD_hook.powerSGD_hook(state, bucket)  # noqa: E731
-            ddp.register_comm_hook(state, powered)
-        elif variant != "plain":
-            sparsity = {"sparsity_target": 0.95} if variant == "sparse_int8" else {}
-            chosen: dict[str, Any] = {} if variant == "default" else {"mode": variant, "protect_layers": (), **sparsity}
-            compressor = GradientCompressor(timeout=timeout, **chosen)
-            compressor.hook_into_model(ddp)
-        optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5)
-        times, hidden, exposed = [], [], []
-        for _ in range(WARM_UP + options.steps):
-            latents = torch.randn(1, 4, 8, 8, generator=generator)
-            text = torch.randn(1, 77, 256, generator=generator)
-            timestep = torch.randint(1000, (1,), generator=generator)
-            dist.barrier()
-            start = time.perf_counter()
-            loss = (
-                (ddp(latents, timestep, text).sample - torch.randn(latents.shape, generator=generator)).square().mean()
-            )
-            loss.backward()
-            if compressor is not None:
-                compressor.finish_step()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - start)
-            if compressor is not None and compressor.last_step is not None:
-                hidden.append(compressor.last_step.share_hidden)
-                exposed.append(compressor.last_step.exposed_ms)
-        found = {"step_time_s": statistics.median(times[WARM_UP:]), "times": times[WARM_UP:]}
-        if compressor is not None:
-            found["mode"] = compressor.mode
-            found["sent_ratio"] = compressor.last_step.ratio if compressor.last_step else 1.0
-            found["exposed_ms"] = statistics.median(exposed[WARM_UP:] or [0.0])
-            found["share_hidden"] = statistics.median(hidden[WARM_UP:] or [0.0])
-            compressor.close()
-        return found
 
     rows = []
     # Plain DDP at the beginning and at the end: the difference is the machine's.
     order = [*options.variants, "plain"] if options.variants[0] == "plain" else ["plain", *options.variants, "plain"]
     for variant in order:
-        found = measure(variant)
+        unet.load_state_dict(start_weights)
+        found = measure(variant, unet, generator, options.steps)
         rows.append({"variant": variant, **found})
         if rank == 0:
             print(variant, json.dumps({k: v for k, v in found.items() if k != "times"}), flush=True)
-    plain = statistics.median(t for row in rows if row["variant"] == "plain" for t in row["times"])
     if rank == 0:
-        for row in rows:
-            times = row.pop("times")
-            entry = {
-                "benchmark": "two_hosts", "date": date.today().isoformat(), "rate": options.rate, "ranks": ranks,
-                "parameters": sum(p.numel() for p in unet.parameters()), "device": "cpu", "threads": 1,
-                "torch": torch.__version__, "steps": options.steps, **row,
-                "step_time_spread_s": [round(min(times), 3), round(max(times), 3)],
-                "step_time_ratio": round(row["step_time_s"] / plain, 3),
-            }  # fmt: skip
-            entry = {key: round(value, 4) if isinstance(value, float) else value for key, value in entry.items()}
-            print(json.dumps(entry), flush=True)
-            if options.output:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
+        about = {
+            "benchmark": "two_hosts", "date": date.today().isoformat(), "rate": options.rate, "ranks": ranks,
+            "parameters": sum(p.numel() for p in unet.parameters()), "device": "cpu", "threads": 1,
+            "torch": torch.__version__, "steps": options.steps,
+        }  # fmt: skip
+        write_rows(rows, about, options.output)
     dist.barrier()
     os._exit(0)  # without waiting for groups of variants that are over
+
+
+def write_rows(rows: list[dict[str, Any]], about: dict[str, Any], output: Path | None) -> None:
+    """Print each variant's row, with its ratio to plain DDP, and append it to `output`."""
+    plain = statistics.median(t for row in rows if row["variant"] == "plain" for t in row["times"])
+    for row in rows:
+        times = row.pop("times")
+        entry = {
+            **about, **row,
+            "step_time_spread_s": [round(min(times), 3), round(max(times), 3)],
+            "step_time_ratio": round(row["step_time_s"] / plain, 3),
+        }  # fmt: skip
+        entry = {key: round(value, 4) if isinstance(value, float) else value for key, value in entry.items()}
+        print(json.dumps(entry), flush=True)
+        if output:
+            with output.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
 
 
 def main() -> int:

@@ -1,9 +1,10 @@
-"""The names that people type, pinned: dropping or renaming one must be a decision."""
+"""The names that people type, pinned: dropping or renaming a name must be a decision."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 
 import pytest
 
@@ -16,12 +17,43 @@ NAMES = {
         "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
     ],
     "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
+    "lightning_aigc.checkpoint": [
+        "Snapshot", "SnapshotCheckpointIO", "SnapshotWriter", "find_snapshots", "newest_complete", "pack", "unpack",
+    ],
     "lightning_aigc.data": ["DataReport", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": ["StableDiffusionLoRA"],
+    "lightning_aigc.gradient_sync": ["GradientCompressor", "SyncError", "SyncOptions"],
     "lightning_aigc.metrics": ["CLIPSimilarity", "clip_similarity"],
     "lightning_aigc.precision": ["FusedBackwardPrecision"],
     "lightning_aigc.schedulers": ["AIGCLRScheduler"],
+    "lightning_aigc.strategies": ["NPUSparseStrategy"],
+    "lightning_aigc_kernels": [
+        "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "Projection", "feed_forward",
+        "frozen_conv2d", "frozen_linear", "geglu", "group_norm_silu", "group_norm_silu_conv2d", "keep_largest",
+        "keep_largest_per_head", "lora_attention", "sparse_attention_backward", "swiglu",
+    ],
 }  # fmt: skip
+DEFINED = {
+    "lightning_aigc.accumulation": ["AccumulationWindow", "effective_batch_size", "scale_to_mean"],
+    "lightning_aigc.errors": [
+        "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
+    ],
+    "lightning_aigc.protocols": [
+        "BringsSnapshots", "DeclaresSnapshotArguments", "DescribesTrainingData", "HasDeferredSnapshotKeys",
+        "HasNoiseSchedule", "HasOutputName", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
+        "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages", "SupportsSampling",
+        "WritesFinalFiles",
+    ],
+}  # fmt: skip
+"""The public classes and functions of modules that are typed by their own name."""
+ALIASES = {
+    ("lightning_aigc.checkpoint", "AccumulationWindow"): "lightning_aigc.accumulation.AccumulationWindow",
+    ("lightning_aigc.checkpoint", "SnapshotStore"): "lightning_aigc.checkpoint.writer.SnapshotWriter",
+    ("lightning_aigc.checkpoint.window", "AccumulationWindow"): "lightning_aigc.accumulation.AccumulationWindow",
+    ("lightning_aigc.checkpoint.window", "effective_batch_size"): "lightning_aigc.accumulation.effective_batch_size",
+    ("lightning_aigc.checkpoint.window", "scale_to_mean"): "lightning_aigc.accumulation.scale_to_mean",
+}
+"""Former name -> present address."""
 ARGUMENTS = {
     ("lightning_aigc.diffusion", "StableDiffusionLoRA"): [
         "pretrained_model_name_or_path", "rank", "lora_alpha", "lora_dropout", "lora_targets", "use_dora", "use_rslora",
@@ -67,6 +99,32 @@ def test_a_room_exports_these_names(module: str) -> None:
     room = importlib.import_module(module)
     assert sorted(room.__all__) == NAMES[module]
     assert all(hasattr(room, name) for name in room.__all__)
+
+
+@pytest.mark.parametrize("module", DEFINED)
+def test_a_module_defines_these_names(module: str) -> None:
+    room = importlib.import_module(module)
+    defined = [name for name, value in vars(room).items() if getattr(value, "__module__", None) == module]
+    assert sorted(name for name in defined if not name.startswith("_")) == DEFINED[module]
+
+
+@pytest.mark.parametrize(("module", "name"), ALIASES)
+def test_a_former_name_is_the_new_object_and_says_where_it_is(module: str, name: str) -> None:
+    room = importlib.reload(importlib.import_module(module))  # as in a new process: nothing has been said yet
+    home, _, new = ALIASES[module, name].rpartition(".")
+    with pytest.warns(FutureWarning, match=re.escape(f"{module}.{name} is now {home}.{new}")):
+        found = getattr(room, name)
+    assert found is getattr(importlib.import_module(home), new)
+    assert getattr(room, name) is found  # warnings are errors here: the second time nothing is said
+
+
+def test_the_former_callback_is_the_new_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_aigc import callbacks
+
+    monkeypatch.setattr(callbacks.WholeWindows, "_has_warned", False)
+    with pytest.warns(FutureWarning, match=r"WholeWindows is now callbacks\.PartialWindowScaling"):
+        assert isinstance(callbacks.WholeWindows(), callbacks.PartialWindowScaling)
+    callbacks.WholeWindows()  # warnings are errors here
 
 
 @pytest.mark.parametrize(("module", "name"), ARGUMENTS)

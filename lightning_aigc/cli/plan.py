@@ -1,4 +1,4 @@
-"""`lightning plan`: what each way of sending gradients would cost on many cards, modelled before anything is rented."""
+"""`lightning plan`: models what each mode of gradient sync costs on many cards, before any are rented."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared, and where its numbers are from."""
+    """The job, the cluster and its links, and where these numbers come from."""
 
     job: Job
     shape: Shape
@@ -29,7 +29,7 @@ class Plan:
     step_time_from: str
     trainable_from: str
     chosen_mode: str | None
-    """The mode that the config's strategy names."""
+    """The mode that the config's strategy names, if it is npu_sparse."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say and print the table; returns the exit status.
+    """Print the plan as a table or as JSON. Returns: the exit status.
 
     Raises: UserError with what to change.
     """
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """What the arguments and the configs say, counted and timed where they do not.
+    """Read the plan from the arguments and the configs; count the model and time a step where they give no numbers.
 
     Raises: ConfigError for what is missing.
     """
@@ -80,7 +80,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.link is None and shape.nodes > 1:
         raise ConfigError("--link is missing: what one node has between nodes, such as --link 25Gb or --link 200GB")
     config = read_configs(args.config)
-    options, is_ours = sync_options(config)
+    options, is_npu_sparse = sync_options(config)
     counted = None
     if args.trainable is None:
         if not config:
@@ -103,16 +103,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
     links = Links(args.local_link, args.link or args.local_link, args.local_latency, args.latency)
     source = "given" if counted is None else "counted"
-    return Plan(job, shape, links, step_time_from, source, options.mode if is_ours else None)
+    return Plan(job, shape, links, step_time_from, source, options.mode if is_npu_sparse else None)
 
 
 def modes_of(plan: Plan) -> list[str]:
-    """The modes that can be modelled: low_rank depends on shapes, which only a counted model has."""
+    """Return the modes that can be modelled: low_rank depends on shapes, which only a counted model has."""
     return [mode for mode in MODES if mode != "low_rank" or plan.job.low_rank_elements is not None]
 
 
 def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:
-    """One mode's modelled cost by name, in bytes and seconds."""
+    """Return one mode's modelled cost by name, in bytes and seconds."""
     job, shape, links = plan.job, plan.shape, plan.links
     row = asdict(cost_model.predict(mode, job, shape, links))
     row["memory_bytes"] = cost_model.memory_bytes(mode, job, shape)
@@ -123,7 +123,7 @@ def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:
 
 
 def constants(plan: Plan) -> dict[str, float]:
-    """What the model assumes and nobody gave."""
+    """Return what the model assumes and no argument sets."""
     return {
         "backward_share": cost_model.BACKWARD_SHARE,
         "overlap_share": plan.job.overlap_share,
@@ -134,9 +134,9 @@ def constants(plan: Plan) -> dict[str, float]:
 
 
 def as_text(plan: Plan, rows: Sequence[dict[str, Any]], efficiency: float | None) -> str:
-    """The plan as a table under what it assumes."""
+    """Return the plan as a table below its assumptions."""
     lines = [*_assumptions(plan), _memory(rows[0]["memory_bytes"]), ""]
-    head = ["mode", "in node", "between", "wire", "exposed", "step", "efficiency", "owed"]
+    head = ["mode", "in node", "between", "wire", "exposed", "step", "efficiency", "residuals"]
     if efficiency is not None:
         head += [f"link for {efficiency:.1%}", f"step for {efficiency:.1%}"]
     table = [head]
@@ -190,8 +190,8 @@ def _assumptions(plan: Plan) -> list[str]:
 def _memory(of: dict[str, float]) -> str:
     weights, gradients, optimizer = (with_scale(of[kind], "B") for kind in ("weights", "gradients", "optimizer"))
     return (
-        f"Memory a card, without activations: weights {weights}, gradients {gradients}, AdamW {optimizer}, and what"
-        " gradient sync owes."
+        f"Memory a card, without activations: weights {weights}, gradients {gradients}, AdamW {optimizer}, and the"
+        " residuals of gradient sync."
     )
 
 

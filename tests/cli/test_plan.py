@@ -25,6 +25,7 @@ def test_every_mode_is_a_row_and_all_of_it_is_called_modelled(command: Command) 
     said = command("plan", *FORTY_EIGHT, *GIVEN)
     assert said.code == 0, said.err
     assert "48 x 8 = 384 ranks" in said.out and "is modelled" in said.out
+    assert "and the residuals of gradient sync." in said.out and "owe" not in said.out
     rows = {line.split()[0] for line in said.out.splitlines()[said.out.splitlines().index("") + 2 :]}
     assert rows == {
         "dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4", "two_four", "local"
