@@ -73,8 +73,11 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def accumulating(self, *, is_last: bool = False) -> Iterator[bool]:
-        """Within: forward and backward of one micro-batch. Yields whether the window ends with it; gradients are
-        exchanged between ranks only then. `is_last` says that the epoch ends with it."""
+        """Run forward and backward of one micro-batch in this block; ranks exchange gradients in a window's last one.
+
+        Yields: whether the window ends with this micro-batch.
+        Args: is_last: whether the epoch ends with it.
+        """
         ends = self.count + 1 == self.micro_batches or (is_last and not self.crosses_epochs)
         no_sync: Any = None if ends else getattr(self.module, "no_sync", None)
         with contextlib.nullcontext() if no_sync is None else no_sync():
