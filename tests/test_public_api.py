@@ -39,10 +39,11 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "BringsSnapshots", "DeclaresSnapshotArguments", "DescribesTrainingData", "HasDeferredSnapshotKeys",
-        "HasNoiseSchedule", "HasOutputName", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
-        "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages", "SupportsSampling",
-        "WritesFinalFiles",
+        "BringsSnapshots", "DeclaresSnapshotArguments", "DescribesTrainingData",
+        "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
+        "HasPipelineParts", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
+        "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
+        "SupportsSampling", "WritesFinalFiles",
     ],
 }  # fmt: skip
 """The public classes and functions of modules that are typed by their own name."""
