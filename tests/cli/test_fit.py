@@ -22,7 +22,8 @@ from lightning.pytorch import Callback
 from PIL import Image
 from safetensors import safe_open
 
-from lightning_aigc.diffusion import StableDiffusionLoRA, stable_diffusion_lora
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import module as diffusion_module
 
 Command = Callable[..., Any]
 DEMO = Path(__file__).parents[2] / "configs" / "sd_lora_demo.yaml"
@@ -136,7 +137,7 @@ def test_rank_zero_is_refused_before_anything_is_loaded(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(stable_diffusion_lora, "load_components", never)
+    monkeypatch.setattr(diffusion_module, "load_components", never)
     said = command("fit", "-c", quick, "--model.init_args.rank=0")
     assert said.code == 1
     assert said.errors == ["error: model.init_args.rank must be at least 1, got 0"]
