@@ -1,12 +1,12 @@
-"""How far a U-Net's gradients are from float64 at each memory level, beside native autograd in the same dtype.
+"""Error of a U-Net's gradients against float64 at each memory level, compared with native autograd in the same dtype.
 
     python benchmarks/accuracy.py [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
 
-The SD1.5 U-Net of unet_step.py in each precision's dtype, with other random weights and inputs for every seed; the
-truth is native autograd on the same weights and inputs in float64. `error` is the relative L2 error of all gradients
-taken together, `worst_error` that of the worst parameter among those whose gradient is not negligible, `ratio` is error
-over native's error: the geometric mean over seeds, and their range. A ratio of one means that a level costs no
-accuracy; rounding is random, so ratios scatter about it. One JSON object a line goes to `--output`.
+The SD1.5 U-Net of unet_step.py in each precision's dtype, with random weights and inputs per seed. The reference is
+native autograd on the same weights and inputs in float64. `error` is the relative L2 error of all gradients together,
+`worst_error` that of the worst parameter whose gradient is not negligible, `ratio` the error over native autograd's
+error: geometric mean and range over seeds. A ratio of 1 means no loss of accuracy; rounding makes ratios scatter about
+1. Appends one JSON object per line to `--output`.
 """
 # mypy: allow-untyped-calls
 

@@ -1,18 +1,18 @@
-"""AdaptiveLR beside the fixed schedule on ground that no constant of it was chosen on: a grid of paired trainings.
+"""AdaptiveLR against the fixed schedule on a grid of paired trainings that its constants were not tuned on.
 
 The embedded tiny Stable Diffusion learns its brand as in configs/sd_lora_demo.yaml (300 steps, cosine, 10 steps of
 warm-up, the same data). Settings: the demo's LoRA with batches of 1, 4 and 16, and a full fine-tuning of the U-Net with
-batches of 4. The setting's rate (1e-3 for the LoRA, 1e-4 for the full fine-tuning) is taken 1, 3, 10 and 30 times. The
-score is CLIP-T of 48 pictures of three things that no brand picture shows, drawn with the averaged weights after the
-last step. A run whose score has fallen below that of the untrained model by a check is ended there: it has diverged.
+batches of 4. The setting's rate (1e-3 for the LoRA, 1e-4 for the full fine-tuning) is multiplied by 1, 3, 10 and 30.
+The score is CLIP-T of 48 pictures of three things that no brand picture shows, sampled with the averaged weights after
+the last step. A run whose score is below the untrained model's at a check has diverged and stops there.
 
-    python benchmarks/adaptive_lr.py --jobs 16 --time_limit_s 420 --output rows.jsonl    # again to go on
+    python benchmarks/adaptive_lr.py --jobs 16 --time_limit_s 420 --output rows.jsonl    # repeat to continue
     python benchmarks/adaptive_lr.py --settings lora-1 --times 1 --seeds 100 101 --jobs 1 --output rows.jsonl
     python benchmarks/adaptive_lr.py --variants fixed adaptive prodigy schedule_free --every 20 --settings lora-4 ...
-    python benchmarks/adaptive_lr.py --table benchmarks/results/adaptive_lr_grid.jsonl   # what the rows say, Markdown
+    python benchmarks/adaptive_lr.py --table benchmarks/results/adaptive_lr_grid.jsonl   # the rows as Markdown
 
-Each run is a process of its own with one thread; its JSON row is appended to the output as soon as it ends, and runs
-that are in the output already are left out. Needs no network; the output keeps what each run cost.
+Each run is a separate process with one thread. Its JSON row is appended to the output when it ends, and runs that are
+in the output already are skipped. Needs no network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the rows of adaptive_lr.py say, as Markdown."""
+"""Format the rows of adaptive_lr.py as Markdown tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training of adaptive_lr.py: the settings, the scores on the way, and the row that it ends with."""
+"""One training of adaptive_lr.py: settings, scores during training, and the result row."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""Every row that waits for a CUDA card, in two calls of at most ten minutes each: `make bench-cuda PART=1`, then 2.
+"""Run all benchmarks that need a CUDA card, in two parts of at most ten minutes: `make bench-cuda PART=1`, then 2.
 
     python benchmarks/bench_cuda.py --part 1 [--minutes 9.5] [--output FILE.jsonl] [--logs DIR] [--only NAME ...]
-    python benchmarks/bench_cuda.py --short --device cpu --minutes 8      # what CI runs, so that this file cannot rot
+    python benchmarks/bench_cuda.py --short --device cpu --minutes 8      # run by CI
 
-Each command is a process of its own. A section that fails, or takes longer than its share, is noted and the next one
-runs. Rows are appended to `--output` as soon as a section ends, each with the section's name; all that it printed is in
-`--logs`. Last comes the list of bars, those that were missed first. Needs no network; a machine that lacks packages
-gets them from benchmarks/offline_wheels.py. Exit status 1 says that a section failed, not that a bar was missed:
-figures of another machine are for reading.
+Each command is a separate process. If a section fails or exceeds its time, this is recorded and the next section runs.
+Rows are appended to `--output` when a section ends, with the section's name; its output is in `--logs`. The bars are
+listed last, missed bars first. Needs no network; benchmarks/offline_wheels.py packs missing packages. Exit status 1
+means that a section failed, not that a bar was missed, because figures differ between machines.
 """
 
 from __future__ import annotations

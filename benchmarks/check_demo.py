@@ -1,4 +1,4 @@
-"""Hold a demo run to its bars: `python benchmarks/check_demo.py runs/demo/summary.json`."""
+"""Check a demo run against its bars: `python benchmarks/check_demo.py runs/demo/summary.json`."""
 
 from __future__ import annotations
 

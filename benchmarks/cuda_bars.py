@@ -1,4 +1,4 @@
-"""Figures of bench_cuda.py beside what is wanted of them, and rows from files that a section leaves."""
+"""Bars: the figures of bench_cuda.py against their targets, and rows from the files that a section writes."""
 
 from __future__ import annotations
 

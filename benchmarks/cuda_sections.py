@@ -1,4 +1,4 @@
-"""The sections of bench_cuda.py: commands, the same in small for a CPU, and the bars on their rows."""
+"""The sections of bench_cuda.py: commands, smaller versions for a CPU, and the bars on their rows."""
 
 from __future__ import annotations
 

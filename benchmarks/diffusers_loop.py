@@ -1,4 +1,4 @@
-"""diffusers' text-to-image LoRA training loop, written anew: the baseline of lora_step.py and step_memory.py."""
+"""Reimplementation of diffusers' text-to-image LoRA training loop, the baseline of lora_step.py and step_memory.py."""
 
 from __future__ import annotations
 

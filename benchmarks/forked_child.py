@@ -1,4 +1,4 @@
-"""Work in a forked process: what was imported and loaded once is there, and the result comes through a pipe."""
+"""Run a function in a forked process, which shares imports and loaded data, and return its result through a pipe."""
 
 from __future__ import annotations
 

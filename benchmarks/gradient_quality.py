@@ -1,9 +1,9 @@
-"""What each mode of gradient sync costs in loss: a small latent denoiser, fine-tuned on new data by four ranks.
+"""Loss of each gradient sync mode: a small latent denoiser, fine-tuned on new data by four ranks.
 
-A transformer of 0.4 M parameters denoises 16 tokens of 4 latent channels under a class. It was trained on one
-distribution and is fine-tuned on a shifted one, AdamW, 400 steps of 4 x 16 samples; the loss is that of 4096 new ones.
-Dense is tuned first: its best learning rate serves every mode.
-The four ranks share one process, which runs the package's reductions and carries out their collectives.
+A class-conditional transformer of 0.4 M parameters denoises 16 tokens of 4 latent channels. It is pretrained on one
+distribution and fine-tuned on a shifted one with AdamW, 400 steps of 4 x 16 samples; the loss is on 4096 new samples.
+Every mode uses the best learning rate of dense. The four ranks run in one process: the package's reductions run as on
+four ranks, with simulated collectives.
 
     OMP_NUM_THREADS=1 python benchmarks/gradient_quality.py [--modes int3 sparse ...] [--seeds 3] [--output FILE]
 """

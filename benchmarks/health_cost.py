@@ -1,20 +1,20 @@
-"""What GradientHealthMonitor costs on a U-Net of Stable Diffusion 1.5's shape, beside the loop that people write.
+"""Cost of GradientHealthMonitor on a U-Net of Stable Diffusion 1.5's shape, compared with a naive hand-written loop.
 
     OMP_NUM_THREADS=1 python benchmarks/health_cost.py                    # LoRA of rank 64, float32
     OMP_NUM_THREADS=1 python benchmarks/health_cost.py --kind full        # every weight, bfloat16
     python benchmarks/health_cost.py --device cuda --size 512 --precision bf16-mixed
 
-A real `Trainer.fit` with the monitor's defaults; its hooks are timed inside of it. The naive loop, timed in the same
-steps, takes three norms and a print of every parameter that is trained: weight norm, gradient norm, largest gradient.
-Weights are random and pictures are noise: neither changes the time. Prints one JSON row and appends it to
-benchmarks/results/DATE-health_cost.jsonl: milliseconds of a step, of the monitor in a step between looks and in one
-with a look, of the naive loop; and the share of the step time over a period of `every_n_steps`, of the monitor and of
-the naive loop. Medians; cpu_ are the same in CPU time, which other processes hardly disturb.
+A real `Trainer.fit` with the monitor's defaults, which times the monitor's hooks. The naive loop, timed in the same
+steps, computes and prints three norms per trained parameter: weight norm, gradient norm, largest gradient. Weights are
+random and pictures are noise, which does not affect the time. Prints one JSON row and appends it to
+benchmarks/results/DATE-health_cost.jsonl: milliseconds of a step, of the monitor in steps with and without a look, and
+of the naive loop; and the share of the step time over a period of `every_n_steps`, of the monitor and of the naive
+loop. All are medians; cpu_ figures are CPU time, which other processes hardly disturb.
 
-cpu_..._python_ms is the CPU time without the norms and their sum, which a CPU computes on the spot and an accelerator
-by itself; they are timed again in the same step, out of memory as in the step. ops are the operators that reach torch's
-dispatcher, without views, which launch nothing: on an accelerator most are a kernel each, `_foreach_norm` a few. syncs
-are the times that the host waits for a value.
+cpu_..._python_ms is the CPU time without the norms and their sum, which an accelerator would compute asynchronously;
+they are timed again in the same step, with cold caches as in the step. ops counts operators that reach torch's
+dispatcher, without views: on an accelerator most are one kernel each, `_foreach_norm` a few. syncs counts how often the
+host waits for a value.
 """
 # mypy: no-warn-return-any
 

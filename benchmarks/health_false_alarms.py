@@ -1,16 +1,16 @@
-"""Healthy trainings under GradientHealthMonitor: how many warnings and errors it raises. Wanted: none.
+"""Count the warnings and errors that GradientHealthMonitor raises on healthy trainings; the target is none.
 
     OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py                     # ten of Stable Diffusion, 500 steps
     OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py --only 3 --steps 100
     OMP_NUM_THREADS=1 python benchmarks/health_false_alarms.py --kinds --seeds 1 2  # fifty of other kinds
 
-With --kinds the trainings of tests/fakes/healthy: MLPs, ResNets, LSTMs, transformers, GANs, memorising ones and others,
-one row a kind and seed; seeds 0 and 1 are those that the checks were made on. Without: LoRA and full fine-tuning of the
-embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in float32, bfloat16 and float16. All
-with the monitor's defaults. Prints one JSON row a run and appends it to
+With --kinds: the trainings of tests/fakes/healthy (MLPs, ResNets, LSTMs, transformers, GANs, memorising models and
+others), one row per kind and seed; the checks were developed on seeds 0 and 1. Without: LoRA and full fine-tuning of
+the embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in float32, bfloat16 and float16.
+All use the monitor's defaults. Prints one JSON row per run and appends it to
 benchmarks/results/DATE-health_false_alarms.jsonl: alerts by level and check, and the first and last loss (means of 50
-steps, 20 with --kinds), which show that the run did learn. Needs no network; some 15 minutes on one core, 2 a seed with
---kinds.
+steps, 20 with --kinds), which show that the run learned. Needs no network; about 15 minutes on one core, 2 per seed
+with --kinds.
 """
 
 from __future__ import annotations

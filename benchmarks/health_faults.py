@@ -1,12 +1,13 @@
-"""Whether GradientHealthMonitor's first alert is the right one for each fault of the tests, on both models.
+"""Check whether GradientHealthMonitor's first alert is correct for each fault of the tests, on both models.
 
     OMP_NUM_THREADS=1 python benchmarks/health_faults.py
     OMP_NUM_THREADS=1 python benchmarks/health_faults.py --model net --seed 1
 
-Runs the faults of tests/fakes/faults, prints one JSON row a check and model, and appends it to
-benchmarks/results/DATE-health_faults.jsonl: faults past the threshold and how many of them had the right first alert
-(check and layer, within 20 optimizer steps), the most steps that took, faults just short of it and about how many
-nothing was said. Needs no network; some fifteen minutes on one core, most of it on the embedded Stable Diffusion.
+Runs the faults of tests/fakes/faults, prints one JSON row per check and model, and appends it to
+benchmarks/results/DATE-health_faults.jsonl: faults past the threshold, how many of them had the correct first alert
+(check and layer, within 20 optimizer steps) and the largest delay in steps, faults just below the threshold and how
+many of them had no alert. Needs no network; about fifteen minutes on one core, most of it on the embedded Stable
+Diffusion.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Seconds to import lightning_aigc, beside importing lightning.pytorch and diffusers.
+"""Import time of lightning_aigc, compared with lightning.pytorch and diffusers.
 
     python benchmarks/import_time.py
 
-Each import runs in a fresh interpreter; the cases take turns, so that whatever else the machine does hits all alike.
-The baseline imports what a script written by hand would: lightning.pytorch, and from diffusers a pipeline and a U-Net
-(which pull in transformers and peft). Where torchvision cannot load, the baseline declares its two operators by hand,
-as lightning_aigc does. One pass before the first measurement fills the disk cache and the byte code.
+Each import runs in a fresh interpreter; the cases alternate, so that other load affects all of them alike. The baseline
+imports what a hand-written script would: lightning.pytorch, and from diffusers a pipeline and a U-Net (which import
+transformers and peft). If torchvision cannot load, the baseline declares its two operators, as lightning_aigc does. A
+warm-up pass fills the disk cache and the byte code.
 
-Prints one JSON row a case and appends it to benchmarks/results/DATE-import_time.jsonl: median, least and most seconds,
-and the ratio of the medians.
+Prints one JSON row per case and appends it to benchmarks/results/DATE-import_time.jsonl: median, least and most
+seconds, and the ratio of the medians.
 """
 
 from __future__ import annotations

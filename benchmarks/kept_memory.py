@@ -1,4 +1,4 @@
-"""How much memory a U-Net's forward pass leaves alive for backward, and a device's peak."""
+"""Measure the memory that a U-Net's forward pass saves for backward, and a device's peak."""
 # mypy: allow-untyped-calls, no-warn-return-any
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Kill `lightning fit` at random moments with SIGKILL, resume it, and compare what it ends with, byte for byte.
+"""Kill `lightning fit` at random moments with SIGKILL, resume it, and compare its final state, byte for byte.
 
-The tiny embedded model, a LoRA with EMA, accumulation 4, sample sheets, a scored report and a guard. A chain of runs is
-killed and resumed until one gets to its end; its files, weights, optimizer, EMA are then compared with those of a run
-that was never killed, and one more `--resume` must change nothing. Of three kills one comes at any moment, one waits
-for a snapshot that is being written, and one for a phase after the last step: drawing, scoring, a sheet, the LoRA, the
-report, the manifest's last word. Most runs are forked from one process that has imported everything and go through the
-command line's `main`; some start the real command.
+The tiny embedded model, a LoRA with EMA, accumulation 4, sample sheets, a scored report and a guard. Each chain of runs
+is killed and resumed until a run finishes; its files, weights, optimizer and EMA are then compared with those of a run
+that was never killed, and one more `--resume` must change nothing. One third of the kills come at a random moment, one
+third during a snapshot write, and one third in a phase after the last step: sampling, scoring, sheet, LoRA, report, or
+the end of the manifest. Most runs are forked from a process with all imports done and call the command line's `main`;
+some start the real command.
 
     python benchmarks/kill_and_resume.py [--kills 50] [--ranks 1] [--precision bf16-mixed 16-mixed] [--output FILE]
     python benchmarks/kill_and_resume.py --throughput [--output FILE]

@@ -1,4 +1,4 @@
-"""`lightning fit` in processes that can be killed: the configuration of a short training, and one run of it."""
+"""Run `lightning fit` on the configuration of a short training in a process that can be killed."""
 
 from __future__ import annotations
 

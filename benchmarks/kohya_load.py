@@ -1,10 +1,10 @@
-"""A LoRA file of ours in kohya sd-scripts' own network class, beside the same file in diffusers.
+"""Compare one of our LoRA files loaded by kohya sd-scripts' network class with the same file in diffusers.
 
     python benchmarks/kohya_load.py SD_SCRIPTS/networks/lora.py runs/demo/zorp.safetensors [--commit HASH] [--output F]
 
-sd-scripts' `create_network_from_weights` puts the file onto the embedded Stable Diffusion's U-Net, diffusers loads it
-with `load_lora_weights`; both see the same noise, timestep and text. The two modules of sd-scripts' own that its file
-imports beside torch, diffusers and transformers (a logger's set-up, SDXL's U-Net class) are stand-ins. Prints one row.
+sd-scripts' `create_network_from_weights` applies the file to the embedded Stable Diffusion's U-Net, diffusers loads it
+with `load_lora_weights`; both get the same noise, timestep and text. The two sd-scripts modules that its file imports
+(a logger's set-up, SDXL's U-Net class) are stubbed. Prints one row.
 """
 
 from __future__ import annotations

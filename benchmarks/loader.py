@@ -1,12 +1,12 @@
-"""How fast ImageCaptionData delivers pictures: cold, warm and uncached, beside a plain dataset as in diffusers' script.
+"""Throughput of ImageCaptionData, cold, warm and uncached, compared with a plain dataset as in diffusers' script.
 
     python benchmarks/loader.py --resolution 64 --images 480 --batch 16
     python benchmarks/loader.py --resolution 512 --images 64 --batch 4 --photo 2000 1500
 
-Prints one JSON row a case: images per second (median, least and most of the repeats), seconds a batch, versions and
-device. The baseline decodes each picture with Pillow in __getitem__, resizes, crops and scales it, and lets the default
-DataLoader collate, which is what diffusers' train_text_to_image_lora.py does through torchvision. The encoder of the
-cached cases is one convolution, so `cold` is decoding and disk, not a VAE. Needs no network.
+Prints one JSON row per case: images per second (median, least and most of the repeats), seconds per batch, versions and
+device. The baseline decodes each picture with Pillow in __getitem__, resizes, crops and scales it, and collates with
+the default DataLoader, as diffusers' train_text_to_image_lora.py does through torchvision. The encoder of the cached
+cases is one convolution, so `cold` measures decoding and disk, not a VAE. Needs no network.
 """
 
 from __future__ import annotations

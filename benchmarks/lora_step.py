@@ -1,18 +1,18 @@
-"""A training step of StableDiffusionLoRA beside diffusers' own text-to-image LoRA loop, on the same work.
+"""Step time of StableDiffusionLoRA, compared with diffusers' text-to-image LoRA loop on the same work.
 
     OMP_NUM_THREADS=1 python benchmarks/lora_step.py
     OMP_NUM_THREADS=1 python benchmarks/lora_step.py --precision bf16-mixed --steps 120
 
-The baseline is the loop of diffusers' examples/text_to_image/train_text_to_image_lora.py, written anew: accelerate,
+The baseline reimplements the loop of diffusers' examples/text_to_image/train_text_to_image_lora.py: accelerate,
 a DataLoader that decodes and tokenizes, VAE and text encoder in every step, AdamW, clipping, a constant schedule, a
-TensorBoard log and a progress bar. Ours is a real `Trainer.fit` with the callbacks, logger and bar that a config gets.
-Both start from the same pipeline, the same LoRA weights, the same batches, and the same noise: torch is seeded anew
-with the number of each step. Blocks of steps alternate in one process. A step lasts from one batch's end to the next
-one's, so it holds the loader, the hooks and the logging too.
+TensorBoard log and a progress bar. Ours is a real `Trainer.fit` with a config's default callbacks, logger and bar.
+Both use the same pipeline, LoRA weights, batches and noise: torch is seeded with the number of each step. Blocks of
+steps alternate in one process. A step is timed from the end of one batch to the end of the next, so it includes the
+loader, the hooks and the logging.
 
-Prints one JSON row a case and appends it to benchmarks/results/DATE-lora_step.jsonl: median, quartiles, ratio (the
-median of ours over theirs, block by block), the same in CPU time, which other processes hardly disturb, and how far the
-two loss curves are apart. Needs no network.
+Prints one JSON row per case and appends it to benchmarks/results/DATE-lora_step.jsonl: median, quartiles, ratio (the
+median over blocks of our time over diffusers'), the same in CPU time, which other processes hardly disturb, and the
+difference of the two loss curves. Needs no network.
 """
 
 from __future__ import annotations

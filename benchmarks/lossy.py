@@ -1,9 +1,9 @@
-"""What the opt-in lossy gradients cost: the tiny Stable Diffusion learning its brand with and without them.
+"""Cost of the lossy gradient options: the tiny Stable Diffusion learns its brand with and without them.
 
     OMP_NUM_THREADS=1 python benchmarks/lossy.py [--steps 150] [--output benchmarks/results/lossy.jsonl]
 
-Same seeds, batches and noise in every run; `loss` is the mean of the last third of the steps, `relative` is that loss
-over the dense run's. `cosine` compares the first step's LoRA gradient with the dense one: 1 is the same direction.
+Same seeds, batches and noise in every run. `loss` is the mean over the last third of the steps, `relative` is that loss
+over the dense run's, `cosine` the cosine of the first step's LoRA gradient with the dense gradient.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Pack the wheels that a machine without a network lacks, so that the benchmarks and the demo run there.
+"""Pack the wheels that a machine without a network needs to run the benchmarks and the demo.
 
     python benchmarks/offline_wheels.py --installed installed.txt --output build/wheels [--python 3.12]
 
-On that machine, `python3 -m pip list --format=freeze > installed.txt` says what it has; any version counts, and a bare
-list of names does too. What the project needs and the list lacks is downloaded here, without its own requirements,
-which are walked in turn; what is there already, torch above all, is not fetched. Versions are those of constraints.txt.
-There:
+On that machine, write `python3 -m pip list --format=freeze > installed.txt`; any version counts, and a plain list of
+names works too. Packages that the project needs and the list lacks are downloaded here with their requirements;
+installed packages, torch above all, are not fetched. Versions are those of constraints.txt. On that machine:
 
     python3 -m pip install --no-index --no-deps --target site build/wheels/*.whl && export PYTHONPATH=site
 """

@@ -1,4 +1,4 @@
-"""A real-size Stable Diffusion 1.5 with random weights through the whole path, on any device.
+"""Run a real-size Stable Diffusion 1.5 with random weights through the whole path, on any device.
 
 `python benchmarks/real_size.py WORKDIR` builds the pipeline folder from SD 1.5's published configuration (4.3 GB in
 float32, 2.1 GB in bfloat16), runs `lightning fit -c configs/sd_lora.yaml` for one optimizer step on three pictures,

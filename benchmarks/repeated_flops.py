@@ -1,10 +1,10 @@
-"""Arithmetic of a training step at each memory level over native's: what computing again costs on any device.
+"""FLOPs of a training step at each memory level over native autograd's: the cost of recomputation on any device.
 
     python benchmarks/repeated_flops.py [--model sd15|sdxl] [--pixels 512] [--width 0.5] [--lora 64|0] [--output FILE]
 
-FLOPs of matrix products, convolutions and attention, forward and backward, counted from operator shapes by torch's own
-FlopCounterMode on fake tensors: no number is computed and no device is needed. Step times depend on the device, its
-kernels and what else they wait for; this ratio is the same everywhere. One JSON object a line.
+FLOPs of matrix products, convolutions and attention, forward and backward, counted from operator shapes by torch's
+FlopCounterMode on fake tensors: nothing is computed and no device is needed. Step times depend on the device and its
+kernels; this ratio does not. Prints one JSON object per line.
 """
 # mypy: allow-untyped-calls
 

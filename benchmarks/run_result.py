@@ -1,4 +1,4 @@
-"""What a training ends with, by name, and where two of them differ."""
+"""The final state of a training, by name, and the differences between two of them."""
 
 from __future__ import annotations
 

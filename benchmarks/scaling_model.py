@@ -1,17 +1,17 @@
-"""How far the cost model of `lightning plan` is off: plain DDP over gloo on one machine, beside its prediction.
+"""Error of the cost model of `lightning plan`: its prediction against plain DDP over gloo on one machine.
 
     python benchmarks/scaling_model.py
 
-A model of about 10 M parameters, one thread a rank, loopback; 1, 2 and 4 ranks. What the model is given is measured on
-the same ranks, in turns with the DDP step that it has to predict, so that other load hits all alike:
+A model of about 10 M parameters, one thread per rank, loopback; 1, 2 and 4 ranks. The cost model's inputs are measured
+on the same ranks, alternating with the DDP step to predict, so that other load affects all alike:
 
-* the step without communication, all ranks computing at once: with fewer cores than ranks they share them, and what
-  that costs is computing, not communication;
-* two sizes of allreduce, which alpha and beta are fitted from.
+* the step without communication, with all ranks computing at once: with fewer cores than ranks, the cost of sharing
+  them counts as computation;
+* two sizes of allreduce, to fit alpha and beta.
 
-A time is the slowest rank's, and the median over rounds. The error is predicted over measured, minus 1, twice: with the
-model's own share of backward that hides traffic, and with none, because gloo moves bytes on the cores that compute.
-Prints a row for each number of ranks and appends it to benchmarks/results/scaling_model.jsonl.
+Times are the slowest rank's, median over rounds. The error is predicted over measured, minus 1, twice: with the model's
+overlap share, and without overlap, because gloo moves bytes on the cores that compute. Prints a row per number of ranks
+and appends it to benchmarks/results/scaling_model.jsonl.
 """
 # mypy: allow-untyped-calls
 

@@ -1,19 +1,18 @@
-"""What a snapshot costs a training, beside the checkpoint that Lightning would write of the same state.
+"""Cost of a snapshot in training, compared with Lightning's checkpoint of the same state.
 
     OMP_NUM_THREADS=1 python benchmarks/snapshot_cost.py
     python benchmarks/snapshot_cost.py --device cuda
 
 The state of a LoRA of rank 64 on Stable Diffusion 1.5's attention, 256 matrices, in float32: weights, their moving
-average, and AdamW's two moments and step. The baseline is `TorchCheckpointIO`, which `trainer.save_checkpoint` calls,
-and plain `torch.save`; neither makes the file durable, a snapshot is fsynced. All are timed in turn, in one run.
-Blocked is all that the training waits: `save`, and `finish_copy` before the optimizer would step; late is with all
-tensors in `late`. Work is a training's, products of matrices for 0.3 s: the share of it that is done beside a snapshot
-being written, and beside another process, dd, that writes as much. Host memory is the peak of the resident set above
-what it was before the first save.
+average, and AdamW's two moments and step. The baselines are `TorchCheckpointIO`, which `trainer.save_checkpoint` calls,
+and plain `torch.save`; neither is durable, while a snapshot is fsynced. All alternate in one run. "blocked" is the time
+that training waits, in `save`, and in `finish_copy` before the optimizer step; "late" defers all tensors. "work" is
+the share of a training's work (0.3 s of matrix products) that is done while a snapshot is being written, and while
+another process, dd, writes as much. Host memory is the peak resident set above the level before the first save.
 
-The second row is of the callback: a Trainer with these weights, AdamW and an average, `ExactSnapshot` at each step, and
-`trainer.save_checkpoint` of the same state before it. A step's forward has work for 0.3 s. Size is all of a snapshot's
-folder, to the bytes of weights, average and optimizer state.
+The second row measures the callback: a Trainer with these weights, AdamW and an average, `ExactSnapshot` at each step,
+and `trainer.save_checkpoint` of the same state before it. A step's forward works for 0.3 s. Size is that of a
+snapshot's folder over the bytes of weights, average and optimizer state.
 
 Prints tables and JSON rows, which it appends to
 benchmarks/results/DATE-snapshot_cost.jsonl. Medians after warm-up, with the least and the most.

@@ -1,4 +1,4 @@
-"""What snapshots cost a training: two runs, with and without them, that take turns."""
+"""Cost of snapshots in training throughput: two runs, with and without snapshots, that alternate."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""The most memory that one Stable Diffusion 1.5 LoRA step holds, ours beside diffusers' text-to-image LoRA script.
+"""Peak memory of a Stable Diffusion 1.5 LoRA step, compared with diffusers' text-to-image LoRA script.
 
     python benchmarks/step_memory.py WORKDIR [--batch 4] [--rank 64] [--device cpu|cuda] [--variants diffusers lean max]
         [--timed_steps 20] [--pixels 512]
 
-A pipeline of SD 1.5's shapes with random weights (made in WORKDIR, 2.1 GB) takes two steps in each variant, every one
-in a process of its own; the second is watched: forward, backward, clipping and AdamW, with all that is resident. Ours
-is `Trainer.fit` with what configs/sd_lora.yaml says, and `NAME-uncached` without its caches; theirs is bf16, and
-`diffusers-float32` what their script does when nobody names a precision. On CUDA the figure is the
-allocator's. On a CPU every storage is counted that is alive when an operator returns. That leaves out what an operator
-allocates and frees inside itself; encoders that are parked in host memory are not counted either. With
-`--timed_steps` as many further steps follow, each from one batch's end to the next one's, the median in the row. One
-JSON object a line.
+A pipeline of SD 1.5's shapes with random weights (created in WORKDIR, 2.1 GB) takes two steps in each variant, each in
+a separate process; the second step is measured: forward, backward, clipping and AdamW, with everything resident. Ours
+is `Trainer.fit` with configs/sd_lora.yaml, and `NAME-uncached` without its caches; diffusers runs in bf16, and
+`diffusers-float32` is its script's default precision. On CUDA the figure is the allocator's. On a CPU every storage
+that is alive when an operator returns is counted, without memory that an operator frees internally, and without
+encoders that were moved to host memory. `--timed_steps` adds steps, timed from the end of one batch to the end of the
+next, with their median in the row. Prints one JSON object per line.
 """
 # mypy: allow-untyped-calls
 

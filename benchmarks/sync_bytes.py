@@ -1,7 +1,7 @@
-"""Bytes that one rank sends a step when every weight of a U-Net is trained, over those of a dense float32 ring.
+"""Bytes that a rank sends per step in full fine-tuning of a U-Net, over those of a dense float32 ring.
 
-Counted at the collectives: 2 and 4 processes add up random gradients of SD 1.5's (or SDXL's) real shapes over Gloo,
-unit by unit, so that no rank holds them all. For more ranks the same payloads by formula.
+Counted at the collectives: 2 and 4 processes reduce random gradients of SD 1.5's (or SDXL's) shapes over Gloo, one unit
+at a time, so that no rank holds all of them. For more ranks the same payloads are computed by formula.
 
     OMP_NUM_THREADS=1 python benchmarks/sync_bytes.py [--model sd15|sdxl] [--modes int3 ...] [--output FILE]
 """

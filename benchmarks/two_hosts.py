@@ -1,9 +1,9 @@
-"""Step time of gradient sync between two hosts with a slow link, beside plain DDP in the same run.
+"""Step time of gradient sync between two hosts over a slow link, compared with plain DDP in the same run.
 
-Two network namespaces joined by a token-bucket link stand for the hosts, one process of one thread on each; both are
-removed at the end. Needs root and iproute2. A full fine-tuning of a U-Net of 58 M parameters on 8x8 latents: little
-compute and many bytes, where a slow link hurts most. `default` is what npu_sparse ships, its protected layers included;
-a mode by its name protects nothing. `--rate loopback` leaves the namespaces out, `--rate alone` the second process too.
+Two network namespaces joined by a token-bucket link simulate the hosts, with one single-threaded process each; both are
+removed at the end. Needs root and iproute2. The task is full fine-tuning of a U-Net of 58 M parameters on 8x8 latents:
+little compute and many bytes, the worst case for a slow link. `default` is npu_sparse's default with its protected
+layers; a mode by name protects nothing. `--rate loopback` omits the namespaces, `--rate alone` also the second process.
 
     python benchmarks/two_hosts.py [--rate 1gbit] [--steps 7] [--variants plain bf16_hook default ...] [--output FILE]
 """

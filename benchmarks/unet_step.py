@@ -1,16 +1,16 @@
-"""What one training step of a diffusion U-Net keeps and takes at each memory level, beside native and checkpointing.
+"""Saved memory and step time of a diffusion U-Net at each memory level, compared with native and checkpointing.
 
     python benchmarks/unet_step.py [--model sd15|sdxl] [--batch 1] [--lora 64|0] [--pixels 512] [--rounds 7]
         [--width 0.5] [--device cuda]
 
-One U-Net with random weights from its config, in bf16 (`--dtype`), takes every variant in turn within each round, so
-that a change of the machine's pace meets all of them; the figures are medians of the rounds after one warm-up round.
-`kept` counts every storage that the forward pass leaves alive for backward, exactly; for `compile` (torch.compile, by
-name only: it compiles for minutes) what the compiled code saves. `--width` scales every channel count. On a card a step
-is `--steps` of them in a row with one wait at the end, and the allocator's peak stands beside. There the step is also
-captured as a CUDA graph and replayed: `device_time_s` is what the card itself takes, `step_time_s` what the host lets
-it take. Before anything is reported, the loss of each variant must equal the native one within bf16's rounding. One
-JSON object a line goes to `--output`.
+A U-Net with random weights from its config, in bf16 (`--dtype`), runs every variant in each round, so that changes of
+the machine's speed affect all of them; figures are medians over rounds after a warm-up round. `kept` is the exact size
+of the storages that the forward pass saves for backward; for `compile` (torch.compile, only by name, as it compiles for
+minutes) what the compiled code saves. `--width` scales every channel count. On a card, a step's time is the mean of
+`--steps` consecutive steps with one synchronisation, and the allocator's peak is reported too. There the step is also
+captured as a CUDA graph and replayed: `device_time_s` is the card's time, `step_time_s` includes the host. Nothing is
+reported unless the loss of each variant equals native's within bf16 rounding. Appends one JSON object per line to
+`--output`.
 """
 # mypy: allow-untyped-calls, no-warn-return-any
 

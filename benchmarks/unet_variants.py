@@ -1,4 +1,4 @@
-"""A diffusion U-Net with random weights from its config, its inputs, and the ways to run it that are compared."""
+"""A diffusion U-Net with random weights from its config, its inputs, and the variants to compare."""
 # mypy: no-warn-return-any
 
 from __future__ import annotations

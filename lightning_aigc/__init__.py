@@ -1,13 +1,15 @@
 """Fine-tune image-generation models with PyTorch Lightning on Ascend NPUs, CUDA GPUs and CPUs.
 
-Importing it registers "npu" and "npu_sparse" with Lightning, as soon as something imports Lightning.
+Importing this package registers "npu" and "npu_sparse" with Lightning once Lightning is imported.
 """
 
-from lightning_aigc._pytorch_lightning import refuse_our_names
+from lightning_aigc._pytorch_lightning import register_refusals
 from lightning_aigc._registration import when_imported
 from lightning_aigc._torchvision_import import declare_missing_operators
 
-when_imported("torch", declare_missing_operators)  # not at once: `lightning doctor` starts where torch does not
+when_imported(
+    "torch", declare_missing_operators
+)  # deferred: `lightning doctor` must run where torch cannot be imported
 
 
 def _register() -> None:
@@ -16,6 +18,6 @@ def _register() -> None:
 
 
 when_imported("lightning.pytorch", _register)
-when_imported("pytorch_lightning", refuse_our_names)
+when_imported("pytorch_lightning", register_refusals)
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m lightning_aigc` is the `lightning` command, whoever owns that script."""
+"""`python -m lightning_aigc`: the `lightning` command, independent of which package owns that script."""
 
 from lightning_aigc.cli import main
 

@@ -1,6 +1,6 @@
-"""Do something once a module has been imported, without importing it: how our names get into Lightning's registries.
+"""Import hooks: call a function once a module has been imported, to register names with Lightning lazily.
 
-Importing Lightning takes seconds, and `import lightning_aigc` must not. Stdlib only, for the same reason.
+Importing Lightning takes seconds, and `import lightning_aigc` must be fast. For the same reason this is stdlib only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _waiting: dict[str, list[Action]] = {}
 
 
 def when_imported(module_name: str, action: Action) -> None:
-    """Call `action` once: now if the module is imported already, else as the last thing of its import.
+    """Call `action` once: now if the module is already imported, else at the end of its import.
 
-    The module is whole then, so the action may import from it. An action that raises becomes one warning, and the
-    import goes on; an import that fails keeps its actions for the next try.
+    The module is then complete, so the action may import from it. An exception in an action becomes a warning, and the
+    import continues. After a failed import the actions wait for the next attempt.
     """
     if sys.modules.get(module_name) is not None:
-        importlib.import_module(module_name)  # waits for another thread that is in the middle of it
+        importlib.import_module(module_name)  # waits if another thread is importing it
         _run(module_name, [action])
         return
     _waiting.setdefault(module_name, []).append(action)
@@ -33,7 +33,7 @@ def when_imported(module_name: str, action: Action) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Lets the other finders find the module, and adds to its loader what is to happen afterwards."""
+    """Delegates to the other finders, and extends the loader to run the actions."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -52,7 +52,7 @@ _finder = _Finder()
 
 
 def _act_after(spec: ModuleSpec) -> None:
-    """Extend the loader object itself: a wrapper around it would hide its other methods from inspect and resources."""
+    """Extend the loader in place; a wrapper would hide its other methods from inspect and importlib.resources."""
     loader, name = spec.loader, spec.name
     if loader is None:
         return

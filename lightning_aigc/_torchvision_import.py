@@ -1,10 +1,9 @@
 """Make `import torchvision` work beside a torch build without CUDA.
 
-The registry's torchvision for x86 is a CUDA build. Beside a CPU build of torch (an Ascend host has
-the same pair) its compiled part does not load, and its Python part then dies on the missing
-operator `torchvision::nms`, taking transformers, diffusers and open_clip along. Declaring the two
-operator schemas is enough: nothing here ever calls them. Drop this when torchvision guards its
-own fake registrations.
+PyPI's torchvision for x86 is a CUDA build. Beside a CPU build of torch (as on Ascend hosts) its compiled part
+does not load, and its Python part then fails on the missing operator `torchvision::nms`, and with it
+transformers, diffusers and open_clip. Declaring the two operator schemas is enough, as nothing here calls
+them. Drop this when torchvision guards its fake registrations.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-_library: torch.library.Library | None = None  # torch forgets the schemas when the library is collected
+_library: torch.library.Library | None = None  # torch drops the schemas when the library is garbage-collected
 
 
 def is_cuda_build_of_torchvision() -> bool:
-    """Whether the installed torchvision was built for CUDA; read from its version file, without importing it."""
+    """Whether the installed torchvision was built for CUDA, read from its version file without importing it."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return False
@@ -30,7 +29,7 @@ def is_cuda_build_of_torchvision() -> bool:
 
 
 def declare_missing_operators() -> None:
-    """Declare `torchvision::nms` and `torchvision::qnms` where torchvision cannot do so itself."""
+    """Declare `torchvision::nms` and `torchvision::qnms` if torchvision cannot."""
     global _library
     import torch
 

@@ -1,14 +1,14 @@
-"""Gradient accumulation done right, in a plain loop: the mean over the micro-batches that a window really has.
+"""AccumulationWindow: gradient accumulation for a plain loop, as the mean over the actual number of micro-batches.
 
-Legend: a window is the micro-batches between two optimizer steps; the last one of an epoch may be short.
+Legend: a window is the micro-batches between two optimizer steps; an epoch's last window may be partial.
 
     window = AccumulationWindow(optimizer, micro_batches=8, max_norm=1.0)
     for epoch in range(epochs):
         for batch in loader:
-            with window.accumulating():                 # DDP exchanges gradients in the last one only
+            with window.accumulating():                 # DDP reduces gradients in the last micro-batch only
                 window.backward(loss_of(batch))
             window.step()                               # steps when the window is full
-        window.end_epoch()                              # or when the epoch is over
+        window.end_epoch()                              # or at the end of the epoch
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from lightning_aigc.errors import ConfigError
 
 
 class AccumulationWindow:
-    """Sums gradients over `micro_batches`, scales the sum by how many there really were, clips it, and steps.
+    """Accumulates the mean gradient of up to `micro_batches` micro-batches, clips it, and steps.
 
-    Each loss is divided by `micro_batches` before its backward, so that a full window has the bits that dividing each
-    loss gives; a short one is scaled up to the mean once, before clipping. The loss scale is fixed within a window:
-    gradients of two scales do not add up.
+    Each loss is divided by `micro_batches` before its backward; a partial window is scaled up to the mean once, before
+    clipping, so that full windows are bit-identical to plain accumulation. The loss scale is fixed within a window,
+    because gradients of different scales do not add up.
 
     Args:
-        optimizer: Whose parameters are trained.
+        optimizer: The optimizer of the trained parameters.
         micro_batches: Micro-batches in a full window.
-        max_norm: Norm to which the window's gradient is clipped; None leaves it.
+        max_norm: Norm to which the window's gradient is clipped; None for no clipping.
         scaler: A loss scaler for float16.
-        crosses_epochs: Whether a window that an epoch's end leaves open goes on in the next one.
-        module: The DistributedDataParallel whose ranks exchange gradients once a window.
+        crosses_epochs: Whether a window that is open at an epoch's end continues in the next epoch.
+        module: The DistributedDataParallel module that reduces gradients once per window.
 
-    Raises: ConfigError that names the wrong argument.
+    Raises: ConfigError naming the wrong argument.
     """
 
     def __init__(
@@ -55,28 +55,27 @@ class AccumulationWindow:
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
             raise ConfigError(f"micro_batches must be 1 or more, got {micro_batches!r}")
         if max_norm is not None and not max_norm > 0:
-            raise ConfigError(f"max_norm must be more than 0, or None to leave gradients as they are; got {max_norm!r}")
+            raise ConfigError(f"max_norm must be more than 0, or None for no clipping; got {max_norm!r}")
         self.optimizer, self.micro_batches, self.max_norm = optimizer, micro_batches, max_norm
         self.scaler, self.crosses_epochs, self.module = scaler, crosses_epochs, module
         self.count = 0
         """Micro-batches in the open window."""
         self.steps = 0
-        """Windows that ended."""
+        """Completed windows."""
 
     @property
     def is_full(self) -> bool:
         return self.count == self.micro_batches
 
     def describe(self, batch_size: int, ranks: int = 1) -> str:
-        """The effective batch size, to say at the start."""
+        """The effective batch size as a sentence, to print at the start."""
         return effective_batch_size(batch_size, self.micro_batches, ranks)
 
     @contextlib.contextmanager
     def accumulating(self, *, is_last: bool = False) -> Iterator[bool]:
-        """Run forward and backward of one micro-batch in this block; ranks exchange gradients in a window's last one.
+        """Run forward and backward of one micro-batch in this block; yields whether it is the window's last.
 
-        Yields: whether the window ends with this micro-batch.
-        Args: is_last: whether the epoch ends with it.
+        Ranks reduce gradients only in the last micro-batch. `is_last` marks the last micro-batch of the epoch.
         """
         ends = self.count + 1 == self.micro_batches or (is_last and not self.crosses_epochs)
         no_sync: Any = None if ends else getattr(self.module, "no_sync", None)
@@ -84,7 +83,7 @@ class AccumulationWindow:
             yield ends
 
     def backward(self, loss: Tensor) -> None:
-        """Add one micro-batch's gradient."""
+        """Add the gradient of one micro-batch."""
         if self.is_full:
             raise RuntimeError("the window is full: call step() before the next backward()")
         share = loss / self.micro_batches
@@ -92,24 +91,25 @@ class AccumulationWindow:
         self.count += 1
 
     def step(self, before_step: Callable[[], None] | None = None) -> bool:
-        """Take the optimizer's step if the window is full. Returns: whether it did.
+        """Take the optimizer step if the window is full. Returns: whether it did.
 
-        Args: before_step: called with the window's gradient as the optimizer will see it.
+        Args: before_step: called once the gradients are final, right before the optimizer step.
         """
         return self._end(before_step) if self.is_full else False
 
     def end_epoch(self, before_step: Callable[[], None] | None = None) -> bool:
-        """Take the step of a short last window, unless windows cross epochs. Returns: whether it did."""
+        """Take the step of a partial last window, unless windows cross epochs. Returns: whether it did."""
         return self._end(before_step) if self.count and not self.crosses_epochs else False
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, the scale, and the open window's gradients in the optimizer's order of parameters."""
+        """Counts, the scaler's state, and the open window's gradients in the optimizer's order of parameters."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        kept = [None if p.grad is None else p.grad.detach().clone() for p in self._parameters()] if self.count else []
-        return {"count": self.count, "steps": self.steps, "scaler": scaler, "gradients": kept}
+        parameters = self._parameters() if self.count else []
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+        return {"count": self.count, "steps": self.steps, "scaler": scaler, "gradients": gradients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on in the middle of the window."""
+        """Restore the open window."""
         self.count, self.steps = int(state["count"]), int(state["steps"])
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
@@ -141,8 +141,7 @@ class AccumulationWindow:
 
 
 def scale_to_mean(parameters: list[nn.Parameter], count: int, divided_by: int) -> None:
-    """Turn gradients that were divided by a full window's micro-batches into the mean of `count`. A full window is left
-    alone, bit for bit."""
+    """Rescale gradients that were divided by `divided_by` to the mean of `count`; does nothing if both are equal."""
     if count == divided_by:
         return
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -151,6 +150,6 @@ def scale_to_mean(parameters: list[nn.Parameter], count: int, divided_by: int) -
 
 
 def effective_batch_size(batch_size: int, micro_batches: int, ranks: int) -> str:
-    """One sentence: `64 samples a step: 4 in a batch x 8 batches x 2 ranks`."""
+    """The effective batch size as text: `64 samples a step: 4 in a batch x 8 batches x 2 rank(s)`."""
     total = batch_size * micro_batches * ranks
     return f"{total} samples a step: {batch_size} in a batch x {micro_batches} batches x {ranks} rank(s)"

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all: beside its place first, then renamed onto it."""
+"""Atomic file writes through a temporary file and a rename."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def atomic_file(
             folder may do that once, with `sync_folder`.
         make_parent: make the folder if it is missing.
         open_temporary: opens the temporary file of a path, in the same folder.
-    Raises: OSError; what was at `path` before is still there then.
+    Raises: OSError, with any earlier file at `path` unchanged.
     """
     if make_parent:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,12 +59,12 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """fsync a folder, to make its file names durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no such call
+        if error.errno != errno.EINVAL:  # a file system without this call
             raise
     finally:
         os.close(folder)

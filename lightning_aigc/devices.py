@@ -1,4 +1,4 @@
-"""The only file that knows npu, cuda and cpu apart: dtypes, memory, loss scaling."""
+"""Device-specific functions for npu, cuda and cpu: dtypes, autocast, memory, loss scaling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of a name in YAML.
+    """The torch dtype for a name in YAML.
 
     Raises: KeyError for a name outside `DTYPES`.
     """
@@ -22,19 +22,19 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def autocast_dtype(precision: str) -> torch.dtype:
-    """The dtype that frozen weights may have under a Trainer's precision: bf16-mixed -> bfloat16."""
+    """The dtype of frozen weights under a Trainer's precision, such as bfloat16 under bf16-mixed."""
     if precision.startswith("bf16"):
         return torch.bfloat16
     return torch.float16 if precision.startswith("16") else torch.float32
 
 
 def float32_region(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Within: no autocast, whatever the Trainer's precision."""
+    """Disable autocast in a block."""
     return torch.autocast(device.type, enabled=False)
 
 
 def accelerator_module(device: torch.device) -> object | None:
-    """`torch.cuda` or `torch.npu` for a tensor's device, None for the CPU."""
+    """`torch.cuda` or `torch.npu` for a device, None for the CPU."""
     return getattr(torch, device.type, None) if device.type in ("cuda", "npu") else None
 
 
@@ -45,7 +45,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """The most memory used so far, MiB: the device allocator's peak, or this process's resident set on a CPU."""
+    """Peak memory in MiB, of the device's allocator, or on a CPU of this process's resident set."""
     module = accelerator_module(device)
     if module is not None:
         return float(module.max_memory_allocated(device)) / 2**20  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def loss_scale(precision_plugin: object) -> Tensor | None:
 def grad_scaler(device_type: str) -> torch.amp.GradScaler:
     """A dynamic loss scaler for float16 gradients on "cpu", "cuda" or "npu", with torch's defaults.
 
-    torch_npu brings its own: float16 saturates on some Ascend chips, and only theirs reads the overflow flag.
+    torch_npu has a separate class: float16 saturates on some Ascend chips, and only that class reads the overflow flag.
     """
     amp: Any = getattr(getattr(torch, "npu", None), "amp", None) if device_type == "npu" else None
     scaler: torch.amp.GradScaler = amp.GradScaler() if hasattr(amp, "GradScaler") else torch.amp.GradScaler(device_type)

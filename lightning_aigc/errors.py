@@ -1,23 +1,23 @@
-"""The errors that a user can mend: their text says what was got, what is wanted and what to do.
+"""Errors that a user can fix; the message says what was got, what is wanted and what to do.
 
-The command line prints them alone, without a traceback; in Python they are ordinary ValueErrors.
+The command line prints them without a traceback; in Python they are ordinary ValueErrors.
 """
 
 
 class UserError(ValueError):
-    """Something in the user's hands is wrong; the message names the file or the key."""
+    """Base class of errors in the user's input; the message names the file or key."""
 
 
 class DataError(UserError):
-    """A picture, caption, folder or cache."""
+    """Error in a picture, caption, folder or cache."""
 
 
 class ModelError(UserError):
-    """A pipeline folder, a model argument, or weights that do not fit."""
+    """Error in a pipeline folder or model argument, or weights that do not match."""
 
 
 class ConfigError(UserError):
-    """A key, type or class in a YAML file or on the command line."""
+    """Error in a key, type or class in YAML or on the command line."""
 
 
 class SnapshotError(UserError):
@@ -28,5 +28,5 @@ class ImageWarning(UserWarning):
     """A generated or loaded picture is black, constant or not finite."""
 
 
-class SamplingTooSlow(UserError):  # noqa: N818  it says what happened, and nothing failed
-    """Generating the pictures asked for would take longer than the limit; training goes on without them."""
+class SamplingTooSlow(UserError):  # noqa: N818  not a failure
+    """Sampling would take longer than the time limit; training continues without the pictures."""

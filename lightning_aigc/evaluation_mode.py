@@ -1,4 +1,4 @@
-"""Evaluate a model in the middle of its training."""
+"""Context managers that evaluate a model during training and restore its modes and random states."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_aigc.rng import isolate_rng
 
 @contextlib.contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Switch every submodule to eval mode, without gradients, and each one back to its own mode when the block ends.
+    """Set all submodules to eval mode without gradients, and restore each submodule's mode when the block ends.
 
-    Only the attribute `training` is set: a `train()` that does more, such as merging LoRA weights, is not called.
+    Only the attribute `training` is set; `train()`, which may do more, such as merging LoRA weights, is not called.
     """
     training = [m for module in modules for m in module.modules() if m.training]
     for module in training:
@@ -30,6 +30,6 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluate `model` in a block that restores its modes and every random state; gradients are left alone."""
+    """Evaluate `model` in a block that restores its modes and all random states; gradients do not change."""
     with isolate_rng(device), evaluating(model):
         yield

@@ -1,4 +1,4 @@
-"""Nested state copied to host memory."""
+"""Copy nested state to host memory."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ StorageKey: TypeAlias = tuple[torch.device, int]
 
 
 def to_cpu(value: Any, *, clone: bool = False) -> Any:
-    """Copy dicts, lists and tuples with their tensors moved to the CPU; every other object stays as it is.
+    """Copy dicts, lists and tuples with their tensors moved to the CPU; other objects are not copied.
 
-    Args: clone: copy the tensors that are on the CPU already, so that the result does not change with them.
+    Args: clone: also copy tensors that are on the CPU already.
     """
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
@@ -34,17 +34,17 @@ def to_cpu(value: Any, *, clone: bool = False) -> Any:
 
 
 def host_bytes(size: int, *, pinned: bool) -> Tensor:
-    """Allocate host memory, page-locked where asked and possible."""
+    """Allocate host memory, page-locked if `pinned` and possible."""
     if pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:  # the limit of locked memory; pageable memory is slower and works
+        except RuntimeError:  # limit of locked memory reached; pageable memory is slower but works
             pass
     return torch.empty(size, dtype=torch.uint8)
 
 
 class HostCopy:
-    """A deep copy of a nested state in host memory, with storages shared as they were; `size` bytes, known before."""
+    """Deep copy of a nested state to host memory that preserves shared storages; `size` is known before `take`."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -84,7 +84,7 @@ def _tensors_in(state: Any) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a view of a storage and nothing more."""
+    """Whether the tensor is only a view of a storage, without other state."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided

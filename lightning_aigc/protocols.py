@@ -1,6 +1,6 @@
-"""What the parts expect of a LightningModule, a data module, a callback or a strategy that is not ours.
+"""Protocols for optional features of LightningModules, data modules, callbacks and strategies.
 
-Each Protocol is checked with `isinstance`, which asks for the names alone; an object need not inherit from any.
+Each is checked with `isinstance`, by attribute names only; a class need not inherit from the Protocol.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-# What a LightningModule may offer ----------------------------------------------------------------------------------
+# LightningModules ---------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class SupportsSampling(Protocol):
-    """Generates pictures: what SampleGrid, CLIPConvergenceGuard and RunReport draw with."""
+    """Generates pictures, for SampleGrid, CLIPConvergenceGuard and RunReport."""
 
     def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
         """Return one picture for each pair of prompt and seed, [N, 3, H, W] in 0..1."""
@@ -26,7 +26,7 @@ class SupportsSampling(Protocol):
 
 @runtime_checkable
 class HasValidationPrompts(Protocol):
-    """Knows which prompts to sample where a callback was given none."""
+    """Has default prompts for callbacks that were given none."""
 
     validation_prompts: Sequence[str]
 
@@ -49,7 +49,7 @@ class HasPipelineParts(Protocol):
 
 @runtime_checkable
 class SavesLoRA(Protocol):
-    """Writes its LoRA as one file."""
+    """Saves its LoRA as one file."""
 
     def save_lora(self, path: str | Path, **metadata: Any) -> Any:
         """Write the file; `metadata` has strings and numbers for its header."""
@@ -58,14 +58,14 @@ class SavesLoRA(Protocol):
 
 @runtime_checkable
 class HasOutputName(Protocol):
-    """Names the files that its training writes."""
+    """Has a name for the files that its training writes."""
 
     output_name: str
 
 
 @runtime_checkable
 class ReportsExampleLosses(Protocol):
-    """Keeps the losses of the last batch's examples and the timesteps they were drawn at, both [B]."""
+    """Has the per-example losses and timesteps of the last batch, both [B]."""
 
     last_example_losses: Tensor | None
     last_timesteps: Tensor | None
@@ -73,16 +73,16 @@ class ReportsExampleLosses(Protocol):
 
 @runtime_checkable
 class HasNoiseSchedule(Protocol):
-    """Knows how many timesteps its noise schedule has."""
+    """Has a noise schedule with a number of timesteps."""
 
     num_train_timesteps: int
 
 
 @runtime_checkable
 class DeclaresSnapshotArguments(Protocol):
-    """Says which of its hyperparameters do not change the bits of a training, such as where previews go.
+    """Lists the hyperparameters that do not change the bits of a training, such as the folder of previews.
 
-    ExactSnapshot compares the configuration of a resumed run with that of the snapshot, and passes over these.
+    ExactSnapshot ignores these when it compares the configuration of a resumed run with the snapshot's.
     """
 
     snapshot_ignored_arguments: frozenset[str]
@@ -90,29 +90,29 @@ class DeclaresSnapshotArguments(Protocol):
 
 @runtime_checkable
 class BringsSnapshots(Protocol):
-    """Adds its own ExactSnapshot in `configure_callbacks`, so that the command line need not."""
+    """Adds ExactSnapshot in `configure_callbacks`, so that the command line does not."""
 
     def brings_snapshots(self, trainer: Any) -> bool:
-        """Whether it will, for this Trainer."""
+        """Whether it adds ExactSnapshot for this Trainer."""
         ...
 
 
 @runtime_checkable
 class HasDeferredSnapshotKeys(Protocol):
-    """Names keys of its checkpoint whose tensors change in `optimizer_step` or later, never in forward or backward.
+    """Lists checkpoint keys whose tensors change only in `optimizer_step` or later, not in forward or backward.
 
-    A snapshot copies them beside the next batch, where it would otherwise copy them before.
+    A snapshot copies these during the next batch instead of before it.
     """
 
     deferred_snapshot_keys: Sequence[str]
 
 
-# What a data module may offer --------------------------------------------------------------------------------------
+# Data modules -------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class HasReferenceImages(Protocol):
-    """Hands out training pictures to compare generated ones with."""
+    """Provides training pictures as references for generated pictures."""
 
     def reference_images(self, count: int) -> Tensor:
         """Return up to `count` pictures, [N, 3, H, W] in 0..1."""
@@ -130,40 +130,40 @@ class DescribesTrainingData(Protocol):
 
 @runtime_checkable
 class HasTrainBatchSize(Protocol):
-    """Knows how many examples a rank's batch has."""
+    """Has a batch size per rank."""
 
     train_batch_size: int
 
 
-# What a callback may offer -----------------------------------------------------------------------------------------
+# Callbacks ----------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class SeesSampleImages(Protocol):
-    """Is shown the pictures that SampleGrid drew, on rank zero, where no collective may start."""
+    """Receives SampleGrid's pictures, on rank zero only, so it must not start a collective."""
 
     def on_sample_images(
         self, trainer: Any, pl_module: Any, images_N3HW: Tensor, prompts: Sequence[str], step: int
     ) -> None:
-        """Look at the pictures of one step."""
+        """Receive the pictures of one step."""
         ...
 
 
 @runtime_checkable
 class WritesFinalFiles(Protocol):
-    """Writes files at the end of a run, without which ExactSnapshot does not take the run for finished."""
+    """Writes files at the end of a run; until they exist, ExactSnapshot does not count the run as finished."""
 
     def final_files(self, trainer: Any, pl_module: Any) -> Sequence[Path]:
         """Return their paths."""
         ...
 
 
-# What a strategy may offer -----------------------------------------------------------------------------------------
+# Strategies ---------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
 class HasSnapshotState(Protocol):
-    """Has state of its own on each rank that a snapshot must hold, such as residuals of error feedback."""
+    """Has per-rank state for snapshots, such as error-feedback residuals."""
 
     ranks_differ: bool
     """Whether the ranks' weights differ between two optimizer steps, as in local SGD."""
@@ -173,9 +173,9 @@ class HasSnapshotState(Protocol):
         ...
 
     def load_snapshot_state(self, read: Any, world_size: int) -> None:
-        """Load it; `read(rank)` returns the state of one rank of the snapshot's `world_size`."""
+        """Load this rank's state; `read(rank)` returns the state of a rank of the snapshot's `world_size`."""
         ...
 
     def without_averaging(self) -> AbstractContextManager[object]:
-        """Read the parameters in a block without averaging them over the ranks first."""
+        """Read the parameters in a block without triggering an average over ranks."""
         ...

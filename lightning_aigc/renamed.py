@@ -1,4 +1,4 @@
-"""Names that moved: the old one still imports, and warns once where to find it."""
+"""Deprecated aliases of renamed names, which warn once with the new name."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of `module` for names that live elsewhere now.
+    """Make a `__getattr__` for `module` that serves renamed names.
 
-    Args: names: the old name -> the new dotted address, `package.module.Name`.
+    Args: names: old name -> new dotted path, `package.module.Name`.
     """
-    told: set[str] = set()
+    warned: set[str] = set()
 
-    def __getattr__(name: str) -> Any:  # noqa: N807  it becomes the module's
+    def __getattr__(name: str) -> Any:  # noqa: N807  becomes the module's __getattr__
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home, _, new = names[name].rpartition(".")
-        if name not in told:
-            told.add(name)
+        if name not in warned:
+            warned.add(name)
             warnings.warn(f"{module}.{name} is now {names[name]}", FutureWarning, stacklevel=2)
         return getattr(importlib.import_module(home), new)
 

@@ -1,4 +1,4 @@
-"""Random states of python, numpy, torch's CPU and one accelerator: read, restore, isolate, and as plain values."""
+"""Read, restore, isolate and serialize the random states of python, numpy, torch's CPU and one accelerator."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ _HEAD = np.dtype(
 
 @dataclass(frozen=True)
 class RandomStates:
-    """Every random state that a training step on `device` draws from."""
+    """All random states that a training step on `device` uses."""
 
     device: torch.device
     python: Any
-    """None where it was not read, and then not restored."""
+    """None if not read; then it is not restored."""
     numpy: Any
     cpu: Tensor
     accelerator: Tensor | None
 
 
 def random_states(device: torch.device) -> RandomStates:
-    """Read the random states of python, numpy, torch's CPU and `device`, without waiting for the device."""
+    """Read the random states of python, numpy, torch's CPU and `device`, without synchronising."""
     return replace(tensor_states(device), python=random.getstate(), numpy=np.random.get_state())
 
 
 def tensor_states(device: torch.device) -> RandomStates:
-    """Read those of torch's CPU and `device` alone."""
+    """Read only the random states of torch's CPU and `device`."""
     backend = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     on_device = None if backend is None else backend.get_rng_state(device)
     return RandomStates(device, None, None, torch.get_rng_state(), on_device)
 
 
 def have_host_states_changed(states: RandomStates) -> bool:
-    """Whether Python's or numpy's random state has advanced since these were read."""
+    """Whether Python's or numpy's random state has changed since `states` was read."""
     now = np.random.get_state()
     has_same_numpy = all(np.array_equal(a, b) for a, b in zip(states.numpy, now, strict=True))
     return random.getstate() != states.python or not has_same_numpy
 
 
 def restore_random_states(states: RandomStates) -> None:
-    """Set the random states to these."""
+    """Restore the random states."""
     if states.python is not None:
         random.setstate(states.python)
     if states.numpy is not None:
@@ -75,7 +75,7 @@ def restore_random_states(states: RandomStates) -> None:
 def isolate_rng(device: torch.device) -> Iterator[None]:
     """Restore the random states of python, numpy, torch's CPU and `device` when the block ends.
 
-    Lightning's `isolate_rng` saves those of every CUDA device instead, and of no NPU.
+    Lightning's `isolate_rng` saves the states of all CUDA devices, and of no NPU.
     """
     states = random_states(device)
     try:
@@ -87,7 +87,7 @@ def isolate_rng(device: torch.device) -> Iterator[None]:
 def to_plain(states: RandomStates) -> dict[str, Any]:
     """Convert to lists, numbers and tensors, which `from_plain` reads back.
 
-    Raises: SnapshotError if numpy's generator is not its default one.
+    Raises: SnapshotError if numpy's global generator is not the default MT19937.
     """
     version, words, gauss = states.python
     name, key, position, has_gauss, cached = _mt19937(states.numpy)
@@ -100,7 +100,7 @@ def to_plain(states: RandomStates) -> dict[str, Any]:
 
 
 def from_plain(plain: dict[str, Any], device: torch.device) -> RandomStates:
-    """Read what `to_plain` returned; an accelerator's state is dropped where `device` is the CPU."""
+    """Read the result of `to_plain`; the accelerator's state is dropped if `device` is the CPU."""
     version, words, gauss = plain["python"]
     name, key, position, has_gauss, cached = plain["numpy"]
     return RandomStates(
@@ -113,7 +113,7 @@ def from_plain(plain: dict[str, Any], device: torch.device) -> RandomStates:
 
 
 def to_bytes() -> bytes:
-    """Serialize this process's random states of python, numpy and torch's CPU into 10 kB."""
+    """Serialize this process's random states of python, numpy and torch's CPU, to about 10 kB."""
     states = random_states(CPU)
     _, words, gauss = states.python
     _, key, position, has_gauss, cached = _mt19937(states.numpy)
@@ -125,7 +125,7 @@ def to_bytes() -> bytes:
 
 
 def set_from_bytes(data: bytes) -> None:
-    """Set this process's random states to those that `to_bytes` returned."""
+    """Restore this process's random states from the result of `to_bytes`."""
     head = np.frombuffer(data, _HEAD, count=1)[0]
     gauss = float(head["python_gauss"]) if head["python_has_gauss"] else None
     numpy_state = ("MT19937", head["numpy"], int(head["numpy_position"]), int(head["numpy_has_gauss"]))

@@ -1,7 +1,7 @@
-"""Fused backward ops that keep little of what they are given, usable with torch alone.
+"""Fused ops that save little for backward, usable with torch alone.
 
-`from lightning_aigc_kernels import group_norm_silu, lora_attention, ...`. Importing the ops needs no Triton: a folder's
-`kernel.py` does, and is imported when a tensor on a GPU or NPU comes.
+`from lightning_aigc_kernels import group_norm_silu, lora_attention, ...`. Importing the ops needs no Triton. Only an
+op's `kernel.py` does, which is imported for the first tensor on a GPU or NPU.
 """
 
 from lightning_aigc_kernels.dispatch import FallbackWarning

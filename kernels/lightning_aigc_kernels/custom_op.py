@@ -1,4 +1,4 @@
-"""Autograd for custom ops: torch.library's registration, and a way around its overhead where nothing traces."""
+"""Autograd for custom ops: torch.library's registration, and a call that bypasses its overhead outside traces."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Backward = Callable[..., Any]
 def register_autograd(
     op: Any, backward_op: Any, setup_context: SetupContext, backward: Backward
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Give `op` its autograd formula and refuse a derivative of `backward_op`.
+    """Register the autograd formula of `op`, and an error for a derivative of `backward_op`.
 
     Args: setup_context and backward as for torch.library's register_autograd.
-    Returns: how to call the op from Python and its backward op from `backward`, see `direct` and `direct_backward`.
+    Returns: the functions that call the op and, in `backward`, its backward op; see `direct` and `direct_backward`.
     """
     backward_op.register_autograd(no_second_derivative(op._name.removeprefix("lightning_aigc::")))
     op.register_autograd(backward, setup_context=setup_context)
@@ -26,7 +26,7 @@ def register_autograd(
 
 
 def no_second_derivative(op: str) -> Callable[..., None]:
-    """Return the autograd formula of an op's backward: a RuntimeError that names the op and the way out."""
+    """Return the autograd formula of an op's backward, which raises a RuntimeError with advice."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError(
@@ -38,11 +38,11 @@ def no_second_derivative(op: str) -> Callable[..., None]:
 
 
 def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable[..., Any]:
-    """Wrap a custom op's implementation in an autograd.Function; where something traces, the op itself is called.
+    """Wrap a custom op's implementation in an autograd.Function; under tracing, call the op itself.
 
-    torch.library's way to the same autograd formula fills in defaults and walks the arguments in Python: 0.25 of the
-    0.38 milliseconds that an op of 31 arguments took (torch 2.13), which a GPU would wait for. An autograd.Function
-    with a `setup_context` does so too (inspect.signature at every call), so forward calls it itself.
+    torch.library's dispatch to the same formula fills in defaults and walks the arguments in Python: 0.25 of the
+    0.38 milliseconds of an op with 31 arguments (torch 2.13), for which a GPU would wait. An autograd.Function with a
+    `setup_context` is slow too (inspect.signature at every call), so `forward` calls it directly.
     """
     implementation = op._init_fn
     schema = op._opoverload._schema
@@ -61,7 +61,7 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
             return backward(ctx, list(grads)) if gives_list else backward(ctx, *grads)
 
     class DirectWithLists(Direct):
-        """Takes the length of each list, then the arguments with the lists' items in their place."""
+        """Takes the lengths of the lists, then the arguments with each list replaced by its items."""
 
         @staticmethod
         def forward(ctx: Any, lengths: Sequence[int], *flat: Any) -> Any:
@@ -71,7 +71,7 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             needs = ctx.needs_input_grad
-            ctx.needs_input_grad = _nest(needs[1:], lists, ctx.lengths)  # as torch.library gives it
+            ctx.needs_input_grad = _nest(needs[1:], lists, ctx.lengths)  # in torch.library's form
             try:
                 gradients = Direct.backward(ctx, *grads)
             finally:
@@ -91,7 +91,7 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
 
 
 def _flatten(args: Sequence[Any], lists: Sequence[int]) -> Sequence[Any]:
-    """Put the items of the arguments that are lists in their place: an autograd.Function sees no tensor in a list."""
+    """Replace list arguments by their items, because an autograd.Function does not see tensors in a list."""
     flat = list(args)
     for position in reversed(lists):
         flat[position : position + 1] = args[position]
@@ -107,7 +107,7 @@ def _nest(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> 
 
 
 def direct_backward(op: Any) -> Callable[..., Any]:
-    """Return the implementation of a backward op, or the op itself where something traces or derives it again."""
+    """Return a function that calls a backward op's implementation, or the op itself under tracing or grad mode."""
     implementation = op._init_fn
 
     def call(*args: Any) -> Any:
@@ -117,5 +117,5 @@ def direct_backward(op: Any) -> Callable[..., Any]:
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile or a dispatch mode looks at every operator, and so wants ops whole."""
+    """Whether torch.compile or a dispatch mode intercepts operators, and so needs the registered op."""
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())

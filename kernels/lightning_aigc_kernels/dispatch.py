@@ -1,4 +1,4 @@
-"""Which dtype an op computes in, which kernel or reference runs it, and which calls it refuses."""
+"""Dispatch of an op: its compute dtype, its kernel or reference, and the calls it refuses."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ KERNEL_DTYPES = (torch.float32, *HALF_DTYPES)
 
 
 class FallbackWarning(UserWarning):
-    """A fast kernel could not serve an input; the reference did."""
+    """An input ran on the reference, because the fast kernel does not support it."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of an op's products: autocast's on x's device where that is on, else x's."""
+    """The dtype of an op's products: autocast's if it is enabled on x's device, else x's."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def backward_dtype(asked: torch.dtype | None, forward: torch.dtype) -> torch.dtype:
-    """Return the dtype of backward's products: what was asked for, but half precision only after a half forward.
+    """The dtype of backward's products: `asked`, but half precision only after a half-precision forward.
 
-    A forward in float32 has no half precision products to trade, and its softmax statistics fit its own kernel alone.
+    A float32 forward gains nothing from it, and its softmax statistics fit only the float32 kernel.
     """
     if asked is None or (asked in HALF_DTYPES and forward not in HALF_DTYPES):
         return forward
@@ -40,39 +40,39 @@ def backward_dtype(asked: torch.dtype | None, forward: torch.dtype) -> torch.dty
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Turn autocast off on x's device, so that the dtypes which an op chose stand."""
+    """Disable autocast on x's device, so that it does not change the dtypes that an op chose."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def refuse_functorch(op: str) -> None:
-    """Raises: RuntimeError inside torch.func's grad, vmap, jvp and their like, which these ops have no rules for.
+    """Raise RuntimeError inside torch.func transforms (grad, vmap, jvp), which these ops do not support.
 
-    Forward-mode autograd counts among them: a custom op would drop the tangent without a word.
+    This includes forward-mode autograd, where a custom op would silently drop the tangent.
     """
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
         raise RuntimeError(
             f"lightning_aigc::{op} has no torch.func rules (grad, vmap, jvp), got a call inside one; "
-            "use torch.autograd, or memory='off' to train this model with its own forward"
+            "use torch.autograd, or memory='off' to train this model with its unfused forward"
         )
 
 
 def without_values(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of this shape in the memory of one number, for a result whose values are never read."""
+    """Return a tensor of this shape with the memory of one element, for a result whose values are never read."""
     return like.new_empty((), dtype=dtype).expand(tuple(shape))
 
 
 def check_density(density: float, of: str) -> None:
-    """Raises: ValueError for a share of kept entries outside (0, 1]."""
+    """Raise ValueError for a density outside (0, 1]."""
     if not 0 < density <= 1:
         raise ValueError(f"{of} must be in (0, 1], got {density}; use 1 to keep every entry")
 
 
 def kernel_for(op: str, x: Tensor) -> ModuleType | None:
-    """Return `<op>/kernel.py` if it serves x's device and dtype, else None, for the reference; warn once why not."""
+    """Return `<op>/kernel.py` if it supports x's device and dtype, else None, with a warning once on a device."""
     if x.device.type not in KERNEL_DEVICES:
         return None
     reason = why_no_kernel(op)
@@ -86,12 +86,12 @@ def kernel_for(op: str, x: Tensor) -> ModuleType | None:
 
 @functools.cache
 def why_no_kernel(op: str) -> str | None:
-    """Return why `<op>/kernel.py` cannot be used here, None if it can."""
+    """The reason why `<op>/kernel.py` cannot be used here, None if it can."""
     if importlib.util.find_spec(f"lightning_aigc_kernels.{op}.kernel") is None:
         return "it has none"
     try:
         _kernel_module(op)
-    except Exception as error:  # a Triton of the other vendor breaks in its own ways
+    except Exception as error:  # the other vendor's Triton may raise anything
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
     return None
 
@@ -102,6 +102,6 @@ def _kernel_module(op: str) -> ModuleType:
 
 @functools.cache
 def warn_once(op: str, device: str, reason: str) -> None:
-    """Warn that an op is slower, or takes more memory, than it could on this device."""
+    """Warn, once per reason, that an op runs its reference on this device, slower or with more memory."""
     message = f"lightning_aigc::{op} runs its plain torch reference on {device}; {reason}"
     warnings.warn(message, FallbackWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""A linear layer with or without LoRA, forward and backward on plain matrices, for larger ops.
+"""Linear layer with optional LoRA, forward and backward without autograd, as a building block of larger ops.
 
 Dimensions: T tokens, C input features, D output features, R the LoRA's rank.
 """
@@ -14,7 +14,7 @@ from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
 
 class Projection(NamedTuple):
-    """y = x weight^T + bias + scale * (x down^T) up^T."""
+    """The tensors of a linear layer with optional LoRA: y = x weight^T + bias + scale * (x down^T) up^T."""
 
     weight: Tensor
     """[D, C]"""
@@ -25,23 +25,23 @@ class Projection(NamedTuple):
     up: Tensor | None = None
     """[D, R], peft's lora_B"""
     scale: float = 0.0
-    """lora_alpha / R, or what the LoRA variant makes of it"""
+    """lora_alpha / R, or the LoRA variant's scale"""
 
     def to(self, dtype: torch.dtype) -> Projection:
-        """Return the layer in another dtype; nothing is copied where it has it."""
-        if all(t is None or t.dtype == dtype for t in self.tensors):  # a fraction of four calls to Tensor.to
+        """The layer in another dtype, without a copy if it has that dtype already."""
+        if all(t is None or t.dtype == dtype for t in self.tensors):  # much cheaper than four calls to Tensor.to
             return self
         bias, down, up = (None if t is None else t.to(dtype) for t in self[1:4])
         return Projection(self.weight.to(dtype), bias, down, up, self.scale)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """What an op's schema carries; the scale goes apart."""
+        """The tensors for an op's schema, which takes the scale separately."""
         return self.weight, self.bias, self.down, self.up
 
 
 class ProjectionGradients(NamedTuple):
-    """Gradients in the order of a Projection's tensors, None where not needed."""
+    """Gradients in the order of a Projection's tensors, None if not needed."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -59,7 +59,7 @@ class Needs(NamedTuple):
 
 
 def project(x_TC: Tensor, layer: Projection) -> Tensor:
-    """y_TD."""
+    """The layer's output y_TD."""
     y_TD = linear(x_TC, layer.weight, layer.bias)
     if layer.down is not None and layer.up is not None:
         add_matmul_(y_TD, matmul(x_TC, layer.down.t()), layer.up.t(), layer.scale)
@@ -67,7 +67,7 @@ def project(x_TC: Tensor, layer: Projection) -> Tensor:
 
 
 def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -> Tensor:
-    """Add this layer's input gradient to dx; the sum grows inside the matrix products."""
+    """Add this layer's input gradient to dx, accumulated inside the matrix products."""
     dx_TC = matmul(dy_TD, layer.weight) if dx_TC is None else add_matmul_(dx_TC, dy_TD, layer.weight)
     if layer.down is not None and layer.up is not None:
         add_matmul_(dx_TC, matmul(dy_TD, layer.up), layer.down, layer.scale)
@@ -75,7 +75,7 @@ def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -
 
 
 def parameter_gradients(dy_TD: Tensor, x_TC: Tensor, layer: Projection, needs: Needs) -> ProjectionGradients:
-    """Gradients of weight, bias, down and up from the layer's input."""
+    """The gradients of weight, bias, down and up that are needed."""
     ddown_RC = dup_DR = None
     if layer.down is not None and layer.up is not None:
         if needs.down:

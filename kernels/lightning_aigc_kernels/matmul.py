@@ -1,7 +1,7 @@
-"""Matrix products, each rounded once to its operands' dtype; float16 on a CPU by way of float32.
+"""Matrix products, rounded once to their operands' dtype; on a CPU float16 products are computed in float32.
 
-A CPU without float16 arithmetic runs torch's float16 products 17 times (1024 x 320 x 320) and its convolutions up to a
-thousand times slower than float32 ones (torch 2.13, 320 channels at 64 x 64: 28 s).
+On a CPU without float16 arithmetic, torch's float16 products are 17 times slower than float32 (1024 x 320 x 320), and
+convolutions up to a thousand times (torch 2.13, 320 channels at 64 x 64: 28 s).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def needs_float32(like: Tensor) -> bool:
-    """Whether products of this tensor are better computed in float32 and rounded."""
+    """Whether to compute products of this tensor in float32 and round them."""
     return like.dtype == torch.float16 and like.device.type == "cpu"
 
 
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """total += scale * a b, in place, the sum growing inside the product where the device can."""
+    """total += scale * a b, in place, accumulated inside the product where the device supports it."""
     if needs_float32(total):
         return total.copy_(torch.addmm(total.float(), a.float(), b.float(), alpha=scale))
     return total.addmm_(a, b, alpha=scale)

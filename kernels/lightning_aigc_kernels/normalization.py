@@ -1,4 +1,4 @@
-"""LayerNorm forward and backward by the device's own kernels, for larger ops."""
+"""LayerNorm forward and backward with torch's kernels and without autograd, as a building block of larger ops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Norm(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """LayerNorm's output in the dtype asked for, and the statistics that its backward needs."""
+    """LayerNorm's output in the requested dtype, and the statistics for its backward."""
 
     value: Tensor
     mean: Tensor | None
@@ -30,7 +30,7 @@ class Normalized(NamedTuple):
 
 
 def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
-    """LayerNorm(x) in `dtype`; statistics in float32 where the device can."""
+    """LayerNorm(x) in `dtype`, with statistics in float32 where the device supports it."""
     if not norm.on:
         return Normalized(x_TC.to(dtype), None, None)
     weight, bias = affine_beside(norm.weight, x_TC), affine_beside(norm.bias, x_TC)
@@ -41,7 +41,7 @@ def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
 def normalize_backward(
     dvalue_TC: Tensor, x_TC: Tensor, norm: Norm, made: Normalized, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias."""
+    """The gradients of x, weight and bias."""
     dvalue_TC = dvalue_TC.to(x_TC.dtype)
     if not norm.on:
         return dvalue_TC, None, None
@@ -54,8 +54,8 @@ def normalize_backward(
 
 
 def affine_beside(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
-    """A norm's weight or bias as x's device wants it: on a CPU float32 beside half-precision x, as its statistics."""
+    """A norm's weight or bias in the dtype that x's device needs: on a CPU float32 for half-precision x, else x's."""
     if parameter_C is None:
         return None
     on_cpu = x.device.type == "cpu" and x.dtype in HALF_DTYPES
-    return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norms do not ask for strides
+    return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norm kernels ignore strides

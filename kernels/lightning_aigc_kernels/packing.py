@@ -1,7 +1,7 @@
-"""Optional parameters of an op as lists that a schema can carry, and their gradients back.
+"""Pack an op's optional parameters into lists that a schema supports, and unpack their gradients.
 
-torch.library tracks gradients through `Tensor[]` but not through `Tensor?[]` (torch 2.13): so a list of the parameters
-that are there travels beside a list of booleans, one for each that could be.
+torch.library tracks gradients through `Tensor[]` but not through `Tensor?[]` (torch 2.13). So an op takes a list of the
+present parameters and a list of booleans that says which are present.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_aigc_kernels.normalization import Norm
 
 
 def pack(tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[bool]]:
-    """Split optional tensors into those that are there and where they stand."""
+    """Split optional tensors into the present tensors and flags of presence."""
     tensors = list(tensors)
     return [t for t in tensors if t is not None], [t is not None for t in tensors]
 
 
 def unpack(packed: Sequence[Any], given: Sequence[bool], absent: Any = None) -> list[Any]:
-    """Put packed values, or what belongs to them, back in their places, and `absent` in the others."""
+    """Undo `pack` for the tensors or for values per tensor, with `absent` in the other places."""
     if len(packed) == len(given):
         return list(packed)
     values = iter(packed)
@@ -30,7 +30,7 @@ def unpack(packed: Sequence[Any], given: Sequence[bool], absent: Any = None) -> 
 
 
 def pack_layers(norm: Norm, layers: Sequence[Projection]) -> tuple[list[Tensor], list[bool], list[float]]:
-    """Pack the tensors of a norm and of linear layers; the layers' LoRA scales go apart."""
+    """Pack the tensors of a norm and of linear layers; also returns the layers' LoRA scales."""
     tensors = [norm.weight, norm.bias]
     for layer in layers:
         tensors += layer.tensors
@@ -52,7 +52,7 @@ def unpack_layers(
 def wanted(
     gradients: Iterable[Tensor | None], parameters: Iterable[Tensor | None], needs: Iterable[bool]
 ) -> list[Tensor]:
-    """Return the gradients that are needed, each in its parameter's dtype."""
+    """The needed gradients, each in its parameter's dtype."""
     return [
         gradient.to(parameter.dtype)
         for gradient, parameter, need in zip(gradients, parameters, needs, strict=True)
@@ -61,11 +61,11 @@ def wanted(
 
 
 def empty_wanted(parameters: Iterable[Tensor | None], needs: Iterable[bool]) -> list[Tensor]:
-    """Return empty tensors as `wanted` gives them, for a fake kernel."""
+    """Empty tensors like the result of `wanted`, for a fake kernel."""
     pairs = zip(parameters, needs, strict=True)
     return [parameter.new_empty(parameter.shape) for parameter, need in pairs if need and parameter is not None]
 
 
 def spread(gradients: Iterator[Tensor], needs: Iterable[bool]) -> list[Tensor | None]:
-    """Put the next of the needed gradients in their places, None in the others."""
+    """Undo `wanted`: the needed gradients in their places, None elsewhere."""
     return [next(gradients) if need else None for need in needs]

@@ -1,4 +1,4 @@
-"""Name patterns of the modules whose gradients no lossy option touches, here and in gradient sync."""
+"""GradientProtection: name patterns of modules whose gradients are exempt from lossy options."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 COMPILED = "_orig_mod"
-"""What torch.compile puts between a module's name and those inside."""
+"""The name that torch.compile inserts into module names."""
 
 
 class GradientProtection:
-    """Decides by dotted name whether a module's or parameter's gradient stays full-precision and dense.
+    """Decides by dotted name whether the gradient of a module or parameter stays dense and in full precision.
 
-    A pattern is a glob over any run of a name's parts, and covers all that lies below: `vae.decoder` covers
+    A pattern is a glob over any run of a name's parts, and covers everything below: `vae.decoder` covers
     `model.vae.decoder.conv_in.weight`, `mid_block.attentions` covers `unet.mid_block.attentions.0.norm`, and so do
     `vae.decoder*` and `*mid_block.attentions*`. torch.compile's `_orig_mod` counts neither in names nor in patterns.
     """
@@ -36,7 +36,7 @@ class GradientProtection:
         return any(_matches(name, pattern) for pattern in self.patterns)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises: ValueError for a pattern that covers none of these names: most likely a spelling mistake."""
+        """Raise ValueError for a pattern that covers none of these names, probably a misspelling."""
         names = list(names)
         for pattern in self.patterns:
             if not any(_matches(name, pattern) for name in names):
@@ -48,7 +48,7 @@ class GradientProtection:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `model.named_modules()`, without the name that a data-parallel wrapper puts between: `module`."""
+    """Yield as `model.named_modules()`, without the name `module` that a data-parallel wrapper inserts."""
     plain: dict[str, str] = {}
     wrappers: set[str] = set()
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Plain torch formulas, with torch's own autograd, of the layers that larger ops are made of."""
+"""References in plain torch of the layers that larger ops are built from."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def linear_with_lora(x: Tensor, layer: Projection) -> Tensor:
 
 
 def layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    """LayerNorm over the last dimension, or x where the norm is off."""
+    """LayerNorm over the last dimension, or x if the norm is off."""
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps) if norm.on else x

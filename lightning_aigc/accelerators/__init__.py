@@ -1,4 +1,4 @@
-"""Devices for Lightning's Trainer. Importing this registers "npu" and patches what Lightning leaves out."""
+"""Accelerators for Lightning's Trainer. Importing this package registers "npu" and patches Lightning for it."""
 
 from lightning.pytorch.accelerators import AcceleratorRegistry
 

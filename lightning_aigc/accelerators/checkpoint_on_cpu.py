@@ -1,7 +1,7 @@
-"""Checkpoints of CPU tensors, whatever the device they were trained on: readable where there is no NPU.
+"""CheckpointOnCPU: save checkpoints with CPU tensors, so that they load on machines without an NPU.
 
-Lightning writes tensors as they are; a file with tensors of an NPU does not load without torch_npu, unless every
-reader thinks of `map_location`.
+Lightning saves tensors on their device; a file with NPU tensors does not load without torch_npu unless every reader
+passes `map_location`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lightning_aigc.host_state import to_cpu
 
 
 class CheckpointOnCPU(CheckpointIO):
-    """Another CheckpointIO, given CPU tensors only."""
+    """Wraps another CheckpointIO and passes it CPU tensors only."""
 
     def __init__(self, wrapped: CheckpointIO) -> None:
         self.wrapped = wrapped

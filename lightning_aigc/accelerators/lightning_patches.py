@@ -1,4 +1,4 @@
-"""Three places where lightning 2.6 knows cuda, mps, tpu and cpu only, and would leave an NPU unused without a word.
+"""Patches for three places where lightning 2.6 knows only cuda, mps, tpu and cpu, and would silently ignore an NPU.
 
 | stock Lightning                                         | with an NPU                                    |
 |---------------------------------------------------------|------------------------------------------------|
@@ -6,8 +6,8 @@
 | one device: SingleDeviceStrategy("cpu")                 | SingleDeviceStrategy("npu:0")                  |
 | precision="16-mixed" autocasts for cuda, and does nothing | autocasts for npu, with the NPU's loss scaler |
 
-Each asks when a Trainer is made, and hands over to Lightning where the accelerator is another. They go when Lightning
-asks its accelerators instead of naming them (its issue 19498).
+Each patch acts when a Trainer is created, and calls Lightning's function for any other accelerator. They can go when
+Lightning asks its accelerators instead of naming them (its issue 19498).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_written_for_this_lightning() -> bool:
 
 @functools.cache
 def warn_if_unpatched() -> None:
-    """Say once what another Lightning does with an NPU by itself."""
+    """Warn once that this version of Lightning is not patched."""
     if not is_written_for_this_lightning():
         warnings.warn(
             f"lightning {lightning.__version__} is not patched for NPUs, wanted {WRITTEN_FOR}x; unless it knows them "
@@ -48,7 +48,7 @@ def warn_if_unpatched() -> None:
 
 
 def apply(npu: type[Accelerator]) -> None:
-    """Make the connector of lightning 2.6 know this accelerator; once, and in no other version."""
+    """Patch the connector of lightning 2.6 for this accelerator, once; do nothing in other versions."""
     if not is_written_for_this_lightning() or hasattr(_AcceleratorConnector._choose_strategy, "__wrapped__"):
         return
     _replace(accelerator_connector, "_select_auto_accelerator", functools.partial(_find_npu, npu))
@@ -57,7 +57,7 @@ def apply(npu: type[Accelerator]) -> None:
 
 
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """`ours` gets the stock function before its arguments; the stock one stays reachable as `__wrapped__`."""
+    """Replace a function by `ours`, which gets the stock function first; `__wrapped__` keeps the stock function."""
     stock = getattr(owner, name)
 
     @functools.wraps(stock)

@@ -1,11 +1,11 @@
-"""Ascend NPUs as an accelerator of Lightning: `Trainer(accelerator="npu")`.
+"""NPUAccelerator: Ascend NPUs in Lightning, `Trainer(accelerator="npu")`.
 
-torch loads an installed torch_npu by itself. Where CANN is missing, `import torch` then fails already; with
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0` in the environment torch starts, and this accelerator says what is missing.
+torch loads an installed torch_npu automatically, so without CANN `import torch` itself fails. With
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` in the environment torch starts, and this accelerator reports what is missing.
 
-A process that has used the NPU must not be forked for more NPU work: strategies that start fresh processes are safe,
-and a DataLoader whose workers are forked after the first step wants `multiprocessing_context="spawn"` or
-"forkserver", or `persistent_workers=True`, which forks them once. Such workers may touch CPU tensors only.
+A process that has used the NPU must not be forked for more NPU work. Strategies that start fresh processes are safe.
+A DataLoader that forks workers after the first step needs `multiprocessing_context="spawn"` or "forkserver", or
+`persistent_workers=True`, which forks them once. Such workers may touch CPU tensors only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ BYTES_OF = {
 class NPUAccelerator(Accelerator):
     """torch_npu behind Lightning's interface; registered as "npu".
 
-    Raises: ConfigError where there is no NPU. Lightning makes the object before it asks `is_available()`, so this
-        text is what a user sees, instead of a list of the accelerators that are available.
+    Raises: ConfigError without an NPU. Lightning creates the object before it calls `is_available()`, so the user
+        sees this message instead of a list of available accelerators.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class NPUAccelerator(Accelerator):
         warn_if_unpatched()
 
     def __repr__(self) -> str:
-        """A Trainer of pytorch_lightning knows this object not, and prints it."""
+        """The hint that pytorch_lightning's Trainer prints, which does not know this class."""
         return "<NPUAccelerator for the Trainer of lightning: from lightning.pytorch import Trainer>"
 
     def setup_device(self, device: torch.device) -> None:
-        """Make this process's NPU current.
+        """Set this process's current NPU.
 
-        Raises: ConfigError for any other device: a strategy that fell back to the CPU is a mistake, not a choice;
-            and in a process that was forked after the NPU was used, before torch_npu dies of it.
+        Raises: ConfigError for any other device, since a strategy that fell back to the CPU is a mistake, and in a
+            process that was forked after the NPU was used, where torch_npu would crash.
         """
         if device.type != "npu":
             raise ConfigError(
@@ -68,7 +68,7 @@ class NPUAccelerator(Accelerator):
         torch.npu.set_device(device)  # type: ignore[attr-defined]
 
     def setup(self, trainer: Trainer) -> None:
-        """Before the model moves: every later checkpoint of this Trainer holds CPU tensors.
+        """Wrap the checkpoint IO, so that every checkpoint of this Trainer holds CPU tensors.
 
         Raises: ConfigError for Lightning's own DDP, which would open a CUDA stream next.
         """
@@ -88,7 +88,7 @@ class NPUAccelerator(Accelerator):
         torch.npu.empty_cache()  # type: ignore[attr-defined]
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, float]:
-        """Memory in MiB and utilisation in percent, for DeviceStatsMonitor; without what an older torch_npu lacks."""
+        """Memory in MiB and utilisation in percent, for DeviceStatsMonitor; fewer entries with an older torch_npu."""
         npu = torch.npu  # type: ignore[attr-defined]
         measured = npu.memory_stats(device)
         stats = {name: measured.get(key, 0) / 2**20 for name, key in BYTES_OF.items()}
@@ -101,9 +101,9 @@ class NPUAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
-        """Indices of NPUs from what Trainer's `devices` may be: 2, "2", "0,1", "1,", [0, 1], -1, "-1".
+        """NPU indices from Trainer's `devices`: 2, "2", "0,1", "1,", [0, 1], -1, "-1".
 
-        Raises: ConfigError for no device, one that is not there, or one given twice.
+        Raises: ConfigError for no device, an index out of range, or a repeated index.
         """
         count = npu_count()
         try:
@@ -125,7 +125,7 @@ class NPUAccelerator(Accelerator):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether torch_npu is here and sees an NPU; never raises, never initialises one."""
+        """Whether torch_npu is installed and sees an NPU; never raises and never initialises an NPU."""
         return npu_count() > 0
 
     @staticmethod
@@ -134,14 +134,14 @@ class NPUAccelerator(Accelerator):
 
 
 def _opens_cuda_stream(strategy: Strategy) -> bool:
-    """Whether this is DDP as Lightning wrote it: its `_setup_model` enters a CUDA stream for whatever is no CPU."""
+    """Whether this is Lightning's own DDP, whose `_setup_model` opens a CUDA stream on any device but the CPU."""
     if not isinstance(strategy, DDPStrategy) or type(strategy)._setup_model is not DDPStrategy._setup_model:
         return False
     return strategy.determine_ddp_device_ids() is not None
 
 
 def _indices(devices: Any, count: int) -> list[int]:
-    """Raises: ValueError with a few words on what is wrong."""
+    """Parse `devices` to indices. Raises: ValueError with a few words for `parse_devices`' message."""
     if isinstance(devices, str):
         parts = [part.strip() for part in devices.split(",")]
         try:

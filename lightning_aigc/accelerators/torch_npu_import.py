@@ -1,4 +1,4 @@
-"""`torch.npu`, found without raising; and where it cannot be had, what is missing and the commands that get it."""
+"""Find `torch.npu` without raising; explain what is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _import_error: Exception | None = None
 
 
 def find_npu() -> Any | None:
-    """`torch.npu`, or None. Imports torch_npu where it is installed and torch has not loaded it by itself.
+    """Return `torch.npu`, or None. Imports torch_npu if it is installed and torch has not loaded it.
 
-    A failed import is not tried again, because a half-imported torch_npu has renamed torch's device already.
+    A failed import is not retried, because a half-imported torch_npu has already renamed torch's device.
     """
     global _import_error
     if _import_error is not None:
@@ -26,50 +26,50 @@ def find_npu() -> Any | None:
     if not hasattr(torch, "npu") and importlib.util.find_spec("torch_npu") is not None:
         try:
             importlib.import_module("torch_npu")
-        except Exception as error:  # ImportError without CANN, anything at all with the wrong version of it
+        except Exception as error:  # ImportError without CANN, any exception with the wrong version of CANN
             _import_error = error
             return None
     return getattr(torch, "npu", None)
 
 
 def npu_count() -> int:
-    """NPUs that this process may use, 0 without torch_npu. Asks the driver, and initialises no NPU."""
+    """The number of NPUs that this process may use, 0 without torch_npu. Asks the driver and initialises no NPU."""
     npu = find_npu()
     try:
         return int(npu.device_count()) if npu is not None and npu.is_available() else 0
-    except RuntimeError:  # the driver is there and refuses
+    except RuntimeError:  # the driver refused
         return 0
 
 
 def explain_absence() -> str:
-    """What is missing for an NPU, and three commands."""
+    """A message that says what is missing for an NPU, with three commands."""
     torch_version = torch.__version__.partition("+")[0]
     return (
-        f"accelerator='npu' needs torch_npu, CANN and an Ascend NPU, got {_what_is_here()}. To mend it:\n"
+        f"accelerator='npu' needs torch_npu, CANN and an Ascend NPU, got {_installed_state()}. To fix it:\n"
         f"  pip install 'torch_npu=={torch_version}.*'   # the version of torch here\n"
         "  source /usr/local/Ascend/ascend-toolkit/set_env.sh   # after installing the CANN toolkit (hiascend.com)\n"
-        "  npu-smi info   # lists the NPUs when driver and rights are in order\n"
-        "or leave the NPU out: accelerator='cpu'."
+        "  npu-smi info   # lists the NPUs if driver and permissions are in order\n"
+        "or train without an NPU: accelerator='cpu'."
     )
 
 
 def warn_of_broken_torch_npu() -> None:
-    """Say that an installed torch_npu stays unused because it cannot be imported."""
+    """Warn that an installed torch_npu is not used because its import failed."""
     if _import_error is not None:
-        warnings.warn(f"no NPU is used: got {_what_is_here()}; accelerator='npu' says how to mend it", stacklevel=2)
+        warnings.warn(f"no NPU is used: got {_installed_state()}; accelerator='npu' says how to fix it", stacklevel=2)
 
 
 def warn_of_transfer_to_npu() -> None:
-    """Say what torch_npu.contrib.transfer_to_npu breaks, where something imported it."""
+    """Warn about torch_npu.contrib.transfer_to_npu if it was imported."""
     if "torch_npu.contrib.transfer_to_npu" in sys.modules:
         warnings.warn(
-            "torch_npu.contrib.transfer_to_npu is imported: it makes torch.cuda answer for the NPU, and whatever asks "
-            "for cuda is misled; remove that import, accelerator='npu' needs none",
+            "torch_npu.contrib.transfer_to_npu is imported: it makes torch.cuda report the NPU, which misleads code "
+            "that checks for cuda; remove that import, accelerator='npu' does not need it",
             stacklevel=2,
         )
 
 
-def _what_is_here() -> str:
+def _installed_state() -> str:
     if importlib.util.find_spec("torch_npu") is None and find_npu() is None:
         return "no torch_npu: it is not installed"
     try:

@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and our own verbs beside them."""
+"""The `lightning` command: fit, validate, test and predict from YAML, and export, doctor and plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ lightning VERB --help shows a verb's options; fit takes -c several times, --prin
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one verb and exit: 0 when it worked, 1 for an error in the user's hands, 2 for a wrong command line."""
+    """Run one verb and exit with 0 for success, 1 for a UserError, 2 for a wrong command line."""
     arguments = sys.argv[1:] if argv is None else argv
     verb = next((a for a in arguments if not a.startswith("-")), None)
     if verb is None:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run_own_verb(verb: str, arguments: list[str]) -> int:
-    # One at a time: doctor has to run where torch, which the others need, does not start.
+    # Imported on demand: doctor must run where importing torch, which the other verbs need, fails.
     own = importlib.import_module(f"lightning_aigc.cli.{verb}")
     parser = argparse.ArgumentParser(prog=f"lightning {verb}")
     own.add_arguments(parser)
@@ -61,7 +61,7 @@ def _run_own_verb(verb: str, arguments: list[str]) -> int:
 
 
 def _hand_to_lightning_sdk(verb: str) -> int:
-    """lightning-sdk installs a `lightning` script of its own; what is not ours goes there."""
+    """Forward an unknown verb to lightning-sdk, which installs a `lightning` script too."""
     try:
         from lightning_sdk.cli.entrypoint import main_cli  # type: ignore[import-not-found]
     except ImportError:

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
-# Imported so that YAML may name every one of our classes without its path.
+# Imported so that YAML can name the package's classes without a path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint.preemption import is_requeued
@@ -26,11 +26,11 @@ from lightning_aigc.cli.kept_traceback import bug_within
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
 
-KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry")  # words that Lightning takes for a checkpoint
+KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry")  # Lightning's keywords for ckpt_path
 
 
 class AIGCArgumentParser(LightningArgumentParser):
-    """Says what is wrong with a config in one line instead of sixty."""
+    """Reports a config error in one line instead of jsonargparse's sixty."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
@@ -39,9 +39,9 @@ class AIGCArgumentParser(LightningArgumentParser):
         raise SystemExit(2)
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As jsonargparse does, which drops blocks without a value before it looks at their names."""
+        """Parse a config file, refusing unknown empty blocks, which jsonargparse drops unchecked."""
         config: Any = None
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # jsonargparse says what is wrong
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # jsonargparse reports these itself
             config = yaml.safe_load(Path(str(cfg_path)).read_text(encoding="utf-8"))
         for sentence in unknown_empty_blocks(config, self):
             print(f"error: {sentence}", file=sys.stderr)
@@ -50,7 +50,7 @@ class AIGCArgumentParser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the whole config beside the run's other results too, not only in the logger's folder."""
+    """Saves the whole config in `default_root_dir`, not only in the logger's folder."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         root = Path(trainer.default_root_dir)
@@ -59,7 +59,7 @@ class SaveConfig(SaveConfigCallback):
 
 
 class AIGCCLI(LightningCLI):
-    """LightningCLI for any LightningModule and LightningDataModule, ours by short name."""
+    """LightningCLI for any LightningModule and LightningDataModule; the package's classes go by short name."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
@@ -79,17 +79,17 @@ class AIGCCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--threads", type=int | None, default=None, help="CPU threads for torch; unset leaves torch's own choice."
+            "--threads", type=int | None, default=None, help="CPU threads for torch; unset keeps torch's default."
         )
         parser.add_argument(
             "--dry_run",
             action="store_true",
-            help="Report data, buckets, parameters and memory, take one real step, write nothing.",
+            help="Report data, buckets, parameters and memory, run one real step, write nothing.",
         )
         parser.add_argument(
             "--resume",
             action="store_true",
-            help="Go on from the newest whole snapshot of trainer.default_root_dir; from the start if there is none.",
+            help="Resume from the newest complete snapshot in trainer.default_root_dir; start anew if there is none.",
         )
 
     def before_instantiate_classes(self) -> None:
@@ -103,9 +103,7 @@ class AIGCCLI(LightningCLI):
     def _resume(self) -> None:
         given = self._get(self.config, "ckpt_path")
         if given not in (None, LATEST):
-            raise ConfigError(
-                f"--resume goes on from the newest snapshot, and ckpt_path names {given}; give one of them"
-            )
+            raise ConfigError(f"--resume takes the newest snapshot, and ckpt_path names {given}; give only one of them")
         if self.subcommand != "fit":
             raise ConfigError(f"--resume is for fit; give {self.subcommand} a --ckpt_path")
         config = self.config[str(self.subcommand)]
@@ -113,21 +111,21 @@ class AIGCCLI(LightningCLI):
         config.ckpt_path = None if config.dry_run else LATEST
 
     def before_fit(self) -> None:
-        """Snapshots for a module that does not bring its own."""
+        """Add ExactSnapshot for `--resume` if neither the module nor the user provides it."""
         found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         module = self.model
-        brings_one = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
-        has_one = brings_one or any(isinstance(callback, ExactSnapshot) for callback in found)
-        if self._get(self.config, "ckpt_path") == LATEST and not has_one:
+        module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
+        has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
+        if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
             found.insert(0, ExactSnapshot())
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """A run that is over is left as it is: not even its loggers open a file."""
-        if subcommand == "fit" and self._is_over():
+        """Run the subcommand, unless this run has finished: then not even its loggers open a file."""
+        if subcommand == "fit" and self._is_finished():
             return
         super()._run_subcommand(subcommand)
 
-    def _is_over(self) -> bool:
+    def _is_finished(self) -> bool:
         given = self._get(self.config, "ckpt_path")
         if given != LATEST and not (given is None and is_requeued()):
             return False
@@ -141,20 +139,18 @@ class AIGCCLI(LightningCLI):
         return finished is not None
 
     def _check_values(self) -> None:
-        """What the types let through and the Trainer would answer with a traceback."""
+        """Refuse values of the right type on which the Trainer would fail with a traceback."""
         trainer, threads, ckpt_path = (self._get(self.config, key) for key in ("trainer", "threads", "ckpt_path"))
         if not hasattr(trainer, "as_dict"):
             raise ConfigError(f"trainer: wanted a block of keys such as `max_steps: 100`, got {trainer!r}")
         if threads is not None and threads < 1:
-            raise ConfigError(f"threads must be at least 1, or null for torch's own choice; got {threads}")
+            raise ConfigError(f"threads must be at least 1, or null for torch's default; got {threads}")
         if (trainer.get("accumulate_grad_batches") or 0) < 1:
             raise ConfigError(
                 f"trainer.accumulate_grad_batches must be at least 1, got {trainer.get('accumulate_grad_batches')}"
             )
         if ckpt_path and "://" not in ckpt_path and ckpt_path not in KNOWN_CHECKPOINTS and not Path(ckpt_path).exists():
-            raise ConfigError(
-                f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last to go on from the newest"
-            )
+            raise ConfigError(f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last for the newest")
 
         given = trainer.get("callbacks")
         for at, callback in enumerate(given if isinstance(given, list) else []):
@@ -163,8 +159,10 @@ class AIGCCLI(LightningCLI):
             refuse_nulls(self._get(self.config, key), key)
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing. Lightning 2.6 lets a checkpoint's hyperparameters overrule the config without a word, so that more
-        steps are never trained; here the config counts, and the module refuses a checkpoint that does not fit it."""
+        """Do nothing: Lightning 2.6 would silently override the config by the checkpoint's hyperparameters.
+
+        A larger max_train_steps would then be ignored. The module refuses a checkpoint that does not fit the config.
+        """
 
     def instantiate_classes(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Turn jsonargparse's report, which tries every possible type of a value, into the one thing that is wrong."""
+"""Reduce jsonargparse's error report, which lists every type it tried, to one sentence about the actual mistake."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_aigc.errors import ConfigError, UserError
 
-# Names that users of other trainers type, and what the same thing is called here.
+# Argument names of other trainers, and their names here.
 OTHER_DIALECTS = {
     "network_dim": "rank",
     "linear": "rank",
@@ -44,7 +44,7 @@ OTHER_DIALECTS = {
     "cache_latents_to_disk": "cache_latents",
 }
 
-# A key that stands in the other block is answered with its place.
+# Classes whose keys are looked up when a key stands in the wrong block.
 BLOCKS = {
     "model": "lightning_aigc.diffusion.StableDiffusionLoRA",
     "data": "lightning_aigc.data.ImageCaptionData",
@@ -67,7 +67,7 @@ _CALLABLE = re.compile(
     r"(?:\. Got value: Namespace\(class_path='(?P<cls>[^']+)'.*)?$"
 )
 _WRONG_TYPE = re.compile(r"^Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
-_PYTHON_SPEAKING = re.compile(r"unsupported operand|not supported between|NoneType|object is not|has no attribute")
+_PYTHON_ERROR = re.compile(r"unsupported operand|not supported between|NoneType|object is not|has no attribute")
 _OTHER_KIND = " is a class of another kind than the one wanted here"
 _NOISE = (
     "Does not validate",
@@ -84,7 +84,7 @@ _NOISE = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """One innermost complaint: where it is, the class there, and what kind."""
+    """One innermost error: its path in the config, the class there, and `rank`, where 0 is the most specific."""
 
     rank: int
     path: tuple[str, ...]
@@ -93,15 +93,15 @@ class Leaf:
 
 
 def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
-    """One sentence: which key, what was got, what is wanted, and the nearest right name."""
+    """One sentence with the key, the value, what is wanted, and the closest valid name."""
     if message.startswith("Unexpected config"):
         content = message.partition(":")[2].strip()[:80]
         return f"the YAML must hold blocks such as `model:` and `data:`, got {content or 'an empty file'}"
     if message.startswith("Problems parsing config"):
         return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
     message = message.replace("are required: fit.", "are required: ")
-    leaves = sorted(_leaves(message, parser), key=lambda leaf: (leaf.rank, -len(leaf.path)))  # the innermost first
-    # A class that one alternative of a union accepted, and found a wrong value in, is no wrong class.
+    leaves = sorted(_leaves(message, parser), key=lambda leaf: (leaf.rank, -len(leaf.path)))  # innermost first
+    # A class that another alternative of the union accepts is not the mistake; the value in it is.
     accepted = {leaf.class_path.rpartition(".")[2] for leaf in leaves if leaf.class_path}
     leaves = [leaf for leaf in leaves if leaf.text.removesuffix(_OTHER_KIND) not in accepted]
     if not leaves:
@@ -109,27 +109,27 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
     leaf = leaves[0]
     where = ".".join(leaf.path)
     text = leaf.text
-    if leaf.rank == 2:  # every alternative of a union complained about the type: name them all, and the value once
+    if leaf.rank == 2:  # every alternative of a union refused the type: list them all, and the value once
         alike = [each.text.partition("\0") for each in leaves if each.rank == 2 and each.path == leaf.path]
         wanted = " or ".join(dict.fromkeys(kind for kind, _, _ in alike if kind))
         given = next((value for _, _, value in alike if value), None) or _given_value(message)
         text = f"wanted {wanted}" + (f", got {given}" if given else "")
         near = get_close_matches(str(given).strip("'\""), re.findall(r"'([^']+)'", wanted), n=1)
         text += f"; did you mean {near[0]}?" if near else ""
-    elif _PYTHON_SPEAKING.search(text):  # a parser of values tripped over this one
+    elif _PYTHON_ERROR.search(text):  # the value raised inside a parser
         given = _given_value(message)
         text = "this value cannot be read" + (f": {given}" if given else "")
     return f"{where}: {text}" if where else text
 
 
 def user_error_within(error: BaseException) -> UserError:
-    """The sentence behind an error from building a config's classes: jsonargparse wraps what their `__init__` says."""
+    """The UserError inside an error from building the config's classes; jsonargparse wraps what `__init__` raises."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UserError):
             return cause
         cause, innermost = cause.__cause__ or cause.__context__, cause
-    # Of a union's complaints only the class's own is in plain words; jsonargparse keeps it as text alone.
+    # In the errors of a union only the class's own message is plain text; jsonargparse keeps no exception object.
     for line in str(error).splitlines():
         text = line.strip().removeprefix("- ")
         if line.lstrip().startswith("- ") and not text.startswith((*_NOISE, "Expected", "Import path")):
@@ -138,7 +138,7 @@ def user_error_within(error: BaseException) -> UserError:
 
 
 def refuse_nulls(block: Any, key: str) -> None:
-    """Raise ConfigError for a null where the class takes none: jsonargparse lets it pass any type."""
+    """Raise ConfigError for a null where the class accepts none; jsonargparse accepts it for any type."""
     class_path, given = getattr(block, "class_path", None), getattr(block, "init_args", None)
     if not isinstance(class_path, str) or given is None:
         return
@@ -215,7 +215,7 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
 
 
 def unknown_key(name: str, class_path: str | None, where: str, parser: argparse.ArgumentParser) -> str:
-    """That the class, or the block `where`, has no such key, and what the nearest right one is."""
+    """The sentence that the class, or the block `where`, has no such key, with the closest valid key."""
     last = name.split(".")[-1]
     owner = class_path.rpartition(".")[2] if class_path else where or "the config"
     known = _init_args(class_path) if class_path else option_names(parser, where)
@@ -226,7 +226,7 @@ def unknown_key(name: str, class_path: str | None, where: str, parser: argparse.
             return f"{owner} has no key {name!r}; it is {block}.init_args.{last}"
     first, dot, _ = name.partition(".")
     if not class_path and dot and first not in known:
-        name = first  # `modle.init_args.rank`: the block is wrong, not the key in it
+        name = first  # `modle.init_args.rank`: the block's name is wrong, not the key's
     pool = known if class_path else [*known, *(k.rpartition(".")[2] for k in known)]
     near = get_close_matches(name, pool, n=1, cutoff=0.5) or get_close_matches(last, pool, n=1, cutoff=0.5)
     if near:
@@ -250,7 +250,7 @@ def _init_args(class_path: str) -> list[str]:
 
 
 def option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
-    """Dotted option names of a parser and its sub-parsers; below `group` where one is given."""
+    """Dotted option names of a parser and its sub-parsers; with `group`, those below it."""
     names: set[str] = set()
     parsers = [parser, *getattr(parser, "_subcommand_parsers", {}).values()]
     for action in parser._actions:
@@ -265,7 +265,7 @@ def option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
 
 
 def known_classes() -> dict[str, type]:
-    """Every class that YAML can name without its path, by that name."""
+    """All classes that YAML can name without a path, by name."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins import Precision

@@ -1,6 +1,6 @@
-"""`lightning doctor`: what this machine has, what does not fit together, and what a log's HCCL codes mean.
+"""`lightning doctor`: report this machine's setup and conflicts in it, and explain the HCCL codes of a log.
 
-It works where torch does not start: nothing here imports torch, and every check stands alone.
+It also works where importing torch fails: nothing here imports torch, and every check is independent.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_aigc.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
-    parser.description = "Say what this machine has and what does not fit together; exits with 1 if there is a problem."
+    parser.description = "Report this machine's setup and conflicts in it; exits with 1 if there is a problem."
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument(
-        "--explain-log", "--explain_log", type=Path, metavar="FILE", help="only say what the HCCL codes in a log mean"
+        "--explain-log", "--explain_log", type=Path, metavar="FILE", help="only explain the HCCL codes in a log"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say and print it; returns the exit status.
+    """Run the checks, or explain a log, and print the result; returns the exit status.
 
     Raises: ConfigError for a log that cannot be read.
     """
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explain_log(path: Path, *, as_json: bool) -> int:
-    """Print a line for each HCCL or CANN code in a log."""
+    """Print one line per HCCL or CANN code in a log."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -61,7 +61,7 @@ def explain_log(path: Path, *, as_json: bool) -> int:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The findings under their subjects, and a count as the last line."""
+    """The findings grouped by check, and a count as the last line."""
     lines, subject = [], None
     for finding in findings:
         if finding.check != subject:

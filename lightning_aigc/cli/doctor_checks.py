@@ -1,6 +1,6 @@
-"""What `lightning doctor` looks at, one function a subject. None of them imports torch; the probe does.
+"""The checks of `lightning doctor`, one function per subject. Only the probe imports torch.
 
-A check returns its findings, and whatever it raises becomes one too, so that a broken part hides no other.
+An exception in a check becomes a finding too, so that one failing check does not hide the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_versions(host: Host) -> Findings:
 
 
 def check_imports(host: Host) -> Findings:
-    """Whether torch and torch_npu start, and which library they miss."""
+    """Whether torch and torch_npu can be imported, and which library is missing."""
     found: Findings = []
     for package, remedy in (
         ("torch", "reinstall torch"),
@@ -87,8 +87,8 @@ def check_topology(host: Host) -> Findings:
     count = len(table.devices)
     links = sorted({link for row in table.links for link in row} - {"X"}, key=topology.distance)
     order = topology.device_order(table, count)
-    kept = found or order == list(range(count))
-    ranks = "ranks keep their order" if kept else f"rank order {' '.join(map(str, order))}"
+    keeps_order = found or order == list(range(count))
+    ranks = "ranks keep their order" if keeps_order else f"rank order {' '.join(map(str, order))}"
     found.append(("ok", f"{reading.said}: {count} cards, links {', '.join(links) or 'none'}; {ranks}"))
     if all(table.cpus):
         near = "; ".join(f"{name} {_ranges(cores)}" for name, cores in zip(table.devices, table.cpus, strict=True))
@@ -97,7 +97,7 @@ def check_topology(host: Host) -> Findings:
 
 
 def _ranktable(host: Host) -> Findings:
-    """Whether the ranktable, which HCCL follows, gives each rank the card that its launcher gives it."""
+    """Whether the ranktable, which HCCL follows, assigns each rank the same card as the launcher does."""
     path = host.environ.get("RANK_TABLE_FILE")
     if path is None:
         return []
@@ -108,11 +108,11 @@ def _ranktable(host: Host) -> Findings:
     stray = ranktable.misplaced(places)
     if stray is None:
         return [("ok", f"RANK_TABLE_FILE={path} gives {len(places)} ranks their cards, as a launcher counts them")]
-    said = (
+    text = (
         f"RANK_TABLE_FILE={path} puts rank {stray.rank} on card {stray.device} of {stray.server}, and launchers count "
         "servers one after another, their cards ascending; order its rank_ids so, or unset it"
     )
-    return [("warn", said)]
+    return [("warn", text)]
 
 
 def check_kernels(host: Host) -> Findings:
@@ -130,18 +130,18 @@ def check_kernels(host: Host) -> Findings:
             found.append(("ok", f"Triton kernels on {device}: {', '.join(ops)}"))
         else:
             mark = "note" if reason == "it has none" else "warn"
-            why = "they have no kernel of their own" if mark == "note" else reason
+            why = "they have no kernel" if mark == "note" else reason
             found.append((mark, f"torch reference on {device}: {', '.join(ops)}; {why}"))
     return found
 
 
 def check_gradient_sync(host: Host) -> Findings:
     mode = host.ask("sync_mode")
-    return [("note", f"strategy npu_sparse would send gradients as {mode} over {host.backend}, unless told otherwise")]
+    return [("note", f"strategy npu_sparse would by default send gradients as {mode} over {host.backend}")]
 
 
 def check_environment(host: Host) -> Findings:
-    """The variables that steer communication: those that are set, and those that we would set."""
+    """The variables that control communication: those that are set, and those that the strategy would set."""
     given = {name: value for name, value in sorted(host.environ.items()) if VARIABLES.fullmatch(name)}
     found: Findings = [("note", f"set: {name}={value}") for name, value in given.items()]
     planned = env_settings.planned(host.backend, 1, False, host.environ)
@@ -173,7 +173,7 @@ def check_threads(host: Host) -> Findings:
 
 
 def check_command(host: Host) -> Findings:
-    """Who owns the `lightning` script: lightning-sdk installs one of the same name."""
+    """Which package owns the `lightning` script; lightning-sdk installs a script of the same name."""
     path = shutil.which("lightning", path=host.environ.get("PATH"))
     claims = {
         entry.dist.metadata["Name"]: entry.value

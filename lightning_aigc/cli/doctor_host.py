@@ -1,4 +1,4 @@
-"""The machine as `lightning doctor` sees it: its environment and the answers of a probe in a process of its own."""
+"""Host: this machine's environment and the answers of a probe that runs in a subprocess, for `lightning doctor`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Finding:
 
 @dataclass
 class Host:
-    """What the checks ask, so that a test can answer."""
+    """The environment and the probe, which tests replace."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @functools.cached_property
     def probe(self) -> dict[str, dict[str, Any]]:
-        """The probe's answers by question; empty when it could not even start."""
+        """The probe's answers by question; an error for each question that it did not answer."""
         try:
             done = subprocess.run(
                 [sys.executable, "-P", str(PROBE)],
@@ -50,21 +50,21 @@ class Host:
                 env={**self.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": self._search_path()},
                 errors="replace",
             )
-            said, end = done.stdout, f"it ended with status {done.returncode}"
+            output, end = done.stdout, f"it ended with status {done.returncode}"
         except subprocess.TimeoutExpired as error:
-            said = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+            output = (error.stdout or b"").decode(errors="replace") if isinstance(error.stdout, bytes) else ""
             end = f"no answer in {PROBE_TIMEOUT_S} s"
-        lines = [line.partition(" ") for line in said.splitlines() if re.match(r"\w+ \{", line)]
+        lines = [line.partition(" ") for line in output.splitlines() if re.match(r"\w+ \{", line)]
         answers: dict[str, dict[str, Any]] = defaultdict(lambda: {"error": f"the probe did not get there: {end}"})
         answers.update({name: json.loads(answer) for name, _, answer in lines})
         return answers
 
     def _search_path(self) -> str:
-        """What this process can import, the probe can: a checkout that is not installed, too."""
+        """PYTHONPATH for the probe, so that it imports what this process can, including an uninstalled checkout."""
         return os.pathsep.join(filter(None, (self.environ.get("PYTHONPATH"), *sys.path)))
 
     def ask(self, question: str) -> Any:
-        """The probe's value. Raises: RuntimeError with what the probe met."""
+        """The probe's answer to one question. Raises: RuntimeError with the probe's error."""
         answer = self.probe[question]
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -72,7 +72,7 @@ class Host:
 
     @property
     def backend(self) -> str:
-        """hccl, nccl or gloo: what the cards here would speak."""
+        """The communication backend of the cards here: hccl, nccl or gloo."""
         for kind, backend in (("npu", "hccl"), ("cuda", "nccl")):
             if self.probe[kind].get("value"):
                 return backend
@@ -84,9 +84,9 @@ Check = Callable[[Host], Findings]
 
 
 def run_check(name: str, check: Check, host: Host) -> list[Finding]:
-    """Do one check; an error in it becomes a finding of its own."""
+    """Run one check; an exception becomes a finding."""
     try:
         return [Finding(name, mark, text) for mark, text in check(host)]
     except Exception as error:
         text = re.sub(r"^RuntimeError: ", "", f"{type(error).__name__}: {error}")
-        return [Finding(name, "unknown", f"could not find out: {text}")]
+        return [Finding(name, "unknown", f"the check failed: {text}")]

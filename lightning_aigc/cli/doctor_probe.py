@@ -1,8 +1,8 @@
-"""What only torch can say of this machine, asked in a process of its own: `python -P doctor_probe.py`.
+"""Questions that need torch, answered in a subprocess of doctor: `python -P doctor_probe.py`.
 
-torch_npu without CANN breaks `import torch`, and a driver can hang or kill whoever asks. So doctor runs this file with
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 and believes the lines that arrived: `name JSON`, {"value": ...} or {"error": "..."}.
-Stdlib only until a question needs more, and nothing of lightning_aigc but where that is the question.
+torch_npu without CANN breaks `import torch`, and a driver can hang or kill the calling process. So doctor runs this
+file with TORCH_DEVICE_BACKEND_AUTOLOAD=0 and reads the lines it printed: `name JSON`, {"value": ...} or
+{"error": "..."}. It imports the stdlib only; each question imports what it needs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cards(kind: str) -> list[str]:
 
 
 def kernels() -> dict[str, str | None]:
-    """Why each op's kernel cannot be used; None where it can."""
+    """The reason why each op's kernel cannot be used, None where it can."""
     import pkgutil
 
     import lightning_aigc_kernels

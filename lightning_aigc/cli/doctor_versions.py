@@ -1,4 +1,4 @@
-"""Which versions fit together: torch and torch_npu, torch_npu and CANN, Lightning and ours, one Triton."""
+"""Version compatibility: torch with torch_npu, torch_npu with CANN, Lightning with this package, one Triton."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANN_OF_TORCH_NPU = {
     "2.6.0.post3": "8.3.RC1",
     "2.6.0": "8.2.RC1",
 }
-"""The version matching table in torch_npu's README, from our oldest torch on."""
+"""The version table of torch_npu's README, from the oldest supported torch on."""
 CANN_ROOTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
@@ -51,7 +51,7 @@ def judge_lightning(version: str | None) -> Verdict:
             " uninstall it, change every secret that this machine has seen, then install lightning>=2.6.6,<2.7"
         )
     if not LIGHTNING_FROM <= numbers(version) < LIGHTNING_BELOW:
-        return "problem", f"lightning {version} is not served; {wanted} (2.6.5 runs code from checkpoints)"
+        return "problem", f"lightning {version} is not supported; {wanted} (2.6.5 runs code from checkpoints)"
     return "ok", f"lightning {version}"
 
 
@@ -64,7 +64,7 @@ def judge_torch(version: str | None) -> Verdict:
 
 
 def judge_torch_npu(torch: str | None, torch_npu: str) -> Verdict:
-    """torch_npu is built against one torch: the first three numbers have to be equal."""
+    """Compare versions: torch_npu is built against one torch, with the same first three numbers."""
     if torch is None or numbers(torch)[:3] == numbers(torch_npu)[:3]:
         return "ok", f"torch_npu {torch_npu}"
     wanted = ".".join(map(str, numbers(torch_npu)[:3]))
@@ -76,14 +76,14 @@ def judge_cann(torch_npu: str, cann: str | None) -> Verdict:
         return "problem", f"CANN was not found, and torch_npu needs it: install it, then `{SET_ENV}`"
     wanted = CANN_OF_TORCH_NPU.get(torch_npu)
     if wanted is None:
-        return "note", f"CANN {cann}; which one torch_npu {torch_npu} wants stands in its README, not in our table"
+        return "note", f"CANN {cann}; torch_npu {torch_npu} is not in our table, its README names the CANN it needs"
     if not cann.upper().startswith(wanted.upper()):
         return "warn", f"CANN {cann}, and torch_npu {torch_npu} was released for CANN {wanted}; others may work"
-    return "ok", f"CANN {cann}, the one torch_npu {torch_npu} was released for"
+    return "ok", f"CANN {cann}, which torch_npu {torch_npu} was released for"
 
 
 def judge_tritons(installed_names: Iterable[str]) -> Verdict | None:
-    """Both Tritons are the folder `triton`: the one installed later has overwritten the other's files."""
+    """Report triton beside triton-ascend: both install the folder `triton`, so the later one overwrote the other."""
     if {"triton", "triton-ascend"} <= set(installed_names):
         return "problem", (
             "triton and triton-ascend are both installed, and share the folder triton/: the later one broke the other."
@@ -93,7 +93,7 @@ def judge_tritons(installed_names: Iterable[str]) -> Verdict | None:
 
 
 def cann_version(environ: Mapping[str, str], roots: Iterable[str] = CANN_ROOTS) -> str | None:
-    """The version of the CANN toolkit that the environment names, or that stands in its usual place."""
+    """The version of the CANN toolkit that the environment names, or that is installed in a usual place."""
     named = [environ[variable] for variable in CANN_VARIABLES if environ.get(variable)]
     for root in map(Path, (*named, *roots)):
         files = [*root.glob("version.cfg"), *root.glob("*/ascend_toolkit_install.info"), *root.glob("*/version.info")]

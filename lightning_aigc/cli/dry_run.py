@@ -1,4 +1,4 @@
-"""`lightning fit … --dry_run`: what would happen, and one real step of it."""
+"""`lightning fit … --dry_run`: report parameters and memory, and run one real step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_aigc.protocols import HasPipelineParts
 
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
-    """What replaces the config's own Trainer arguments: one batch, and nothing written but the caches."""
+    """Trainer arguments that replace the config's: one batch, and no files except the caches."""
     return {
         "fast_dev_run": 1,
         "logger": False,
@@ -42,7 +42,7 @@ class DryRun(Callback):
 
 
 def memory_table(module: LightningModule) -> str:
-    """Parameters and the memory that does not depend on the batch, as lines of text. MiB, AdamW assumed."""
+    """Parameter counts and the memory that does not depend on the batch, in MiB as text; assumes AdamW."""
     frozen = {p.data_ptr(): p for p in all_parameters(module) if not p.requires_grad}.values()
     trained = [p for p in module.parameters() if p.requires_grad]
     frozen_mib = sum(p.numel() * p.element_size() for p in frozen) / 2**20

@@ -1,4 +1,4 @@
-"""Blocks without a value in a YAML file, such as `modle: {}`: jsonargparse drops them without a look at their names."""
+"""Find misspelt empty blocks in a YAML file, such as `modle: {}`, which jsonargparse drops unchecked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
 def unknown_empty_blocks(config: Any, parser: argparse.ArgumentParser) -> Iterator[str]:
-    """A sentence for each block without any value whose name nothing here has, with the closest name."""
+    """Yield a sentence for each empty block with an unknown name, with the closest known name."""
     commands = getattr(getattr(parser, "_subcommands_action", None), "choices", {})
     for key, value in config.items() if isinstance(config, dict) else ():
         if key in commands:
@@ -23,13 +23,13 @@ def unknown_empty_blocks(config: Any, parser: argparse.ArgumentParser) -> Iterat
         elif _is_empty(value) and key not in option_names(parser, ""):
             yield unknown_key(key, None, "", parser)
         else:
-            yield from _within(value, key, parser)
+            yield from _unknown_in_block(value, key, parser)
 
 
-def _within(block: Any, where: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+def _unknown_in_block(block: Any, where: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     if isinstance(block, list):
-        for at, one in enumerate(block):
-            yield from _within(one, f"{where}[{at}]", parser)
+        for at, item in enumerate(block):
+            yield from _unknown_in_block(item, f"{where}[{at}]", parser)
     if not isinstance(block, dict):
         return
     if "class_path" in block:
@@ -44,19 +44,19 @@ def _within(block: Any, where: str, parser: argparse.ArgumentParser) -> Iterator
             if known is not None and _is_empty(value) and key not in known:
                 yield f"{where}.init_args: {unknown_key(key, path, f'{where}.init_args', parser)}"
             else:
-                yield from _within(value, f"{where}.init_args.{key}", parser)
+                yield from _unknown_in_block(value, f"{where}.init_args.{key}", parser)
         return
-    # Of a class that another file, or a default, names, nothing is known here.
+    # Empty if another file or a default names the class: then nothing can be checked here.
     names = {name.partition(".")[0] for name in option_names(parser, where)} - {"help", *CLASS_KEYS}
     for key, value in block.items() if names else ():
         if _is_empty(value) and key not in names:
             yield unknown_key(key, None, where, parser)
         else:
-            yield from _within(value, f"{where}.{key}", parser)
+            yield from _unknown_in_block(value, f"{where}.{key}", parser)
 
 
 def _is_empty(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_empty(one) for one in value.values())
+    return isinstance(value, dict) and all(map(_is_empty, value.values()))
 
 
 def _full_path(name: str) -> str:
@@ -65,11 +65,11 @@ def _full_path(name: str) -> str:
 
 
 def _arguments_of(class_path: str) -> list[str] | None:
-    """What the class takes; None where it cannot be told, as with `**kwargs`."""
+    """The argument names of a class; None if unknown, as with `**kwargs`."""
     module, _, name = class_path.rpartition(".")
     try:
         parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    except Exception:  # a module of the user's may raise anything; jsonargparse says so
+    except Exception:  # a user's module may raise anything; jsonargparse reports it
         return None
     is_open = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     return None if is_open else list(parameters)

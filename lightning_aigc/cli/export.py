@@ -1,4 +1,4 @@
-"""`lightning export`: a LoRA in another layout, or merged into a pipeline folder."""
+"""`lightning export`: convert a LoRA to another layout, or merge it into a pipeline folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the arguments say and print where the result is; returns the exit status.
+    """Convert or merge the LoRA and print the output path; returns the exit status.
 
     Raises: UserError with what to change.
     """

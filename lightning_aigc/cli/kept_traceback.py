@@ -1,4 +1,4 @@
-"""The traceback of a bug in a user's own class: one line on the terminal says where it is kept."""
+"""Save the traceback of a bug in a user's class to a file, and name the file in one line on the terminal."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from lightning_aigc.errors import ConfigError, UserError
 
 FILE = "traceback.txt"
 NOT_THE_USERS = ("jsonargparse", "lightning", "lightning_aigc", "torch", "diffusers")
-"""Packages whose constructors say in their message what argument was wrong."""
+"""Packages whose constructors name the wrong argument in their message."""
 
 
 def bug_within(error: BaseException, root: Path) -> ConfigError | None:
-    """One line on an error that came out of a user's constructor; its traceback goes to a file in `root`, or in the
-    system's folder for temporary files if that cannot be written. None where it is no such error."""
-    for one in _chain(error):
-        place = None if isinstance(one, UserError) else _constructor_of(one)
-        if place is None:
+    """A one-line ConfigError for an error raised in a user's constructor, None for any other error.
+
+    The traceback is saved to a file in `root`, or in the system's temporary folder if `root` is not writable.
+    """
+    for cause in _chain(error):
+        frame = None if isinstance(cause, UserError) else _constructor_of(cause)
+        if frame is None:
             continue
-        text = "".join(traceback.format_exception(type(one), one, one.__traceback__))
-        last = traceback.extract_tb(one.__traceback__)[-1]
+        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+        last = traceback.extract_tb(cause.__traceback__)[-1]
         return ConfigError(
-            f"{place.name} in {place.filename}:{place.lineno} failed with {type(one).__name__}:"
-            f" {' '.join(str(one).split())} ({Path(last.filename).name}:{last.lineno}); its traceback is in"
-            f" {_keep(text, root)}"
+            f"{frame.name} in {frame.filename}:{frame.lineno} failed with {type(cause).__name__}:"
+            f" {' '.join(str(cause).split())} ({Path(last.filename).name}:{last.lineno}); its traceback is in"
+            f" {_save(text, root)}"
         )
     return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised from, the innermost first."""
+    """The error and its causes, innermost first."""
     found: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in found:
-        found.append(one)
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None and cause not in found:
+        found.append(cause)
+        cause = cause.__cause__ or cause.__context__
     return reversed(found)
 
 
 def _constructor_of(error: BaseException) -> traceback.FrameSummary | None:
-    """The frame that jsonargparse, or LightningCLI for it, called into, if it is none of the known packages' own."""
+    """The frame of the constructor that jsonargparse or LightningCLI called, None if it is in a known package."""
     frames = traceback.extract_tb(error.__traceback__)
     callers = [
         at
@@ -66,7 +68,7 @@ def _is_of(filename: str, packages: tuple[str, ...]) -> bool:
     return False
 
 
-def _keep(text: str, root: Path) -> Path:
+def _save(text: str, root: Path) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / FILE).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`lightning plan`: models what each mode of gradient sync costs on many cards, before any are rented."""
+"""`lightning plan`: model the cost of each gradient sync mode on a cluster before renting it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 @dataclass(frozen=True)
 class Plan:
-    """The job, the cluster and its links, and where these numbers come from."""
+    """The inputs of the comparison, and the source of each."""
 
     job: Job
     shape: Shape
@@ -29,35 +29,35 @@ class Plan:
     step_time_from: str
     trainable_from: str
     chosen_mode: str | None
-    """The mode that the config's strategy names, if it is npu_sparse."""
+    """The mode of the config's strategy."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.description = "Model bytes, step time, scaling efficiency and memory of each gradient sync mode."
     parser.add_argument("-c", "--config", type=Path, action="append", default=[], metavar="FILE", help="as for fit")
-    parser.add_argument("--nodes", type=int, required=True, help="how many machines")
-    parser.add_argument("--devices", type=int, required=True, help="cards in each")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    parser.add_argument("--devices", type=int, required=True, help="cards per node")
     parser.add_argument(
-        "--link", type=bytes_a_second, help="what one node has between nodes: 25Gb, 8 x 200Gb is 1600Gb"
+        "--link", type=bytes_a_second, help="bandwidth of a node to other nodes: 25Gb; 8 x 200Gb is 1600Gb"
     )
     parser.add_argument(
-        "--local_link", type=bytes_a_second, default=200e9, help="of a card in its node (default: 200GB)"
+        "--local_link", type=bytes_a_second, default=200e9, help="bandwidth of a card in its node (default: 200GB)"
     )
     parser.add_argument("--latency", type=seconds, default=30e-6, help="between nodes (default: 30us)")
     parser.add_argument("--local_latency", type=seconds, default=5e-6, help="inside a node (default: 5us)")
-    parser.add_argument("--step_time", type=seconds, help="of one card alone; else timed here where the model is small")
-    parser.add_argument("--trainable", type=count, help="parameters that are trained, such as 859.5M; else counted")
-    parser.add_argument("--protected", type=count, help="of them, those that are sent whole in float32")
-    parser.add_argument("--frozen", type=count, help="parameters that are not trained, for the memory alone")
+    parser.add_argument("--step_time", type=seconds, help="step time on one card; else timed here for a small model")
+    parser.add_argument("--trainable", type=count, help="trained parameters, such as 859.5M; else counted")
+    parser.add_argument("--protected", type=count, help="trained parameters that are sent uncompressed in float32")
+    parser.add_argument("--frozen", type=count, help="frozen parameters, for the memory only")
     parser.add_argument("--sparsity", type=float, help="of the sparse modes (default: the config's, else 0.75)")
-    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="the kind of card (default: the config's)")
-    parser.add_argument("--efficiency", type=float, help="also say which link and step time reach it, such as 0.927")
+    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="kind of card (default: the config's)")
+    parser.add_argument("--efficiency", type=float, help="also print the link and step time that reach it, as 0.927")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan as a table or as JSON. Returns: the exit status.
+    """Model every mode and print the table; returns the exit status.
 
     Raises: UserError with what to change.
     """
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Read the plan from the arguments and the configs; count the model and time a step where they give no numbers.
+    """The plan from arguments and configs; values they do not give are counted or timed.
 
-    Raises: ConfigError for what is missing.
+    Raises: ConfigError for a missing value.
     """
     shape = Shape(args.nodes, args.devices)
     if args.link is None and shape.nodes > 1:
-        raise ConfigError("--link is missing: what one node has between nodes, such as --link 25Gb or --link 200GB")
+        raise ConfigError("--link is missing: the bandwidth of one node to others, such as --link 25Gb or --link 200GB")
     config = read_configs(args.config)
     options, is_npu_sparse = sync_options(config)
     counted = None
@@ -107,12 +107,12 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def modes_of(plan: Plan) -> list[str]:
-    """Return the modes that can be modelled: low_rank depends on shapes, which only a counted model has."""
+    """The modes that can be modelled: low_rank needs the parameters' shapes, known only of a counted model."""
     return [mode for mode in MODES if mode != "low_rank" or plan.job.low_rank_elements is not None]
 
 
 def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:
-    """Return one mode's modelled cost by name, in bytes and seconds."""
+    """The modelled cost of one mode by name, in bytes and seconds."""
     job, shape, links = plan.job, plan.shape, plan.links
     row = asdict(cost_model.predict(mode, job, shape, links))
     row["memory_bytes"] = cost_model.memory_bytes(mode, job, shape)
@@ -123,7 +123,7 @@ def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:
 
 
 def constants(plan: Plan) -> dict[str, float]:
-    """Return what the model assumes and no argument sets."""
+    """The cost model's assumptions that no argument sets."""
     return {
         "backward_share": cost_model.BACKWARD_SHARE,
         "overlap_share": plan.job.overlap_share,
@@ -134,7 +134,7 @@ def constants(plan: Plan) -> dict[str, float]:
 
 
 def as_text(plan: Plan, rows: Sequence[dict[str, Any]], efficiency: float | None) -> str:
-    """Return the plan as a table below its assumptions."""
+    """The assumptions, then the modes as a table."""
     lines = [*_assumptions(plan), _memory(rows[0]["memory_bytes"]), ""]
     head = ["mode", "in node", "between", "wire", "exposed", "step", "efficiency", "residuals"]
     if efficiency is not None:
@@ -161,7 +161,7 @@ def as_text(plan: Plan, rows: Sequence[dict[str, Any]], efficiency: float | None
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     if plan.chosen_mode:
-        lines.append("* what the config's strategy would do")
+        lines.append("* the mode of the config's strategy")
     return "\n".join(lines)
 
 
@@ -190,7 +190,7 @@ def _assumptions(plan: Plan) -> list[str]:
 def _memory(of: dict[str, float]) -> str:
     weights, gradients, optimizer = (with_scale(of[kind], "B") for kind in ("weights", "gradients", "optimizer"))
     return (
-        f"Memory a card, without activations: weights {weights}, gradients {gradients}, AdamW {optimizer}, and the"
+        f"Memory per card, without activations: weights {weights}, gradients {gradients}, AdamW {optimizer}, and the"
         " residuals of gradient sync."
     )
 

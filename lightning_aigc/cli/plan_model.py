@@ -1,4 +1,4 @@
-"""What `lightning plan` learns from a config: how much is trained, how it would be sent, and how long a step takes."""
+"""Inputs of `lightning plan` from a config: parameter counts, sync options and the time of one step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 from lightning_aigc.errors import ConfigError
 
 DRY_RUN_LIMIT = 50e6
-"""Parameters up to which a dry run is started to time a step; larger models take minutes on a machine like this."""
+"""The most parameters of a model that is timed by a dry run; larger models would take minutes."""
 DRY_RUN_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Parameters by what becomes of their gradients."""
+    """Parameter counts by how gradients are sent."""
 
     trainable: int
     protected: int
     small: int
     frozen: int
     frozen_bytes: float
-    """A frozen parameter's, on average."""
+    """Mean bytes per frozen parameter."""
     low_rank_elements: int
 
 
 def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
-    """The configs merged, the last one wins. Raises: ConfigError for a file that is no YAML mapping."""
+    """Merge the configs, later ones win. Raises: ConfigError for a file that is no YAML mapping."""
     import yaml
 
     merged: dict[str, Any] = {}
@@ -49,9 +49,9 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def sync_options(config: Mapping[str, Any]) -> tuple[Any, bool]:
-    """The SyncOptions of a config, and whether its strategy is npu_sparse, so that they would be used.
+    """The SyncOptions of a config, and whether its strategy is npu_sparse, which uses them.
 
-    Raises: ConfigError for a value they refuse.
+    Raises: ConfigError for a value out of range.
     """
     from lightning_aigc.gradient_sync.options import SyncOptions
 
@@ -65,16 +65,16 @@ def sync_options(config: Mapping[str, Any]) -> tuple[Any, bool]:
 
 
 def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
-    """Build the config's model on the CPU, as fit would, and count.
+    """Build the config's model on the CPU, as fit would, and count its parameters.
 
-    Raises: ConfigError when its pipeline is not on this machine; ModelError when it cannot be built.
+    Raises: ConfigError if its pipeline is not on this machine; ModelError if it cannot be built.
     """
     block = config.get("model")
     if not isinstance(block, dict) or "class_path" not in block:
         raise ConfigError(
             "the config has no model block with a class_path; pass --trainable, such as --trainable 859.5M"
         )
-    _check_at_hand(block.get("init_args") or {})
+    _check_is_local(block.get("init_args") or {})
     from lightning.pytorch import LightningModule
 
     from lightning_aigc.cli.aigc_cli import AIGCArgumentParser
@@ -104,9 +104,9 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
 
 
 def time_one_step(paths: Sequence[Path]) -> float:
-    """Seconds of one step on one card of this machine, its warm-up included, from `lightning fit --dry_run`.
+    """Seconds of one step on one card of this machine with its warm-up, from `lightning fit --dry_run`.
 
-    Raises: ConfigError when the dry run fails or takes too long.
+    Raises: ConfigError if the dry run fails or takes too long.
     """
     command = [
         *(sys.executable, "-m", "lightning_aigc", "fit", *(part for path in paths for part in ("-c", str(path)))),
@@ -124,7 +124,7 @@ def time_one_step(paths: Sequence[Path]) -> float:
     return max(float(match[1]), 0.01)
 
 
-def _check_at_hand(init_args: Mapping[str, Any]) -> None:
+def _check_is_local(init_args: Mapping[str, Any]) -> None:
     from lightning_aigc.tiny.embedded import resolve
 
     source = init_args.get("pretrained_model_name_or_path")
@@ -140,5 +140,5 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **over, **both}
 
 
-def _are_dicts(one: object, other: object) -> bool:
-    return isinstance(one, dict) and isinstance(other, dict)
+def _are_dicts(first: object, second: object) -> bool:
+    return isinstance(first, dict) and isinstance(second, dict)

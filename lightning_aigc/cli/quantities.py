@@ -1,4 +1,4 @@
-"""Quantities as people write them, for options: 25Gb, 200GB/s, 30us, 859.5M."""
+"""Parse and format quantities with units for the command line: 25Gb, 200GB/s, 30us, 859.5M."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*"
 
 
 def bytes_a_second(text: str) -> float:
-    """25Gb is 25 gigabits a second, 200GB is 200 gigabytes a second; powers of ten. Raises: ArgumentTypeError."""
+    """Parse a bandwidth, 25Gb as 25e9 bits/s, 200GB as 200e9 bytes/s. Raises: ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([kMGT]?)(b|bit|B)(?:it)?(?:/s|ps|E)?", text.strip())
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(
@@ -21,7 +21,7 @@ def bytes_a_second(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """1.2 and 1.2s are seconds; ms, us and ns are known too. Raises: ArgumentTypeError."""
+    """Parse a time such as 1.2, 1.2s, 350ms, 30us or 5ns. Raises: ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([mµun]?s|)", text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a time such as 1.2, 350ms or 30us")
@@ -29,7 +29,7 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> float:
-    """859.5M is 859,500,000; k, M, G (also B) and T. Raises: ArgumentTypeError."""
+    """Parse a count with k, M, G (or B) or T, 859.5M as 859,500,000. Raises: ArgumentTypeError."""
     match = re.fullmatch(_NUMBER + r"([kMGBT]?)", text.strip().replace("_", "").replace(",", ""))
     if match is None:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number of parameters such as 859.5M or 12_800_000")
@@ -37,13 +37,13 @@ def count(text: str) -> float:
 
 
 def with_scale(value: float, unit: str = "") -> str:
-    """Three digits and a power of ten: 3.44 GB."""
+    """Format with three digits and a decimal prefix: 3.44 GB."""
     prefix = next((name for name in "TGMk" if abs(value) >= SCALES[name]), "")
     return f"{value / SCALES[prefix]:.3g} {prefix}{unit}".rstrip()
 
 
 def as_time(value: float) -> str:
-    """1.23 s, 45.6 ms, 30 us."""
+    """Format a time: 1.23 s, 45.6 ms, 30 us."""
     for unit in ("s", "ms", "us"):
         if abs(value) >= SECONDS[unit]:
             return f"{value / SECONDS[unit]:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""fit, validate, test and predict: LightningCLI with our classes known by name and errors said once."""
+"""The verbs fit, validate, test and predict: run AIGCCLI and report each error in one line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT
 
 
 def run_trainer_verb(arguments: list[str]) -> int:
-    """Parse, build and run. Returns the exit status: 1 after an error in the user's hands, 2 after a wrong config."""
+    """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
     _quiet_known_warnings()
     try:
         import torch  # noqa: F401
-    except Exception as error:  # torch loads torch_npu, which fails in its own ways without CANN
+    except Exception as error:  # torch loads torch_npu, which may raise anything without CANN
         print(f"error: torch does not start ({error.__cause__ or error}); ask `lightning doctor`", file=sys.stderr)
         return 1
     from lightning.fabric.utilities.distributed import _destroy_dist_connection
@@ -31,7 +31,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
     from lightning_aigc.cli.aigc_cli import AIGCCLI
 
     atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
-    sys.argv = [sys.argv[0], *arguments]  # subprocess ranks start from it again
+    sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
     try:
         AIGCCLI()
     except UserError as error:
@@ -60,7 +60,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
 
 
 def _without_worker_traceback(message: str) -> str:
-    """torch puts a loader worker's whole traceback into the text of its error; the sentence stands at its end."""
+    """The last sentence of a loader worker's error, whose text torch fills with the whole traceback."""
     if "Original Traceback" not in message:
         return message
     return message.strip().rpartition("Error: ")[2]
@@ -71,7 +71,7 @@ def _status(stop: SystemExit) -> int:
 
 
 def _set_threads_before_torch_starts(arguments: list[str]) -> None:
-    """Honour `--threads N` early: OpenMP reads its variable once."""
+    """Set OMP_NUM_THREADS from `--threads N` before torch starts, because OpenMP reads it only once."""
     for i, argument in enumerate(arguments):
         value = argument.partition("=")[2] if argument.startswith("--threads=") else None
         if argument == "--threads" and i + 1 < len(arguments):

@@ -1,4 +1,4 @@
-"""Image folders, captions, aspect buckets, latent and text cache."""
+"""Image folders, captions, aspect-ratio buckets, latent and text caches."""
 
 from lightning_aigc.data.encoder import Encoder
 from lightning_aigc.data.image_caption_data import ImageCaptionData

@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the shapes that batches may have, and how a picture is scaled and cropped into one."""
+"""Aspect-ratio buckets: the allowed batch shapes, and how a picture is scaled and cropped to fit its bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_aigc.errors import DataError
 
 @dataclass(frozen=True)
 class BucketSettings:
-    """The keys of kohya's sd-scripts, with their meaning there; every size is in pixels."""
+    """Bucket settings with the names and meaning of kohya's sd-scripts; every size is in pixels."""
 
     resolution: int = 512
     enable_bucket: bool = True
@@ -32,7 +32,7 @@ class BucketSettings:
 
     @property
     def side_limits(self) -> tuple[int, int]:
-        """The smallest and largest side in use: the settings, widened where `resolution` lies outside of them."""
+        """The smallest and largest side: the configured limits, widened to include `resolution`."""
         steps = self.bucket_reso_steps
         low, high = self.min_bucket_reso, self.max_bucket_reso
         if low > self.resolution:
@@ -42,7 +42,7 @@ class BucketSettings:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a picture lies in its bucket: scaled to cover it, then cropped; all in pixels of the scaled picture."""
+    """How a picture is scaled to cover its bucket and then cropped; all sizes in pixels of the scaled picture."""
 
     width: int
     height: int
@@ -51,17 +51,17 @@ class Placement:
 
     @property
     def spare(self) -> tuple[int, int]:
-        """How many pixels (x, y) the crop leaves out."""
+        """Pixels (x, y) that the crop removes."""
         return self.scaled_width - self.width, self.scaled_height - self.height
 
     @property
     def cropped_fraction(self) -> float:
-        """The share of the picture's area that training never sees."""
+        """The share of the picture's area that the crop removes."""
         return 1 - (self.width * self.height) / (self.scaled_width * self.scaled_height)
 
 
 def bucket_shapes(settings: BucketSettings) -> list[tuple[int, int]]:
-    """All (width, height) with an area of at most resolution^2, in steps, sorted; the square one is always there.
+    """All (width, height) buckets in steps with an area of at most resolution^2, sorted; always with the square.
 
     Source: kohya-ss/sd-scripts, library/model_util.py, make_bucket_resolutions.
     """
@@ -77,7 +77,7 @@ def bucket_shapes(settings: BucketSettings) -> list[tuple[int, int]]:
 
 
 def place(width: int, height: int, settings: BucketSettings, shapes: list[tuple[int, int]]) -> Placement:
-    """The placement of a picture in the bucket whose aspect ratio is nearest to its own."""
+    """Place a picture in the bucket with the nearest aspect ratio."""
     if settings.enable_bucket and settings.bucket_no_upscale:
         return place_in(width, height, _shape_without_upscale(width, height, settings))
     aspect = math.log(width / height)
@@ -85,7 +85,7 @@ def place(width: int, height: int, settings: BucketSettings, shapes: list[tuple[
 
 
 def place_in(width: int, height: int, shape: tuple[int, int]) -> Placement:
-    """The placement of a picture in a bucket that is given."""
+    """Place a picture in a given bucket."""
     scale = max(shape[0] / width, shape[1] / height)
     return Placement(*shape, max(shape[0], round(width * scale)), max(shape[1], round(height * scale)))
 

@@ -1,4 +1,4 @@
-"""Tensors on disk, one safetensors file a key: written atomically, checked when read, shared by ranks and processes."""
+"""TensorCache: tensors on disk, one safetensors file per key, written atomically and verified by checksum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CorruptEntryError(Exception):
 
 @dataclass
 class FillResult:
-    """What one rank found and did: entries that were ready, encoded now, and encoded again because of damage."""
+    """Counts of one rank's fill: entries ready before, encoded now, and of these re-encoded after damage."""
 
     ready: int = 0
     encoded: int = 0
@@ -44,12 +44,12 @@ class FillResult:
 
 
 def cache_key(**parts: object) -> str:
-    """A key for what an entry depends on; parts must be plain JSON values."""
+    """The cache key of an entry, a hash of everything it depends on; parts must be plain JSON values."""
     return sha256(json.dumps({"format": CACHE_FORMAT, **parts}, sort_keys=True).encode()).hexdigest()
 
 
 def check_writable(folder: Path) -> None:
-    """Raises: DataError now, rather than after the first picture was encoded, if the cache cannot be written."""
+    """Check before any encoding that the cache can be written. Raises: DataError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".part"):
@@ -65,11 +65,11 @@ class TensorCache:
         self.folder = folder
 
     def path(self, key: str) -> Path:
-        """Where an entry lies."""
+        """The file of an entry."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
     def read(self, key: str) -> Entry | None:
-        """An entry, None if it is absent. Raises: CorruptEntryError."""
+        """Read an entry, None if it is absent. Raises: CorruptEntryError."""
         try:
             content = self.path(key).read_bytes()
         except FileNotFoundError:
@@ -113,13 +113,13 @@ class TensorCache:
         batch_size: int,
         progress: str | None = None,
     ) -> FillResult:
-        """Encode what is absent or damaged.
+        """Encode the entries that are absent or damaged.
 
         Args:
             keys: The entries wanted.
-            groups: For each key, what those encoded together must share (their shape).
-            encode: Given positions in `keys`, the entries.
-            batch_size: How many are encoded together.
+            groups: For each key, the group (shape) that all entries of one encoder call share.
+            encode: Returns the entries for positions in `keys`.
+            batch_size: Most entries per encoder call.
             progress: Title of a progress bar, None for none.
         """
         damaged = [state == "damaged" for state in self._states(keys)]
@@ -137,7 +137,7 @@ class TensorCache:
         return result
 
     def read_many(self, keys: Sequence[str]) -> list[Entry | None]:
-        """Entries in order, None for each that is absent or damaged."""
+        """Read entries in order, None for each that is absent or damaged."""
 
         def read(key: str) -> Entry | None:
             try:
@@ -149,7 +149,7 @@ class TensorCache:
             return list(pool.map(read, keys, chunksize=64))
 
     def size_bytes(self, keys: Sequence[str]) -> int:
-        """Bytes on disk of entries that are there."""
+        """Bytes on disk of the entries that exist."""
         return sum(path.stat().st_size for path in map(self.path, keys) if path.exists())
 
     def _states(self, keys: Sequence[str]) -> list[str]:
@@ -164,7 +164,7 @@ class TensorCache:
 
 
 def require_finite(tensor: Tensor, what: str, key: str) -> None:
-    """Raises: DataError if an encoding holds NaN or infinity; `key` is what to change."""
+    """Raise DataError if an encoding holds NaN or infinity; `key` is the advice in its message."""
     if not torch.isfinite(tensor).all():
         raise DataError(f"{what} was encoded to values that are NaN or infinite; {key}")
 

@@ -19,7 +19,7 @@ _BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that o
 
 
 def decode_text(content: bytes) -> tuple[str, str | None]:
-    """Text of a caption file, and a note when its encoding had to be guessed."""
+    """The text of a caption file, and a note if its encoding was guessed or damaged."""
     for mark, encoding in _BYTE_ORDER_MARKS:
         if content.startswith(mark):
             try:
@@ -33,13 +33,13 @@ def decode_text(content: bytes) -> tuple[str, str | None]:
 
 
 def clean_caption(text: str) -> str:
-    """One line, no control characters, no lone surrogates: what a tokenizer and a UTF-8 file can take."""
+    """The caption on one line without control characters or lone surrogates, safe for a tokenizer and UTF-8."""
     text = text.encode("utf-8", errors="replace").decode("utf-8").replace("\ufeff", "").replace("\x00", "")
     return " ".join(text.split())
 
 
 def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> str:
-    """The caption with the trigger word in front, unless it has it already as a whole word in any case.
+    """The caption with the trigger word in front, unless it already contains that whole word in any case.
 
     >>> add_trigger_word("a red shoe", "zorp", ",")
     'zorp a red shoe'
@@ -54,7 +54,7 @@ def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> 
 
 
 def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Random) -> str:
-    """The caption with its tags in random order, the first `keep_tokens` of them in place."""
+    """The caption with its tags shuffled, except the first `keep_tokens`."""
     tags = [tag.strip() for tag in caption.split(separator)]
     head, tail = tags[:keep_tokens], [tag for tag in tags[keep_tokens:] if tag]
     rng.shuffle(tail)
@@ -62,5 +62,5 @@ def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Ran
 
 
 def long_captions(captions: Sequence[str]) -> int:
-    """How many captions are probably longer than the tokenizer keeps."""
+    """The number of captions that the tokenizer will probably truncate."""
     return sum(len(caption.split()) > LONG_CAPTION_WORDS for caption in captions)

@@ -1,4 +1,4 @@
-"""Range checks of ImageCaptionData's arguments that need no data."""
+"""Checks of ImageCaptionData's arguments that need no data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MissingCaptions = Literal["error", "filename", "empty", "trigger"]
 
 
 def check_choices(given: dict[str, Any]) -> None:
-    """Check every argument that does not depend on the data. Raises: DataError naming the argument."""
+    """Check the arguments and their combinations. Raises: DataError naming the argument."""
     sources = [key for key in ("train_data_dir", "dataset_name", "shards") if given[key] is not None]
     if len(sources) != 1:
-        got = " and ".join(sources) or "none of them"
+        got = " and ".join(sources) or "none"
         raise DataError(f"set exactly one of data.init_args.train_data_dir, dataset_name and shards, got {got}")
     for key in ("train_batch_size", "num_repeats", "max_image_pixels"):
         if given[key] < 1:
@@ -26,11 +26,11 @@ def check_choices(given: dict[str, Any]) -> None:
     if not 0 <= given["caption_dropout_rate"] <= 1:
         raise DataError(f"caption_dropout_rate must be in [0, 1], got {given['caption_dropout_rate']}")
     if not 0 < given["prior_ratio"] < float("inf"):
-        raise DataError(f"prior_ratio must be positive, got {given['prior_ratio']}; leave class_data_dir away for none")
+        raise DataError(f"prior_ratio must be positive, got {given['prior_ratio']}; omit class_data_dir for none")
     if given["class_data_dir"] is not None and round(given["prior_ratio"] * given["train_batch_size"]) < 1:
         raise DataError(
             f"prior_ratio={given['prior_ratio']} and train_batch_size={given['train_batch_size']} give no class image "
-            "in a batch; raise one of them, or leave class_data_dir away"
+            "in a batch; raise one of them, or omit class_data_dir"
         )
     if given["missing_captions"] not in get_args(MissingCaptions):
         accepted = ", ".join(get_args(MissingCaptions))

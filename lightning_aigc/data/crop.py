@@ -1,4 +1,4 @@
-"""The pixels and the mask of one sample as training sees them: scaled, cropped, not yet flipped."""
+"""Load the pixels and mask of one sample, scaled and cropped to its bucket, before any flip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_aigc.errors import DataError
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture that training uses. `original_size` is (height, width), upright, in pixels."""
+    """One training picture. `original_size` is (height, width) in pixels after EXIF rotation."""
 
     path: Path
     name: str
@@ -30,7 +30,7 @@ class Sample:
 
 
 def crop_offset(placement: Placement, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-    """(left, top) of the crop; across and down in [0, 1) choose among all offsets, 0.5 is the centre."""
+    """The crop's (left, top); `across` and `down` in [0, 1) select an offset, 0.5 the centre."""
     x, y = placement.spare
     if across == down == 0.5:
         return x // 2, y // 2
@@ -40,15 +40,15 @@ def crop_offset(placement: Placement, across: float = 0.5, down: float = 0.5) ->
 def load_pixels(
     sample: Sample, left_top: tuple[int, int], use_alpha_mask: bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """RGB [H, W, 3] and, if the sample has one, its mask [H, W]; both 0..255.
+    """Load RGB [H, W, 3] and the sample's mask [H, W], None without a mask; both 0..255.
 
-    Raises: DataError naming the file if it can no longer be read as when it was checked.
+    Raises: DataError naming a file that can no longer be read.
     """
     placement = sample.placement
     try:
         picture, alpha = load_picture(sample.path, shrink_to=(placement.scaled_width, placement.scaled_height))
     except (Exception, PictureRejectedError) as error:
-        raise DataError(f"{sample.path} could be read when training began and cannot any more: {error}") from error
+        raise DataError(f"{sample.path} was readable when training began and is not any more: {error}") from error
     pixels = np.asarray(_cut(picture, placement, left_top))
     if sample.mask is None and use_alpha_mask and alpha is not None and not sample.is_prior:
         return pixels, np.asarray(_cut(alpha, placement, left_top))
@@ -56,7 +56,7 @@ def load_pixels(
 
 
 def load_mask_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.uint8] | None:
-    """The sample's mask file [H, W], cropped like its picture; None if it has none."""
+    """Load the sample's mask file [H, W], cropped like its picture; None without a mask file."""
     if sample.mask is None:
         return None
     try:
@@ -66,7 +66,7 @@ def load_mask_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.ui
 
 
 def _cut(image: Image.Image, placement: Placement, left_top: tuple[int, int]) -> Image.Image:
-    """Scale and crop in one step: only the part that is kept gets computed, however long and thin the picture."""
+    """Scale and crop in one step, so that only the cropped pixels are computed, even for extreme aspect ratios."""
     x_scale, y_scale = image.width / placement.scaled_width, image.height / placement.scaled_height
     left, top = left_top[0] * x_scale, left_top[1] * y_scale
     right = min(image.width, left + placement.width * x_scale)

@@ -1,4 +1,4 @@
-"""Make one batch from its plan: from the caches, or from the picture files.
+"""BatchDataset builds a batch from its plan, out of the caches or the picture files; BatchLoader can resume.
 
 Shapes: B batch (user pictures first, class pictures after), H W pixels, C latent channels, h w latent pixels.
 """
@@ -26,7 +26,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class ItemOptions:
-    """What is done to an item each time it is drawn."""
+    """Augmentations of an item, applied anew at each visit."""
 
     center_crop: bool = True
     random_flip: bool = False
@@ -39,13 +39,13 @@ class ItemOptions:
     seed: int = 42
 
     @property
-    def draws_anything(self) -> bool:
-        """Whether an item differs from one draw to the next."""
+    def is_random(self) -> bool:
+        """Whether an item differs between visits."""
         return not self.center_crop or self.random_flip or self.shuffle_caption or self.caption_dropout_rate > 0
 
 
 class BatchDataset(Dataset[Batch]):
-    """Batches by plan. What is random in an item depends on (seed, epoch, draw) alone, so on no worker or order."""
+    """Batches by plan. An item's random choices depend on (seed, epoch, draw) only, not on workers or order."""
 
     def __init__(
         self,
@@ -73,13 +73,13 @@ class BatchDataset(Dataset[Batch]):
         return len(self.sampler)
 
     def __getitem__(self, plan: BatchPlan | int) -> Batch:
-        if isinstance(plan, int):  # Trainer(overfit_batches=...) puts a SequentialSampler in place of ours
+        if isinstance(plan, int):  # Trainer(overfit_batches=...) replaces the sampler by a SequentialSampler
             plan = self.sampler.plans(0)[plan]
         chosen = torch.tensor(plan.samples)
         captions = [self.samples[index].caption for index in plan.samples]
         flips = [False] * len(captions)
         left_top = self._left_top[chosen]
-        if self.options.draws_anything:
+        if self.options.is_random:
             for at, (index, draw) in enumerate(zip(plan.samples, plan.draws, strict=True)):
                 flips[at], offset, captions[at] = self._draw(self.samples[index], plan.epoch, draw)
                 left_top[at] = torch.tensor(offset)
@@ -134,7 +134,7 @@ class BatchDataset(Dataset[Batch]):
         return batch
 
     def _mask(self, index: int) -> NDArray[np.uint8] | None:
-        """The mask of a picture whose latents come from the cache; kept when the latents are kept."""
+        """The mask of a picture with cached latents; held in memory if the latents are."""
         if index in self._masks:
             return self._masks[index]
         sample = self.samples[index]
@@ -149,23 +149,23 @@ class BatchDataset(Dataset[Batch]):
 
 
 class BatchLoader(DataLoader[Batch]):
-    """A DataLoader that knows its place: Lightning saves it in checkpoints, and resumes at the very next batch."""
+    """A DataLoader with a position that Lightning saves in checkpoints, to resume at the next batch."""
 
     _delivered: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        # A generator, so that set_epoch still counts between iter() and the first batch, as Lightning calls them.
+        # A generator, because Lightning may call set_epoch between iter() and the first batch.
         self._delivered = self.sampler.start if isinstance(self.sampler, BucketBatchSampler) else 0
         for batch in super().__iter__():
             self._delivered += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch and batches delivered, whatever the workers have prefetched."""
+        """Epoch and batches delivered, without those that workers have prefetched."""
         return self.sampler.state_dict(self._delivered) if isinstance(self.sampler, BucketBatchSampler) else {}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Begin the next iteration after the batch where the state was taken."""
+        """Start the next iteration after the last batch that the state counts as delivered."""
         if state and isinstance(self.sampler, BucketBatchSampler):
             self.sampler.load_state_dict(state)
             self._delivered = None

@@ -1,4 +1,4 @@
-"""The two caches: latent moments of pictures and embeddings of captions, on disk and, if small, in memory.
+"""LatentCache and EmbeddingCache: encoded pictures and captions, on disk and, if small, in memory.
 
 Shapes: N entries, F flips (1 or 2), C latent channels, h w latent pixels, B batch.
 """
@@ -30,40 +30,40 @@ _VAE_HINT = "its latents would ruin the training: set model.init_args.vae_dtype 
 
 
 class EncodedTensors:
-    """Entries by row number, in one tensor a group once `keep_in_memory` was called, else read from disk."""
+    """Cached entries by row number, read from disk or, after `keep_in_memory`, from one tensor per group."""
 
     def __init__(self, cache: TensorCache, keys: list[str], groups: Sequence[Hashable]) -> None:
         self.cache = cache
         self.keys = keys
         self.groups = groups
         self._memory: dict[Hashable, Entry] = {}
-        self._places = torch.zeros(len(keys), dtype=torch.long)
+        self._memory_rows = torch.zeros(len(keys), dtype=torch.long)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all entries on disk, about what memory would have to hold."""
+        """Bytes of all entries on disk, about as many as in memory."""
         return self.cache.size_bytes(sorted(set(self.keys)))
 
     @property
     def in_memory(self) -> bool:
-        """Whether batches come from memory."""
+        """Whether batches are read from memory."""
         return bool(self._memory)
 
     def keep_in_memory(self) -> None:
-        """Read everything into one contiguous tensor a group and name."""
+        """Read all entries into one contiguous tensor per group and tensor name."""
         rows_of: dict[Hashable, list[int]] = {}
         for row, group in enumerate(self.groups):
             rows_of.setdefault(group, []).append(row)
         for group, rows in rows_of.items():
-            places: dict[str, int] = {}
+            memory_rows: dict[str, int] = {}
             for row in rows:
-                self._places[row] = places.setdefault(self.keys[row], len(places))
+                self._memory_rows[row] = memory_rows.setdefault(self.keys[row], len(memory_rows))
             stacked: Entry = {}
-            unique = list(places)
+            unique = list(memory_rows)
             for start in range(0, len(unique), 512):
                 for offset, entry in enumerate(self.cache.read_many(unique[start : start + 512])):
                     if entry is None:
-                        raise self._lost(unique[start + offset])
+                        raise self._missing_entry(unique[start + offset])
                     for name, tensor in entry.items():
                         if name not in stacked:
                             stacked[name] = torch.empty((len(unique), *tensor.shape), dtype=tensor.dtype)
@@ -71,10 +71,10 @@ class EncodedTensors:
             self._memory[group] = stacked
 
     def batch(self, rows: Sequence[int]) -> Entry:
-        """Entries of one group, stacked: every value [B, ...]."""
+        """Stack entries of one group: every value is [B, ...]."""
         if self._memory:
-            places = self._places[torch.as_tensor(rows)]
-            return {name: tensor[places] for name, tensor in self._memory[self.groups[rows[0]]].items()}
+            memory_rows = self._memory_rows[torch.as_tensor(rows)]
+            return {name: tensor[memory_rows] for name, tensor in self._memory[self.groups[rows[0]]].items()}
         entries = []
         for row in rows:
             try:
@@ -82,11 +82,11 @@ class EncodedTensors:
             except CorruptEntryError:
                 entry = None
             if entry is None:
-                raise self._lost(self.keys[row])
+                raise self._missing_entry(self.keys[row])
             entries.append(entry)
         return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
 
-    def _lost(self, key: str) -> DataError:
+    def _missing_entry(self, key: str) -> DataError:
         path = self.cache.path(key)
         return DataError(f"the cache file {path} was lost or damaged after the check; start again to rebuild it")
 
@@ -114,7 +114,7 @@ class LatentCache(EncodedTensors):
         super().__init__(TensorCache(folder / "latents"), keys, groups)
 
     def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
-        """Encode those of the given rows that the disk lacks. Raises: DataError naming a picture with NaN latents."""
+        """Encode the given rows that are not on disk yet. Raises: DataError naming a picture with NaN latents."""
 
         def encode(positions: list[int]) -> list[Entry]:
             chosen = [rows[position] for position in positions]
@@ -142,7 +142,7 @@ class LatentCache(EncodedTensors):
 
 
 class EmbeddingCache(EncodedTensors):
-    """Embeddings of every caption that training may use, the empty one included where captions are dropped."""
+    """Embeddings of every caption that training may use, including the empty caption under caption dropout."""
 
     def __init__(self, folder: Path, captions: Sequence[str], identity: dict[str, str]) -> None:
         self.captions = sorted(set(captions))
@@ -152,7 +152,7 @@ class EmbeddingCache(EncodedTensors):
         super().__init__(TensorCache(folder / "text"), keys, [0] * len(keys))
 
     def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
-        """Encode those of the given rows that the disk lacks."""
+        """Encode the given rows that are not on disk yet."""
 
         def encode(positions: list[int]) -> list[Entry]:
             captions = [self.captions[rows[position]] for position in positions]
@@ -174,7 +174,7 @@ class EmbeddingCache(EncodedTensors):
 
 
 def to_minus_one_to_one(pixels_BHW3: Tensor) -> Tensor:
-    """Bytes [B, H, W, 3] as float32 [B, 3, H, W] in -1..1."""
+    """Convert bytes [B, H, W, 3] to float32 [B, 3, H, W] in -1..1."""
     return pixels_BHW3.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 

@@ -1,4 +1,4 @@
-"""EncodedCaches: the latent and text caches of a training, filled by all ranks and held in memory if small."""
+"""EncodedCaches: the latent and text caches of a run, filled by all ranks and held in memory if small."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_aigc.data.encoder import Encoder
 from lightning_aigc.data.index import TrainingIndex
 from lightning_aigc.data.machine import memory_bytes
 
-_MEMORY_SHARE = 0.25  # caches up to this part of the machine's memory are held in it
+_MEMORY_SHARE = 0.25  # of the machine's memory; caches up to this size are held in memory
 
 
 @dataclass
 class EncodedCaches:
-    """Latents and text embeddings, each where it is wanted; `folder` holds both."""
+    """The caches that the configuration asks for; `folder` holds both."""
 
     folder: Path
     wants_latents: bool
@@ -32,7 +32,7 @@ class EncodedCaches:
 
     @property
     def are_missing(self) -> bool:
-        """Whether a wanted cache is not filled yet."""
+        """Whether a configured cache is not filled yet."""
         return (self.wants_latents and self.latents is None) or (self.wants_text and self.embeddings is None)
 
     @property
@@ -42,7 +42,7 @@ class EncodedCaches:
     def fill(
         self, encoder: Encoder, index: TrainingIndex, options: ItemOptions, rank: int, world_size: int
     ) -> list[str]:
-        """Encode this rank's share of what is missing. Returns: a line per cache for the report."""
+        """Encode this rank's share of the missing entries. Returns: a line per cache for the report."""
         identity = encoder.encoder_identity()
         lines: list[str] = []
         if self.wants_latents:
@@ -56,7 +56,7 @@ class EncodedCaches:
         return [*lines, f"in {self.folder}"]
 
     def open(self, encoder: Encoder, processes: int) -> None:
-        """Read small caches into memory, after encoding what another node's ranks wrote to a disk of theirs."""
+        """Read small caches into memory, after encoding the entries that other nodes wrote to their local disks."""
         caches = self._both()
         for cache in caches:
             rows = [row for row, key in enumerate(cache.keys) if not cache.cache.path(key).exists()]

@@ -1,4 +1,4 @@
-"""What the caches need from a model: three methods, which StableDiffusionLoRA has and any LightningModule may add."""
+"""Encoder: the three methods that a model needs to fill the caches."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from lightning_aigc.errors import DataError
 
 @runtime_checkable
 class Encoder(Protocol):
-    """Turns pictures into latent moments and captions into embeddings.
+    """Encodes pictures to latent moments and captions to embeddings; any LightningModule may implement it.
 
     Shapes: B batch, H W pixels, C latent channels, h w latent pixels, T tokens, D width.
     The methods run without gradients, outside the Trainer's precision context, in the model's current mode.
     """
 
     def encoder_identity(self) -> dict[str, str]:
-        """What the encodings depend on, for the cache key: {"vae": "<weights hash or id> <dtype>", "text": "..."}."""
+        """The parts of the cache key that name the weights: {"vae": "<weights hash or id> <dtype>", "text": "..."}."""
         ...
 
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
-        """The latent moments (mean, then log-variance) [B, 2C, h, w] in float32 of pixels in -1..1."""
+        """Encode pixels in -1..1 to latent moments (mean, then log-variance) [B, 2C, h, w] in float32."""
         ...
 
     def encode_captions(self, captions: list[str]) -> dict[str, Tensor]:
-        """Embeddings by batch key, for example {"prompt_embeds": [B, T, D]}; every value has B first."""
+        """Encode captions to embeddings by batch key, for example {"prompt_embeds": [B, T, D]}; B is always first."""
         ...
 
 
 def require_encoder(model: object) -> Encoder:
-    """The model, if it has the three methods. Raises: DataError that names the missing ones."""
+    """Return the model if it is an Encoder. Raises: DataError naming the missing methods."""
     if isinstance(model, Encoder):
         return model
     wanted = ("encoder_identity", "encode_pixels", "encode_captions")
@@ -43,6 +43,6 @@ def require_encoder(model: object) -> Encoder:
 
 
 def can_cache_captions(encoder: Encoder) -> bool:
-    """Whether a caption's embedding stays the same; a model that trains its text encoder says no by this method."""
+    """Whether caption embeddings stay fixed in training: the model's `can_cache_captions()`, True without it."""
     method = getattr(encoder, "can_cache_captions", None)
     return bool(method()) if callable(method) else True

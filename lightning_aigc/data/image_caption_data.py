@@ -33,13 +33,13 @@ from lightning_aigc.tiny.embedded import resolve
 class ImageCaptionData(LightningDataModule):
     """Pictures with captions from a folder, a Hugging Face dataset or webdataset shards, checked before training.
 
-    A batch is a dict. B counts the user's pictures first, then class pictures:
+    A batch is a dict with B pictures, the user's first, then class pictures:
     `pixel_values` [B, 3, H, W] float32 in -1..1, or `latent_moments` [B, 2C, h, w] where latents are cached;
-    `captions` and `names`, lists of B texts; what the encoder returned for the captions where they are cached;
+    `captions` and `names`, lists of B texts; the caption embeddings where they are cached;
     `mask` [B, 1, H, W] in 0..1 where masks are used; `is_prior` bool [B];
     `original_size`, `crop_top_left`, `target_size` int64 [B, 2] as (height, width) or (top, left).
 
-    Nothing in the user's folders is ever written, renamed or deleted.
+    The user's folders are never modified.
 
     Args:
         train_data_dir: Folder of images with captions (metadata.jsonl, captions.csv or one text file each).
@@ -145,11 +145,11 @@ class ImageCaptionData(LightningDataModule):
     # Lightning's hooks
 
     def prepare_data(self) -> None:
-        """Check all pictures in one process a node; the others then find the results in the cache folder."""
+        """Check all pictures in one process per node; the other ranks read the results from the cache folder."""
         self._build_index()
 
     def setup(self, stage: str) -> None:
-        """Index the pictures and print the report. Raises: DataError for whatever would stop the training later."""
+        """Index the pictures and print the report. Raises: DataError for anything that would stop training later."""
         if stage != "fit":
             return
         self._build_index()
@@ -157,7 +157,7 @@ class ImageCaptionData(LightningDataModule):
             print_anywhere(self.report())
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        """Fill the caches with the Trainer's model, each rank its share, then the loader of this rank."""
+        """Fill this rank's share of the caches with the Trainer's model, and return this rank's loader."""
         trainer = self.trainer
         if trainer is None:
             return self.loader()
@@ -166,7 +166,7 @@ class ImageCaptionData(LightningDataModule):
             encoder = require_encoder(trainer.lightning_module)
             if self.caches.wants_text and not can_cache_captions(encoder):
                 raise DataError(
-                    "model.init_args.train_text_encoder changes the embeddings all the time, so they cannot be"
+                    "model.init_args.train_text_encoder changes the embeddings at every step, so they cannot be"
                     " cached; set data.init_args.cache_text_embeddings: false"
                 )
             self._fill_caches(encoder, rank, world_size)
@@ -174,10 +174,10 @@ class ImageCaptionData(LightningDataModule):
             self.caches.open(encoder, trainer.num_devices)
         return self.loader(rank, world_size)
 
-    # The same without a Trainer
+    # Use without a Trainer
 
     def prepare(self, encoder: Encoder | None = None, rank: int = 0, world_size: int = 1) -> None:
-        """Index the pictures, and fill the caches if any are wanted; what `fit` does before its first step."""
+        """Index the pictures and fill the configured caches, as `fit` does before its first step."""
         self._build_index()
         if self.caches.wanted:
             ready = require_encoder(encoder)
@@ -185,7 +185,7 @@ class ImageCaptionData(LightningDataModule):
             self.caches.open(ready, world_size)
 
     def loader(self, rank: int = 0, world_size: int = 1) -> DataLoader[Batch]:
-        """The training loader of one rank. Its sampler splits over ranks itself, so Lightning leaves it as it is."""
+        """The training loader of one rank. Its sampler shards over ranks, so Lightning does not replace it."""
         index = self._build_index()
         if self.caches.are_missing:
             raise DataError("the caches are not filled yet: call prepare(encoder) before loader()")
@@ -197,27 +197,27 @@ class ImageCaptionData(LightningDataModule):
         return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)
 
     def report(self) -> str:
-        """What was found, as text; indexes the pictures first if that was not done."""
+        """The data report as text; indexes the pictures if needed."""
         return str(self.data_report)
 
     @property
     def data_report(self) -> DataReport:
-        """What was found, as numbers."""
+        """The data report; indexes the pictures if needed."""
         return self._build_index().report
 
-    # What other parts of a run ask for
+    # For callbacks
 
     def reference_images(self, count: int) -> Tensor:
-        """Up to `count` of the user's pictures, evenly spread, float32 [N, 3, H, W] in 0..1, one size.
+        """Up to `count` of the user's pictures, evenly spread over the largest bucket: float32 [N, 3, H, W] in 0..1.
 
-        For image-to-image scores; all are from the bucket that holds the most.
+        For image-to-image scores.
         """
         chosen = self._build_index().spread_samples(count)
         pictures = [load_pixels(sample, crop_offset(sample.placement))[0] for sample in chosen]
         return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
     def lora_metadata(self) -> dict[str, Any]:
-        """What a LoRA file says about its training pictures, by the field names of `LoRAMetadata`."""
+        """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
         index = self._build_index()
         own = {row for bucket in index.buckets for row in bucket}
         return {

@@ -1,4 +1,4 @@
-"""Open one picture, whatever its mode, depth or orientation, or say why it cannot be used."""
+"""Decode a picture of any mode, depth or orientation, or give the reason why it is rejected."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _limit_before: tuple[int | None, bool] = (None, False)
 
 
 class PictureRejectedError(Exception):
-    """A picture cannot be used; the text is the reason, ready for the report."""
+    """A picture cannot be used; the message is the reason, as printed in the report."""
 
 
 @dataclass(frozen=True)
 class PictureInfo:
-    """What a full decode showed: upright size in pixels, the file's content hash, and notes for the report."""
+    """Result of a full decode: upright size in pixels, the file's content hash, and notes for the report."""
 
     width: int
     height: int
@@ -46,9 +46,9 @@ class PictureInfo:
 
 
 def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
-    """Decode a picture completely, to know before the first step that it can be used.
+    """Decode a picture completely, so that a bad file is found before training.
 
-    Raises: PictureRejectedError with the reason; nothing else, whatever the file holds.
+    Raises: PictureRejectedError with the reason, and no other exception.
     """
     try:
         content = _read_regular_file(path)
@@ -66,7 +66,7 @@ def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
 
 
 def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[Image.Image, Image.Image | None]:
-    """The first frame, upright, as RGB on white, and its alpha channel (mode L) if it has one.
+    """Load the first frame, upright, as RGB on white, and its alpha channel (mode L), None without alpha.
 
     shrink_to: upright (width, height) that the caller will scale to. A JPEG is then decoded at a fraction that
         is still at least twice as large, so its `size` may be smaller than in the file.
@@ -85,7 +85,7 @@ def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[
 
 
 def load_mask(path: Path) -> Image.Image:
-    """A mask as mode L, white where the model learns; a picture with alpha is taken on black."""
+    """Load a mask as mode L, white where the model learns; alpha is blended onto black."""
     with pillow_limits_lifted(), Image.open(path) as image:
         upright = _to_rgba_or_rgb(_upright(image))
     if upright.mode == "RGBA":
@@ -96,7 +96,7 @@ def load_mask(path: Path) -> Image.Image:
 
 
 def looks_like_a_picture(path: Path) -> bool:
-    """Whether a file is a candidate: by its suffix, or by its first bytes when the suffix says nothing known."""
+    """Whether a file is a candidate, by its suffix, or by its first bytes if the suffix is unknown."""
     if path.suffix.lower() in PICTURE_SUFFIXES:
         return True
     if path.suffix.lower() in {".txt", ".caption", ".json", ".jsonl", ".csv", ".md", ".npz", ".safetensors"}:
@@ -113,7 +113,7 @@ def looks_like_a_picture(path: Path) -> bool:
 
 @contextmanager
 def pillow_limits_lifted() -> Iterator[None]:
-    """Replace Pillow's process-wide pixel limit by our own check, and refuse truncated files, while in use."""
+    """Disable Pillow's process-wide pixel limit, which `max_image_pixels` replaces, and refuse truncated files."""
     global _limit_users, _limit_before
     with _limit_lock:
         if _limit_users == 0:
@@ -174,7 +174,7 @@ def _to_rgba_or_rgb(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(values_HW: np.ndarray, mode: str) -> np.ndarray:
-    """Scale deep or floating-point grey values to 0..255 by the depth they come from, not by their own contrast."""
+    """Scale 16-bit or floating-point grey values to 0..255 by the range of their format, not by their contrast."""
     values = values_HW.astype(np.float64)
     if not np.isfinite(values).all():
         raise PictureRejectedError("pixel values that are not finite")

@@ -1,4 +1,4 @@
-"""From folders to samples: pictures checked, captions settled, every picture placed in a bucket, all of it reported."""
+"""TrainingIndex: find, check and caption the pictures of the folders, place each in a bucket, and report."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_aigc.data.choices import MissingCaptions
 from lightning_aigc.data.crop import Sample
 from lightning_aigc.data.image_file import PictureInfo
 from lightning_aigc.data.masks import find_masks
-from lightning_aigc.data.missing_captions import settle_captions, settle_class_captions
+from lightning_aigc.data.missing_captions import fill_captions, fill_class_captions
 from lightning_aigc.data.names import printable
-from lightning_aigc.data.prior import share_out
+from lightning_aigc.data.prior import assign_class_pictures
 from lightning_aigc.data.report import BucketRow, DataReport
 from lightning_aigc.data.sources import Picture, find_pictures
 from lightning_aigc.data.verify import PictureVerifier
@@ -22,7 +22,7 @@ from lightning_aigc.errors import DataError
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """What decides which pictures are used and how; the names are those of ImageCaptionData."""
+    """The arguments of ImageCaptionData that determine the index, under the same names."""
 
     folder: Path
     shown_as: str
@@ -43,7 +43,7 @@ class IndexSettings:
 
 @dataclass
 class TrainingIndex:
-    """All that training draws from. `samples` are the user's, then the class pictures; buckets hold sample numbers."""
+    """All training samples, the user's first, then class pictures; buckets hold indices of `samples`."""
 
     samples: list[Sample]
     buckets: list[list[int]]
@@ -53,7 +53,7 @@ class TrainingIndex:
     report: DataReport
 
     def spread_samples(self, count: int) -> list[Sample]:
-        """Up to `count` of the user's samples, evenly spread over the largest bucket, so that all have one size."""
+        """Up to `count` of the user's samples, evenly spread over the largest bucket, so all have the same size."""
         largest: list[int] = max(self.buckets, key=len)
         rows = list(dict.fromkeys(largest))
         count = min(count, len(rows))
@@ -61,9 +61,9 @@ class TrainingIndex:
 
 
 def build_index(settings: IndexSettings) -> TrainingIndex:
-    """Find, check and place all pictures. The same folders give the same index on every rank.
+    """Find, check and place all pictures; the same folders give the same index on every rank.
 
-    Raises: DataError if a caption or picture lacks its other half, or nothing usable is left.
+    Raises: DataError for a caption without a picture or the reverse, or if no usable picture is left.
     """
     report = DataReport(printable(settings.shown_as))
     user = _accepted(settings, settings.folder, report, is_class=False)
@@ -90,7 +90,8 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
         pictures = _accepted(settings, settings.class_folder, report, is_class=True)
         report.class_images_used = len(pictures)
         weights = [len(bucket) for bucket in buckets]
-        for position, bucket in share_out([(info.width, info.height) for _, info in pictures], shapes, weights):
+        sizes = [(info.width, info.height) for _, info in pictures]
+        for position, bucket in assign_class_pictures(sizes, shapes, weights):
             picture, info = pictures[position]
             class_buckets[bucket].append(len(samples))
             placement = place_in(info.width, info.height, shapes[bucket])
@@ -137,11 +138,11 @@ def _accepted(
     used = [picture for picture, _ in accepted]
     if is_class:
         report.class_images_found = len(found.pictures)
-        settle_class_captions(found, used, settings.missing_captions, settings.class_prompt)
+        fill_class_captions(found, used, settings.missing_captions, settings.class_prompt)
     else:
         report.images_found = len(found.pictures)
         report.captions_matched = sum(picture.caption is not None for picture in used)
-        report.captions_filled = settle_captions(
+        report.captions_filled = fill_captions(
             found, used, settings.missing_captions, settings.caption_extension, settings.trigger_word or ""
         )
     report.notes += found.notes

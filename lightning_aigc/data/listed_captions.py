@@ -1,4 +1,4 @@
-"""Captions from metadata.jsonl and captions.csv."""
+"""ListedCaptions: captions from metadata.jsonl and captions.csv."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_aigc.errors import DataError
 
 
 class ListedCaptions:
-    """Captions from metadata.jsonl and captions.csv files, by picture name; jsonl wins."""
+    """Captions by picture name; metadata.jsonl takes precedence over captions.csv."""
 
     def __init__(self, folder: Path, caption_key: str, notes: list[str]) -> None:
         self.folder = folder
@@ -25,7 +25,7 @@ class ListedCaptions:
         self._taken: set[str] = set()
 
     def take(self, name: str) -> str | None:
-        """The caption listed for a picture ("" if it is empty), or None if none is listed."""
+        """The caption listed for a picture, or None; marks the entry as used."""
         found = [entries[key] for entries in self._from if (key := comparable(name)) in entries]
         if not found:
             return None
@@ -33,7 +33,7 @@ class ListedCaptions:
         return found[0][0]
 
     def unused(self) -> list[str]:
-        """Entries that match no picture, each with the place where it stands."""
+        """Entries that match no picture, each with its file and line."""
         left = {
             name: where for entries in self._from for name, (_, where) in entries.items() if name not in self._taken
         }

@@ -1,4 +1,4 @@
-"""What this machine offers to a data loader: cores, memory, an accelerator to pin memory for."""
+"""Resources of this machine for data loading: CPU cores, memory, accelerator."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def cpu_cores() -> int:
-    """Cores that this process may use, at least one."""
+    """The number of cores that this process may use, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return max(1, os.cpu_count() or 1)
 
 
 def memory_bytes() -> int:
-    """Memory that this process may use: the machine's, or the container's limit if that is lower."""
+    """Memory that this process may use: the machine's, or the container's lower limit."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -29,13 +29,13 @@ def memory_bytes() -> int:
 
 
 def has_accelerator() -> bool:
-    """Whether copies to a CUDA device or an NPU may gain from pinned memory."""
+    """Whether a CUDA device or an NPU is present, so that pinned memory may help."""
     npu = getattr(torch, "npu", None)
     return torch.cuda.is_available() or bool(npu is not None and npu.is_available())
 
 
 def choose_workers(in_memory: bool, batches: int, processes: int) -> int:
-    """Loader workers for one training process: none for data in memory or a single batch, else the spare cores."""
+    """Loader workers per training process: 0 for data in memory or a single batch, else the spare cores."""
     if in_memory or batches < 2:
         return 0
     return min(8, max(0, cpu_cores() // max(1, processes) - 1))

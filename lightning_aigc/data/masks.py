@@ -14,9 +14,9 @@ from lightning_aigc.errors import DataError
 def find_masks(
     folder: Path | None, use_alpha_mask: bool, names: Sequence[str], report: DataReport
 ) -> list[Path | None]:
-    """The mask of each picture, by its name without the suffix; None for those that have none.
+    """The mask file with each picture's name, suffix aside; None for a picture without a mask.
 
-    Raises: DataError if the folder is not there, no mask matches, or one cannot be used.
+    Raises: DataError if the folder does not exist, no mask matches, or a mask cannot be used.
     """
     if use_alpha_mask and folder is None:
         report.notes.append("masks: the alpha channel of each image that has one")
@@ -29,14 +29,14 @@ def find_masks(
         stem = path.relative_to(folder).with_suffix("").as_posix()
         if path.is_file() and not path.name.startswith(".") and looks_like_a_picture(path):
             if stem in by_name:
-                raise DataError(f"two masks of one name: {printable(by_name[stem])} and {printable(path)}; keep one")
+                raise DataError(f"two masks have one name: {printable(by_name[stem])} and {printable(path)}; keep one")
             by_name[stem] = path
     masks = [by_name.get(Path(name).with_suffix("").as_posix()) for name in names]
     report.masks = sum(mask is not None for mask in masks)
     if not report.masks:
         raise DataError(
             f"no mask in {printable(folder)} has the name of a picture, such as "
-            f"{printable(Path(names[0]).with_suffix('.png'))}; rename them or take data.init_args.mask_dir away"
+            f"{printable(Path(names[0]).with_suffix('.png'))}; rename them or remove data.init_args.mask_dir"
         )
     for mask in masks:
         if mask is not None:

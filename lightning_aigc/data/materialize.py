@@ -1,6 +1,6 @@
-"""Turn Hugging Face datasets and webdataset shards into a folder of pictures with metadata.jsonl, once, in the cache.
+"""Convert Hugging Face datasets and webdataset shards, once, to a cached folder of pictures with metadata.jsonl.
 
-So that everything after it (checks, buckets, caches) is the same for every source.
+Checks, buckets and caches are then the same for every source.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _DONE = "metadata.jsonl"
 
 
 def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, caption_key: str) -> Path:
-    """Extract the pictures and captions of .tar shards ("data/{000..009}.tar", or with * and ?).
+    """Extract the pictures and captions of .tar shards ("data/{000..009}.tar", or with * and ?) into the cache.
 
-    Raises: DataError for a shard that is absent or damaged, or for members without a picture.
+    Raises: DataError for a shard that is absent or damaged.
     """
     shards = _expand(pattern)
     stamps = []
@@ -44,7 +44,7 @@ def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, ca
             except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
                 raise DataError(f"the shard {shard} cannot be read: {error}; make or download it again") from error
 
-    return _once(cache_dir / "shards", [stamps, caption_extension, caption_key], rows)
+    return _materialize(cache_dir / "shards", [stamps, caption_extension, caption_key], rows)
 
 
 def folder_from_dataset(name: str, split: str, image_column: str, caption_column: str, cache_dir: Path) -> Path:
@@ -65,7 +65,7 @@ def folder_from_dataset(name: str, split: str, image_column: str, caption_column
                 loaded = loaded[split]
         else:
             loaded = datasets.load_dataset(name, split=split)
-    except Exception as error:  # the library raises its own, fsspec's, arrow's and the network's
+    except Exception as error:  # errors of datasets, fsspec, arrow or the network
         text = " ".join(str(error).split())[:300]
         raise DataError(
             f"the dataset {name!r}, split {split!r}, cannot be loaded: {type(error).__name__}: {text}. Check "
@@ -91,11 +91,11 @@ def folder_from_dataset(name: str, split: str, image_column: str, caption_column
                 )
             yield _image_bytes(row[image_column], name, number, image_column), f"{number:08d}", caption
 
-    return _once(cache_dir / "datasets", [name, split, loaded._fingerprint, image_column, caption_column], rows)
+    return _materialize(cache_dir / "datasets", [name, split, loaded._fingerprint, image_column, caption_column], rows)
 
 
-def _once(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[bytes, str, str | None]]]) -> Path:
-    """A folder with all rows in it, made by the first process that asks; the name depends on the source's identity."""
+def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[bytes, str, str | None]]]) -> Path:
+    """The folder with all rows, named by a hash of the source's identity; written only if it does not exist yet."""
     key = sha256(json.dumps(identity).encode("utf-8", errors="backslashreplace")).hexdigest()[:32]
     folder = parent / key
     if (folder / _DONE).is_file():
@@ -112,7 +112,7 @@ def _once(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[bytes, 
         try:
             temporary.rename(folder)
         except OSError:
-            if not (folder / _DONE).is_file():  # else another process was first, with the same content
+            if not (folder / _DONE).is_file():  # else another process wrote the same content first
                 raise
     except OSError as error:
         raise DataError(
@@ -126,7 +126,7 @@ def _once(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[bytes, 
 def _read_shard(
     shard: Path, number: int, caption_extension: str, caption_key: str
 ) -> Iterator[tuple[bytes, str, str | None]]:
-    """(picture, stem, caption) of every sample; members of one sample share the name before its first dot."""
+    """Yield (picture, stem, caption) of every sample; members of a sample share the name before its first dot."""
     with tarfile.open(shard) as tar:
         key, parts, count = "", dict[str, bytes](), 0
         for member in tar:
@@ -192,10 +192,10 @@ def _suffix(content: bytes) -> str:
 
 
 def _expand(pattern: str) -> list[Path]:
-    """Paths of a pattern: {000..009} and {a,b} as in a shell, then * and ?."""
+    """The paths that match a pattern: {000..009} and {a,b} as in a shell, then * and ?."""
     texts = [str(Path(pattern).expanduser())]
     while any(_brace(text) for text in texts):
-        texts = [expanded for text in texts for expanded in (_expand_one(text) if _brace(text) else [text])]
+        texts = [expanded for text in texts for expanded in (_expand_brace(text) if _brace(text) else [text])]
     paths: list[Path] = []
     for text in texts:
         path = Path(text)
@@ -213,7 +213,7 @@ def _brace(text: str) -> re.Match[str] | None:
     return re.search(r"\{([^{}]*(?:\.\.|,)[^{}]*)\}", text)
 
 
-def _expand_one(text: str) -> list[str]:
+def _expand_brace(text: str) -> list[str]:
     match = _brace(text)
     assert match is not None
     inner = match[1]

@@ -1,4 +1,4 @@
-"""Pictures without a caption and captions without a picture: an error, or what the one switch says."""
+"""Handle pictures without a caption and captions without a picture, as `missing_captions` says."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_aigc.data.sources import FoundPictures, Picture
 from lightning_aigc.errors import DataError
 
 
-def settle_captions(
+def fill_captions(
     found: FoundPictures, used: Sequence[Picture], switch: MissingCaptions, caption_extension: str, trigger_word: str
 ) -> int:
-    """Give every used picture a caption. Returns: how many had none.
+    """Give every used picture a caption. Returns: the number of pictures that had none.
 
-    Raises: DataError under "error", naming pictures without caption and captions without picture.
+    Raises: DataError under "error", naming pictures without a caption or captions without a picture.
     """
     without = [picture for picture in used if picture.caption is None]
     if switch == "error" and without:
@@ -26,7 +26,7 @@ def settle_captions(
             f"{caption_extension}, in metadata.jsonl or in captions.csv, "
             "or set data.init_args.missing_captions to filename, empty or trigger"
         )
-    _settle_orphans(found, switch)
+    _report_orphans(found, switch)
     for picture in without:
         if switch == "filename":
             picture.caption = " ".join(printable(Path(picture.name).stem).replace("_", " ").split())
@@ -35,22 +35,22 @@ def settle_captions(
     return len(without)
 
 
-def settle_class_captions(
+def fill_class_captions(
     found: FoundPictures, used: Sequence[Picture], switch: MissingCaptions, class_prompt: str | None
 ) -> None:
-    """Give every class picture a caption: its own or `class_prompt`. Raises: DataError if some have neither."""
+    """Caption every class picture that has none with `class_prompt`. Raises: DataError if that is None."""
     without = [picture for picture in used if picture.caption is None]
     if without and class_prompt is None:
         raise DataError(
             f"{len(without)} of {len(used)} class pictures in {printable(found.folder)} have no caption: "
             f"{_some(picture.name for picture in without)}. Give them captions, or set data.init_args.class_prompt"
         )
-    _settle_orphans(found, switch)
+    _report_orphans(found, switch)
     for picture in without:
         picture.caption = class_prompt
 
 
-def _settle_orphans(found: FoundPictures, switch: MissingCaptions) -> None:
+def _report_orphans(found: FoundPictures, switch: MissingCaptions) -> None:
     orphans = found.orphan_captions
     if orphans and switch == "error":
         raise DataError(

@@ -1,4 +1,4 @@
-"""Give class pictures to the buckets of the user's pictures."""
+"""Assign class pictures (prior preservation) to the buckets of the user's pictures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from lightning_aigc.data.buckets import place_in
 
 
-def share_out(
+def assign_class_pictures(
     sizes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]], weights: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """(picture, bucket) pairs: buckets filled in proportion to their weights, with pictures of a near aspect ratio.
+    """Pairs (picture, bucket): buckets filled in proportion to their weights, with the nearest aspect ratios.
 
-    Every bucket gets at least one picture, so with fewer pictures than buckets a picture serves in several.
+    Every bucket gets at least one picture; with fewer pictures than buckets some pictures are in several.
     """
     total = sum(weights)
     exact = [len(sizes) * weight / total for weight in weights]

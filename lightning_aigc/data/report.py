@@ -1,4 +1,4 @@
-"""What the data module found, as numbers and as the plain text that is printed before training."""
+"""DataReport: counts of pictures, captions and batches, printed as text before training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LISTED = 20
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One bucket: its shape, how many user pictures, items with repeats, class pictures and batches it holds."""
+    """One bucket: its shape, and its number of user pictures, items with repeats, class pictures and batches."""
 
     width: int
     height: int
@@ -22,7 +22,7 @@ class BucketRow:
 
 @dataclass
 class DataReport:
-    """Counts and lists, all before training. `rejected` is (name, reason)."""
+    """Counts and lists collected before training. `rejected` holds (name, reason)."""
 
     folder: str
     images_found: int = 0
@@ -43,7 +43,7 @@ class DataReport:
     loader: str = ""
 
     def count_batches(self, batches: int, items_per_batch: int) -> None:
-        """Fill in how many batches an epoch and each bucket have."""
+        """Fill in the number of batches per epoch and per bucket."""
         self.batches_per_epoch = batches
         self.buckets = [replace(row, batches=-(-row.items // items_per_batch)) for row in self.buckets]
 

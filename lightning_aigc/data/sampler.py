@@ -1,4 +1,4 @@
-"""Batches of one bucket each, in an order that depends on (seed, epoch) alone and is split over ranks."""
+"""BucketBatchSampler: batches of one bucket each, in an order fixed by (seed, epoch), sharded over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 
 
 class BatchPlan(NamedTuple):
-    """One batch: which samples, the user's first; `draws` number their random choices within the epoch."""
+    """The samples of one batch, the user's first; `draws` seed their random choices within the epoch."""
 
     epoch: int
     samples: tuple[int, ...]
@@ -21,9 +21,9 @@ class BatchPlan(NamedTuple):
 class BucketBatchSampler(DistributedSampler[Any]):
     """Yields BatchPlans for DataLoader(batch_size=None, sampler=...).
 
-    It is a DistributedSampler because Lightning puts its own in place of any other, and calls `set_epoch` on
-    `DataLoader.sampler` only. Every rank gets the same number of batches and the same bucket at the same step. The last
-    batch of a bucket is short in a run of one process; with more, it is filled up so that all ranks get as many.
+    It is a DistributedSampler because Lightning replaces any other sampler, and calls `set_epoch` on
+    `DataLoader.sampler` only. Every rank gets the same number of batches, and the same bucket at the same step. The
+    last batch of a bucket may be short; with several ranks, samples repeat until all ranks have equally many.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class BucketBatchSampler(DistributedSampler[Any]):
         world_size: int = 1,
     ) -> None:
         """Args:
-        buckets: For each bucket its samples, one entry for every repeat.
-        class_buckets: For each bucket its class samples; all empty without prior preservation.
+        buckets: The samples of each bucket, one entry per repeat.
+        class_buckets: The class samples of each bucket; all empty without prior preservation.
         """
         super().__init__(range(sum(map(len, buckets))), num_replicas=world_size, rank=rank, seed=seed)  # type: ignore[arg-type]
         self.buckets = buckets
@@ -64,15 +64,15 @@ class BucketBatchSampler(DistributedSampler[Any]):
 
     @property
     def start(self) -> int:
-        """The batch that the next iteration begins with."""
+        """The first batch of the next iteration."""
         return self._start
 
     def state_dict(self, position: int | None = None) -> dict[str, int]:
-        """The place in the data: `position` batches of this epoch were delivered, by default those loaded."""
+        """The position in the data: `position` batches of this epoch were delivered, by default the loaded position."""
         return {"epoch": self.epoch, "position": self._start if position is None else position, "batches": len(self)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the batch where the state was taken; after an epoch's last batch, with the next epoch."""
+        """Continue after the last delivered batch; after an epoch's last batch, with the next epoch."""
         finished = state["position"] >= len(self)
         self.epoch = state["epoch"] + int(finished)
         self._start = 0 if finished else state["position"]
@@ -87,7 +87,7 @@ class BucketBatchSampler(DistributedSampler[Any]):
         steps: list[BatchPlan] = []
         world = self.num_replicas
         first_draw = 0
-        class_draw = -1  # class pictures count downwards, so that no draw is used twice in an epoch
+        class_draw = -1  # class pictures count downwards, so that every draw in an epoch is unique
         for number, bucket in enumerate(self.buckets):
             order = list(range(len(bucket)))
             random.Random(f"{self.seed}|{epoch}|{number}").shuffle(order)
@@ -98,15 +98,15 @@ class BucketBatchSampler(DistributedSampler[Any]):
                 together = order[at : at + self.batch_size * world]
                 for rank in range(world):
                     mine = together[rank::world]
-                    drawn = [next(class_order) for _ in range(self._class_count(len(mine)))]
+                    class_samples = [next(class_order) for _ in range(self._class_count(len(mine)))]
                     if rank == self.rank:
-                        samples = (*(bucket[place] for place in mine), *drawn)
+                        samples = (*(bucket[place] for place in mine), *class_samples)
                         draws = (
                             *(first_draw + place for place in mine),
-                            *range(class_draw, class_draw - len(drawn), -1),
+                            *range(class_draw, class_draw - len(class_samples), -1),
                         )
                         steps.append(BatchPlan(epoch, samples, draws, len(mine)))
-                    class_draw -= len(drawn)
+                    class_draw -= len(class_samples)
             first_draw += len(bucket)
         random.Random(f"{self.seed}|{epoch}|steps").shuffle(steps)
         return steps
@@ -123,7 +123,7 @@ class BucketBatchSampler(DistributedSampler[Any]):
         return counts
 
     def _class_order(self, number: int, epoch: int, per_epoch: int) -> Iterator[int]:
-        """Class samples without end: every one once before any comes again, going on where the last epoch stopped."""
+        """Yield class samples endlessly, each once before any repeats, continuing where the last epoch stopped."""
         samples = self.class_buckets[number]
         if not samples:
             return

@@ -1,4 +1,4 @@
-"""Find the pictures of a folder and the caption of each: metadata.jsonl, then captions.csv, then sidecar files."""
+"""Find the pictures of a folder and their captions, from metadata.jsonl, else captions.csv, else sidecar files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at
 
 @dataclass
 class Picture:
-    """One picture file: its path, its name relative to the folder, its caption if it has one, its repeats."""
+    """One picture file; `name` is its path relative to the folder."""
 
     path: Path
     name: str
@@ -29,7 +29,7 @@ class Picture:
 
 @dataclass
 class FoundPictures:
-    """What a folder holds: pictures in the order of their names, captions that match none, and notes."""
+    """Contents of a folder: pictures in order of their names, captions that match no picture, and notes."""
 
     folder: Path
     pictures: list[Picture]
@@ -41,9 +41,9 @@ class FoundPictures:
 def find_pictures(
     folder: Path, caption_extension: str, caption_key: str, num_repeats: int, excluded: tuple[Path, ...] = ()
 ) -> FoundPictures:
-    """All candidate pictures below a folder, hidden files and `excluded` folders left out, with their captions.
+    """Find all candidate pictures below a folder with their captions, without hidden files and `excluded` folders.
 
-    Raises: DataError for a folder that is not there, damaged metadata, or two pictures that share one sidecar.
+    Raises: DataError for a folder that does not exist, damaged metadata, or two pictures with the same sidecar.
     """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -70,7 +70,7 @@ def find_pictures(
 
 
 def _walk(folder: Path, excluded: tuple[Path, ...]) -> Iterator[Path]:
-    """Files below a folder in sorted order; links are followed, each real folder once."""
+    """Yield the files below a folder in sorted order; links are followed, each real folder once."""
     seen = {path.resolve() for path in excluded}
 
     def fail(error: OSError) -> None:
@@ -122,7 +122,7 @@ def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dic
                 )
             by_stem[str(sidecar)] = picture
             picture.caption = _read_caption(sidecar, found) or None
-    # a caption is no orphan while any picture bears its name, whichever source the picture's caption came from
+    # A sidecar is no orphan if a picture has its name, even if that picture's caption came from another source.
     names = {str(picture.path) for picture in found.pictures}
     names |= {str(picture.path.with_suffix("")) for picture in found.pictures}
     orphans = [path.relative_to(found.folder).as_posix() for key, path in sidecars.items() if key not in names]

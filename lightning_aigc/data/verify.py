@@ -1,4 +1,4 @@
-"""Decode every picture once before training, on several threads, and remember the result between starts."""
+"""PictureVerifier: decode every picture before training, in threads, and cache the results between runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Stamp = list[int]  # size, mtime_ns, ctime_ns
 
 
 class PictureVerifier:
-    """Checks pictures; results are kept by (path, size, times) in one small file per folder in the cache directory."""
+    """Checks pictures; results are cached by (path, size, times) in one file per folder in the cache directory."""
 
     def __init__(self, folder: Path, cache_dir: Path, max_image_pixels: int) -> None:
         self.max_image_pixels = max_image_pixels
@@ -33,7 +33,7 @@ class PictureVerifier:
         self._memory = self._load()
 
     def verify(self, paths: Sequence[Path], progress: bool = False) -> list[PictureInfo | str]:
-        """For every path what was found, or the reason why the picture cannot be used."""
+        """For each path its PictureInfo, or the reason why the picture is rejected."""
         stamps = [_stamp(path) for path in paths]
         results = [self._recall(path, stamp) for path, stamp in zip(paths, stamps, strict=True)]
         unknown = [index for index, result in enumerate(results) if result is None]
@@ -73,11 +73,11 @@ class PictureVerifier:
                     width, height, content, notes = result
                     memory[path] = (stamp, PictureInfo(width, height, content, tuple(notes)))
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}  # absent or damaged: the pictures are simply checked again
+            return {}  # absent or damaged: check the pictures again
         return memory
 
     def _save(self) -> None:
-        """Write the memory; a cache directory that cannot be written only costs the checks of the next start."""
+        """Write the results; if that fails, the next run checks the pictures again."""
         rows = {
             path: [stamp, [r.width, r.height, r.content_sha256, list(r.notes)] if isinstance(r, PictureInfo) else r]
             for path, (stamp, r) in self._memory.items()

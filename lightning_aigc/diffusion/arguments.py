@@ -1,4 +1,4 @@
-"""Checks of a module's arguments and checkpoints, before anything large is read."""
+"""Checks of a module's arguments and checkpoints that run before weights are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_aigc.errors import ModelError
 
 
 def check_shared_arguments(args: Any) -> None:
-    """Check the arguments of every family. Raises: ModelError that names the first one out of range."""
+    """Check the arguments that all families share. Raises: ModelError naming the first out of range."""
     _at_least_one(args, "validation_steps", "num_validation_images", "checkpointing_steps", "num_inference_steps")
     _positive(args, "learning_rate", "max_train_steps")
     _not_negative(args, "prior_loss_weight", "lr_warmup_steps", "guidance_scale")
@@ -27,15 +27,15 @@ def check_shared_arguments(args: Any) -> None:
 
 
 def check_objective(args: Any) -> None:
-    """Check the noise and loss arguments. Raises: ModelError that names one, or two that exclude each other."""
+    """Check the noise and loss arguments. Raises: ModelError naming the argument, or two that exclude each other."""
     _positive(args, "snr_gamma", "huber_c")
     _not_negative(args, "noise_offset")
     if args.snr_gamma is not None and args.debiased_estimation:
-        raise ModelError("model.init_args.snr_gamma and debiased_estimation are two weightings of one loss; set one")
+        raise ModelError("model.init_args.snr_gamma and debiased_estimation are alternative loss weights; set only one")
 
 
 def check_lora(args: Any, lora_alpha: float) -> None:
-    """Check the LoRA's arguments. Raises: ModelError that names the first one out of range."""
+    """Check the LoRA's arguments. Raises: ModelError naming the first out of range."""
     _at_least_one(args, "rank")
     _positive(args, "text_encoder_lr", "lora_alpha")
     _share(args, "lora_dropout")
@@ -43,7 +43,7 @@ def check_lora(args: Any, lora_alpha: float) -> None:
 
 
 def check_trained_weights(saved: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
-    """Raises: ModelError if a checkpoint's weights are not exactly those that this model trains."""
+    """Raise ModelError if a checkpoint's weights are not exactly this model's trained weights."""
     advice = "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
     missing, foreign = trained.keys() - saved.keys(), saved.keys() - trained.keys()
     if missing or foreign:

@@ -1,4 +1,4 @@
-"""Averaged weights, an EMA's or a schedule-free optimizer's, swapped in for sampling and saving."""
+"""Swap in averaged weights, from an EMA or a schedule-free optimizer, for sampling and saving."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 
 
 def is_schedule_free(optimizer: Any) -> bool:
-    """Whether the optimizer keeps its average in the weights themselves and swaps it by `train()` and `eval()`."""
+    """Whether the optimizer is schedule-free: `train()` and `eval()` swap its average in and out of the weights."""
     return any("train_mode" in group for group in optimizer.param_groups)
 
 
 @contextlib.contextmanager
 def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequence[Any]) -> Iterator[None]:
-    """Load the average into `trained` until the block ends, then restore the same bits."""
+    """Load the average into `trained` until the block ends, then restore the weights bit for bit."""
     free = [o for o in optimizers if is_schedule_free(o)]
     if ema is None and not free:
         yield
         return
-    kept = [p.detach().clone() for p in trained]
+    backup = [p.detach().clone() for p in trained]
     was_training = [bool(o.param_groups[0]["train_mode"]) for o in free]
     if ema is not None:
         ema.to(device=trained[0].device)
@@ -37,7 +37,7 @@ def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequ
         for optimizer, was in zip(free, was_training, strict=True):
             if was:
                 optimizer.train()
-        # schedule-free goes there and back by interpolation, which rounds: the weights come back from the copy.
+        # A schedule-free optimizer swaps by interpolation, which rounds, so the weights are restored from the copy.
         with torch.no_grad():
-            for parameter, value in zip(trained, kept, strict=True):
+            for parameter, value in zip(trained, backup, strict=True):
                 parameter.copy_(value)

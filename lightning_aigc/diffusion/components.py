@@ -1,4 +1,4 @@
-"""Load the parts of a Stable Diffusion pipeline, and say what is missing when one is."""
+"""Load the components of a Stable Diffusion pipeline, with errors that name a missing part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY = "model.init_args.pretrained_model_name_or_path"
 
 @dataclass
 class Components:
-    """A pipeline's parts, all frozen and in eval mode."""
+    """The components of a pipeline, all frozen and in eval mode."""
 
     family: Family
     unet: UNet2DConditionModel
@@ -50,7 +50,7 @@ class Components:
 
 
 def check_source(name_or_path: str) -> None:
-    """Look at a local folder without reading weights. Raises: ModelError if it cannot be a pipeline."""
+    """Check a local folder without reading weights. Raises: ModelError if it is not a pipeline."""
     path = resolve(name_or_path)
     if path.is_dir():
         _pipeline_class(path, name_or_path)
@@ -69,7 +69,7 @@ def load_components(
 ) -> Components:
     """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
 
-    Raises: ModelError that names the missing or broken part.
+    Raises: ModelError naming the missing or broken part.
     """
     path = resolve(name_or_path)
     try:
@@ -97,7 +97,7 @@ def _load(
     else:
         if path.is_dir():
             family, pipeline_class = _pipeline_class(path, name_or_path)
-        # Half precision decodes and encodes to NaN with SDXL's autoencoder, so it has a dtype of its own.
+        # SDXL's autoencoder gives NaN in half precision, so it has a separate dtype.
         dtypes = {"default": text_encoder_dtype, "unet": unet_dtype, "vae": vae_dtype}
         extras: dict[str, Any] = {} if family == "sdxl" else {"safety_checker": None, "requires_safety_checker": False}
         pipeline = pipeline_class.from_pretrained(
@@ -124,24 +124,24 @@ def _load(
     )
     for module in (parts.unet, parts.vae, *parts.text_encoders):
         module.requires_grad_(False).eval()
-    for encoder in parts.text_encoders:  # transformers may have kept the dtype of the file
+    for encoder in parts.text_encoders:  # transformers may have loaded the dtype of the file
         encoder.to(dtype=text_encoder_dtype)
     return parts
 
 
 @contextlib.contextmanager
 def _quiet_local_loading(is_local: bool) -> Iterator[None]:
-    """Within: no progress bars of a load from disk, which takes seconds; a download keeps its own."""
+    """Disable progress bars in a block that loads from disk, which takes seconds; downloads keep theirs."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    wanted = [m for m in (diffusers_logging, transformers_logging) if is_local and m.is_progress_bar_enabled()]
-    for module in wanted:
+    enabled = [m for m in (diffusers_logging, transformers_logging) if is_local and m.is_progress_bar_enabled()]
+    for module in enabled:
         module.disable_progress_bar()
     try:
         yield
     finally:
-        for module in wanted:
+        for module in enabled:
             module.enable_progress_bar()
 
 
@@ -195,13 +195,13 @@ def _explain(error: Exception, name: str, path: Path) -> str:
     if path.is_file():
         return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"
     return (
-        f"{KEY}: {name!r} is neither a folder here nor a model that could be had from the hub ({first_line})."
+        f"{KEY}: {name!r} is neither a folder here nor a model that could be downloaded from the hub ({first_line})."
         " Check the spelling, download it first and give its folder, or use embedded:sd to try without downloads"
     )
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A short hash of a module's weights: equal for equal weights, cheap enough to run at every start."""
+    """A short hash of a sample of a module's weights, cheap enough to compute at every start."""
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
         if "lora_" not in name:

@@ -1,4 +1,4 @@
-"""The callbacks that every run has unless the user gave their own."""
+"""The callbacks that every run gets unless the user provides their own."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class RunSettings:
     validation_seed: int
     checkpointing_steps: int
     checkpoints_total_limit: int
-    """-1 keeps all, 0 takes none."""
+    """-1 keeps all, 0 writes none."""
 
 
 def has_default_snapshots(trainer: Any, settings: RunSettings) -> bool:
-    """Whether the defaults include ExactSnapshot: not with enable_checkpointing: false."""
+    """Whether the defaults include ExactSnapshot; `enable_checkpointing: false` turns it off."""
     has_checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
     return bool(has_checkpoints and settings.checkpoints_total_limit)
 
 
 def default_callbacks(trainer: Any, settings: RunSettings) -> list[Callback]:
-    """Report, LoRA files, sample grids, one progress bar, and snapshots by step, from which `--resume` resumes.
+    """Report, LoRA files, sample grids, a progress bar, and snapshots by step for `--resume`.
 
-    They replace what the Trainer added by itself, its bar and its checkpoint at each epoch's end; the user's stay.
+    They replace the Trainer's own progress bar and its checkpoint at each epoch's end; the user's callbacks stay.
     """
     if trainer.fast_dev_run:
         return []
@@ -63,7 +63,7 @@ def default_callbacks(trainer: Any, settings: RunSettings) -> list[Callback]:
 
 
 def _is_default(callback: ModelCheckpoint) -> bool:
-    """Whether the Trainer made this callback itself, because the user gave none."""
+    """Whether the Trainer created this callback because the user gave none."""
     return (
         callback.dirpath is None
         and callback.monitor is None

@@ -1,4 +1,4 @@
-"""The frozen encoders of a pipeline: pictures to latents, captions to embeddings, and out of the way when cached."""
+"""FrozenEncoders: encode pictures to latents and captions to embeddings; move to the CPU what caches replace."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ PIXELS_ENCODED_AT_ONCE = 512 * 512
 
 @dataclass(frozen=True)
 class FrozenEncoders:
-    """The autoencoder and text encoders of `parts`, run on `device`."""
+    """The autoencoder and text encoders of `parts`, on `device`."""
 
     parts: Components
     device: torch.device
 
     def identity(self) -> dict[str, str]:
-        """What a cached latent or text embedding depends on, beside the picture and the caption."""
+        """The parts of the cache key that name the weights and dtypes."""
         parts = self.parts
         text = "+".join(fingerprint(e) for e in parts.text_encoders)
         return {"vae": f"{fingerprint(parts.vae)}-{parts.vae.dtype}", "text": f"{text}-{parts.text_encoders[0].dtype}"}
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
-        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1.
+        """Encode pixels in -1..1 to the latents' mean and log-variance, float32 [B, 2C, H, W], unscaled.
 
-        As many pictures at once as hold PIXELS_ENCODED_AT_ONCE: a float32 autoencoder's activations of four pictures of
-        512 pixels would be the most memory that the whole step takes.
+        Encodes at most PIXELS_ENCODED_AT_ONCE at a time: the float32 autoencoder's activations of four pictures of 512
+        pixels would set the peak memory of the whole step.
         """
         vae = self.parts.vae.to(self.device)
         pixels = pixels_B3HW.to(self.device, vae.dtype)
         at_once = max(1, PIXELS_ENCODED_AT_ONCE // (pixels.shape[-2] * pixels.shape[-1]))
         with float32_region(self.device):
-            encoded = [vae.encode(some).latent_dist.parameters.float() for some in torch.split(pixels, at_once)]
+            encoded = [vae.encode(chunk).latent_dist.parameters.float() for chunk in torch.split(pixels, at_once)]
         return torch.cat(encoded)
 
     @torch.no_grad()
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """`prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
         return encode_prompts(self.parts, list(captions), self.device)
 
     def latents(self, batch: dict[str, Any]) -> Tensor:
-        """Draw the batch's latents [B, C, H, W], scaled as the denoiser expects, from its cache or its pictures.
+        """Sample the batch's latents [B, C, H, W], scaled as the denoiser expects, from cached moments or pictures.
 
-        Raises: ModelError that names the pictures whose latents are not finite.
+        Raises: ModelError naming the pictures whose latents are not finite.
         """
         moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
         mean, log_variance = moments.to(self.device).chunk(2, dim=1)
@@ -62,7 +62,7 @@ class FrozenEncoders:
         return (latents_BCHW - shift) * float(config.scaling_factor)
 
     def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
-        """The batch's text embeddings, from its cache or its captions."""
+        """The batch's text embeddings, cached or encoded from its captions."""
         if "prompt_embeds" in batch:
             keys = ("prompt_embeds", "pooled_prompt_embeds")
             return {k: batch[k].to(self.device) for k in keys if k in batch}
@@ -70,7 +70,7 @@ class FrozenEncoders:
             return encode_prompts(self.parts, batch["captions"], self.device)
 
     def park(self, batch: dict[str, Any]) -> None:
-        """Move the parts that this batch's caches replace to host memory; sampling fetches and returns them."""
+        """Move to host memory the encoders that this batch's caches replace; sampling moves them there and back."""
         if "latent_moments" in batch:
             self.parts.vae.to("cpu")
         if "prompt_embeds" in batch:
@@ -78,7 +78,7 @@ class FrozenEncoders:
                 encoder.to("cpu")
 
     def _finite_moments(self, batch: dict[str, Any]) -> Tensor:
-        """Latent moments of pictures that no cache has checked."""
+        """Encode the batch's pictures and check the moments, as the cache does."""
         moments = self.encode_pixels(batch["pixel_values"])
         is_finite_B = moments.isfinite().flatten(1).all(dim=1)
         if not is_finite_B.all():

@@ -1,4 +1,4 @@
-"""A LoRA file's bytes: a safetensors header in a fixed order, with the hashes its readers look for."""
+"""Serialize a LoRA file: safetensors with a sorted header and the hashes that A1111 and others read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
 
 
 def serialize(state: Mapping[str, Tensor], header: Mapping[str, str]) -> bytes:
-    """The file's bytes with its hashes in the header, the same for the same input.
+    """The bytes of the file with its hashes in the header, equal for equal input.
 
-    safetensors writes its metadata in an order that changes from run to run, hence the header is ours.
+    safetensors writes metadata in an order that varies between runs, so the header is built here.
     """
     plain = safetensors.torch.save({key: value.detach().cpu().contiguous() for key, value in state.items()})
     length = int.from_bytes(plain[:8], "little")
@@ -33,14 +33,14 @@ def serialize(state: Mapping[str, Tensor], header: Mapping[str, str]) -> bytes:
         return len(text).to_bytes(8, "little") + text + tensors
 
     digest = hashlib.sha256(tensors).hexdigest()
-    # sd-webui-additional-networks' old hash: 64 KiB from 1 MiB on, of a file with the ss_ entries alone.
+    # sd-webui-additional-networks' old hash: the 64 KiB at 1 MiB of a file with only the ss_ entries.
     legacy = assemble({key: value for key, value in header.items() if key.startswith("ss_")})[0x100000:0x110000]
     hashes = (digest, hashlib.sha256(legacy).hexdigest()[:8], f"0x{digest}")
     return assemble({**header, **dict(zip(HASH_KEYS, hashes, strict=True))})
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its place and move it there. Raises: ModelError naming the path if the disk refuses."""
+    """Write a temporary file, then rename it to `path`. Raises: ModelError naming the path if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,5 +54,5 @@ def write_atomically(path: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise ModelError(
             f"cannot write {path} ({len(content) / 2**20:.1f} MiB): {error.strerror or error}; "
-            "free some space or choose another place"
+            "free some space or choose another folder"
         ) from error

@@ -1,8 +1,8 @@
-"""One LoRA file that diffusers, ComfyUI and A1111 all load: write it, read it, convert it.
+"""Write, read and convert LoRA files that diffusers, ComfyUI and A1111 load.
 
-The kohya layout is that file. One exception, DoRA: diffusers 0.42 drops `dora_scale` from kohya files, ComfyUI
-divides by the base weight's norm and A1111 normalises over inputs, so a trained DoRA is exact only in diffusers'
-layout (`layout="diffusers"`), or merged into a pipeline.
+All three load the kohya layout, with DoRA as the exception: diffusers 0.42 drops `dora_scale` from kohya files, ComfyUI
+divides by the base weight's norm and A1111 normalises over inputs. So a trained DoRA is exact only in diffusers' layout
+(`layout="diffusers"`), or merged into a pipeline.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from lightning_aigc.errors import ModelError
 __all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lora"]
 
 Layout = Literal["kohya", "diffusers", "peft"]
-_LAYERS_PER_BLOCK_KEY = "lightning_aigc.layers_per_block"  # written only where it is not SDXL's 2
+_LAYERS_PER_BLOCK_KEY = "lightning_aigc.layers_per_block"  # written only if it differs from SDXL's 2
 
 
 @dataclass(frozen=True)
 class LoRAFile:
-    """A LoRA file as it is on disk."""
+    """The contents of a LoRA file, unconverted."""
 
     state: dict[str, Tensor]
     """Entries under the file's own names."""
@@ -45,12 +45,12 @@ class LoRAFile:
     """The safetensors header."""
 
     def layers(self) -> list[LoRALayer]:
-        """The file's layers in neutral form. Raises: ModelError for what is not LoRA or DoRA."""
+        """The file's layers in layout-independent form. Raises: ModelError for weights that are not LoRA or DoRA."""
         if self.layout == "kohya":
             return lora_layouts.from_kohya(self.state, _layers_per_block(self.metadata))
         if self.layout == "peft":
             raise ModelError(
-                "got a file in peft's own layout, which does not hold its alpha; load it into the model with peft "
+                "got a file in peft's layout, which does not hold its alpha; load it into the model with peft "
                 "and write it with save_lora"
             )
         return lora_layouts.from_diffusers(self.state, json.loads(self.metadata.get(ADAPTER_METADATA_KEY) or "{}"))
@@ -66,11 +66,11 @@ def save_lora(
     layout: Literal["kohya", "diffusers"] = "kohya",
     adapter_name: str = "default",
 ) -> Path:
-    """Write the LoRA that peft put into a U-Net and its text encoders as one safetensors file; returns its path.
+    """Write the peft LoRA of a U-Net and its text encoders as one safetensors file; returns its path.
 
-    A text encoder without an adapter is left out. The file appears whole or not at all.
-    Raises: ModelError if nothing is adapted, a weight is not finite in `dtype`, or the file cannot be written.
-    Warns: UserWarning for DoRA in the kohya layout (see this module's first lines).
+    A text encoder without an adapter is omitted. The write is atomic.
+    Raises: ModelError if no layer is adapted, a weight is not finite in `dtype`, or the file cannot be written.
+    Warns: UserWarning for DoRA in the kohya layout (see the module's docstring).
     """
     metadata = metadata if isinstance(metadata, LoRAMetadata) else LoRAMetadata.from_mapping(metadata or {})
     layers = [] if unet is None else lora_layers.collect_layers(UNET, unet, adapter_name)
@@ -91,7 +91,7 @@ def save_lora(
 
 
 def read_lora(path: str | Path) -> LoRAFile:
-    """A LoRA file's tensors (on the CPU), layout and header.
+    """Read a LoRA file's tensors (on the CPU), layout and header.
 
     Raises: ModelError for a missing, truncated or foreign file.
     """
@@ -111,9 +111,9 @@ def read_lora(path: str | Path) -> LoRAFile:
 
 
 def convert(path_in: str | Path, path_out: str | Path, layout: Literal["kohya", "diffusers"] = "kohya") -> Path:
-    """Rewrite a LoRA file in the other layout; the weights keep their bits, the layers their scale.
+    """Rewrite a LoRA file in another layout, with bit-identical weights and the same scales.
 
-    A layer's own alpha stays its own: where alphas differ, diffusers reads its own layout right and kohya's not.
+    Per-layer alphas are kept. If they differ, diffusers reads its own layout correctly, but not kohya's.
     Raises: ModelError as `read_lora` and `save_lora` do.
     """
     file = read_lora(path_in)
@@ -133,7 +133,7 @@ def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str]
         if any(layer.magnitude is not None for layer in layers):
             warnings.warn(
                 f"{path} holds DoRA in the kohya layout: diffusers ignores its magnitudes, ComfyUI and A1111 apply "
-                f"them another way. For exact pictures run `lightning export {path} --to diffusers --output FILE`",
+                f"them differently. For exact pictures run `lightning export {path} --to diffusers --output FILE`",
                 stacklevel=3,
             )
     else:
@@ -162,7 +162,7 @@ def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
 
 
 def _network_summary(layers: Sequence[LoRALayer]) -> dict[str, Any]:
-    """The rank and alpha that most layers have, and those of the convolutions, as sd-scripts names them."""
+    """The most common rank and alpha, and those of the convolutions, as sd-scripts' network arguments."""
     linear = [layer for layer in layers if layer.down.ndim == 2 or layer.down.shape[-1] == 1] or list(layers)
     (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in linear).most_common(1)[0]
     convolutions = Counter(

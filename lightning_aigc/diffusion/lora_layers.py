@@ -1,7 +1,6 @@
-"""LoRA layers in one neutral form, taken from the models that peft adapted.
+"""LoRALayer, the layout-independent form of a LoRA layer, and its extraction from peft models.
 
-Every layer adds (alpha / rank) * up @ down to its module's weight; a DoRA layer then rescales each output row
-to its magnitude.
+A layer adds (alpha / rank) * up @ down to its module's weight; DoRA then rescales each output row to its magnitude.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class LoRALayer:
     alpha: float
     """The layer's scale is alpha / rank."""
     magnitude: Tensor | None = None
-    """DoRA's norm of each output row, [out]."""
+    """DoRA's magnitude of each output row, [out]."""
 
     @property
     def rank(self) -> int:
@@ -42,9 +41,9 @@ class LoRALayer:
 
 
 def collect_layers(component: str, model: nn.Module, adapter_name: str = "default") -> list[LoRALayer]:
-    """The LoRA layers that peft put into a model; rsLoRA's alpha / sqrt(rank) becomes the equal alpha / rank.
+    """Collect a model's peft LoRA layers; rsLoRA's alpha / sqrt(rank) becomes the equal alpha / rank.
 
-    Raises: ModelError if there are none, or if the adapter holds what a LoRA file cannot (biases, whole modules).
+    Raises: ModelError if there are none, or if the adapter holds biases or whole modules, which a LoRA file cannot.
     """
     from peft import get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
@@ -54,7 +53,7 @@ def collect_layers(component: str, model: nn.Module, adapter_name: str = "defaul
     if config is None:
         raise ModelError(
             f"got a {component} without the LoRA adapter {adapter_name!r}; add one with "
-            f"{component}.add_adapter(LoraConfig(...)), or leave {component} out"
+            f"{component}.add_adapter(LoraConfig(...)), or omit {component}"
         )
     state = {
         key.removeprefix("base_model.model."): value
@@ -97,17 +96,17 @@ def collect_layers(component: str, model: nn.Module, adapter_name: str = "defaul
 
 
 def canonical_module(component: str, module: str) -> str:
-    """A module's name as files spell it: CLIP's own inner `text_model.` is always written."""
+    """A module's name as written in files, always with CLIP's inner `text_model.`."""
     if component == UNET or module.startswith(("text_model.", "text_projection")):
         return module
     return f"text_model.{module}"
 
 
 def with_one_alpha(layers: Iterable[LoRALayer]) -> list[LoRALayer]:
-    """The same layers with one alpha in each component, the others' ratio folded into `up`.
+    """The same layers with one common alpha per component; differing alphas are folded into `up`.
 
     diffusers 0.42 loses per-layer alphas of attention and text-encoder layers when they differ (get_peft_kwargs
-    builds pattern names that match no module); one alpha loads right everywhere. Drop this when it is mended there.
+    builds pattern names that match no module); a common alpha loads correctly everywhere. Drop this once that is fixed.
     """
     layers = list(layers)
     common = {}
@@ -125,10 +124,10 @@ def with_one_alpha(layers: Iterable[LoRALayer]) -> list[LoRALayer]:
 
 
 def with_out_proj(layers: Iterable[LoRALayer]) -> list[LoRALayer]:
-    """The same layers, plus one of zeros on `out_proj` in each text encoder that adapts attention without it.
+    """The same layers, plus a zero layer on `out_proj` in each text encoder that adapts attention without it.
 
-    diffusers 0.42 tells a kohya text encoder's dialect by its `out_proj` alone: without it the file is refused or,
-    beside feed-forward layers, its attention is dropped in silence. Drop this when it is mended there.
+    diffusers 0.42 detects a kohya text encoder by `out_proj` only: without it the file is refused or, beside
+    feed-forward layers, its attention is silently dropped. Drop this once that is fixed.
     """
     layers = list(layers)
     for component in (TEXT_ENCODER, TEXT_ENCODER_2):

@@ -1,6 +1,6 @@
-"""How LoRA files spell their layers: sd-scripts' (kohya) layout and diffusers', both ways.
+"""Convert LoRA layers to and from the state dicts of sd-scripts' (kohya) layout and diffusers' layout.
 
-kohya files hold alpha beside each layer, diffusers files in their header.
+kohya files store alpha beside each layer, diffusers files in the header.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LO
 
 
 def to_kohya(layers: Iterable[LoRALayer], *, sdxl: bool, layers_per_block: int) -> dict[str, Tensor]:
-    """A state dict in sd-scripts' layout. alpha stays float32, so that a half-precision file keeps its exact scale."""
+    """A state dict in sd-scripts' layout; alpha is float32, so that half-precision files keep the exact scale."""
     state = {}
     for layer in layers:
         name = lora_names.to_kohya_name(layer.component, layer.module, sdxl=sdxl, layers_per_block=layers_per_block)
@@ -37,7 +37,7 @@ def to_kohya(layers: Iterable[LoRALayer], *, sdxl: bool, layers_per_block: int) 
 
 
 def from_kohya(state: Mapping[str, Tensor], layers_per_block: int) -> list[LoRALayer]:
-    """The layers of a state dict in sd-scripts' layout; a layer without alpha has scale 1, as its readers take it."""
+    """The layers of a state dict in sd-scripts' layout; a layer without alpha has scale 1, as in sd-scripts."""
     groups: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         name, _, kind = key.partition(".")
@@ -46,7 +46,7 @@ def from_kohya(state: Mapping[str, Tensor], layers_per_block: int) -> list[LoRAL
     for name, parts in groups.items():
         if unknown := set(parts) - {"lora_down.weight", "lora_up.weight", "alpha", "dora_scale"}:
             raise ModelError(
-                f"got {name}.{min(unknown)}; wanted plain LoRA or DoRA (LoHa, LoKr and others have no twin)"
+                f"got {name}.{min(unknown)}; wanted plain LoRA or DoRA (LoHa, LoKr and others cannot be converted)"
             )
         component, module = lora_names.from_kohya_name(name, layers_per_block=layers_per_block)
         down, up = _pair(name, parts.get("lora_down.weight"), parts.get("lora_up.weight"))
@@ -68,7 +68,7 @@ def to_diffusers(layers: Iterable[LoRALayer]) -> tuple[dict[str, Tensor], str]:
     for layer in layers:
         by_component.setdefault(layer.component, []).append(layer)
         name = f"{layer.component}.{layer.module}"
-        # The older spelling of text encoders is the one that every diffusers reads for every choice of layers.
+        # Every version of diffusers reads the older names of text encoders, for every choice of layers.
         down, up = (
             ("lora_A", "lora_B") if layer.component == UNET else ("lora_linear_layer.down", "lora_linear_layer.up")
         )
@@ -76,13 +76,13 @@ def to_diffusers(layers: Iterable[LoRALayer]) -> tuple[dict[str, Tensor], str]:
         state[f"{name}.{up}.weight"] = layer.up
         if layer.magnitude is not None:
             shape = (-1,) if layer.down.ndim == 2 else (1, -1, *[1] * (layer.down.ndim - 2))
-            # transformers 5 wants the suffix that peft drops, and initialises the magnitude anew without it.
+            # transformers 5 needs the suffix that peft drops; without it the magnitude is initialised anew.
             suffix = "" if layer.component == UNET else ".weight"
             state[f"{name}.lora_magnitude_vector{suffix}"] = layer.magnitude.reshape(shape)
     for component, members in by_component.items():
         rank = Counter(layer.rank for layer in members).most_common(1)[0][0]
         alpha = Counter(layer.alpha for layer in members).most_common(1)[0][0]
-        # Without `text_model.`, a name ends the module's name in every transformers.
+        # Without `text_model.` a name is a suffix of the module's name in every version of transformers.
         names = {layer.module: layer.module.removeprefix("text_model.") for layer in members}
         config = {
             "r": rank,
@@ -135,7 +135,7 @@ def _alpha_of(component: str, module: str, rank: int, metadata: Mapping[str, Any
     if f"{component}.lora_alpha" not in metadata:
         return float(rank)
     patterns: Mapping[str, float] = metadata.get(f"{component}.alpha_pattern") or {}
-    # peft's own rule (get_pattern_key): a pattern matches a whole name or its dotted end.
+    # peft's rule (get_pattern_key): a pattern matches a whole name or a dotted suffix.
     alpha = next(
         (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", module)),
         metadata[f"{component}.lora_alpha"],

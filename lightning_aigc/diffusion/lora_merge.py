@@ -1,4 +1,4 @@
-"""Merge a LoRA into a diffusers pipeline folder and leave a plain pipeline folder."""
+"""Merge a LoRA into the weights of a diffusers pipeline folder."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F
 def merge_into_pipeline(
     lora_path: str | Path, pipeline_dir: str | Path, output_dir: str | Path, strength: float = 1.0
 ) -> Path:
-    """Write `pipeline_dir` with the LoRA added to its weights into `output_dir`; returns `output_dir`.
+    """Write the pipeline with the LoRA added to its weights into `output_dir`; returns `output_dir`.
 
-    strength: 0 leaves the base model, 1 is the LoRA as trained; for DoRA too it blends the two weights.
-    The folder appears whole or not at all; each part's file is in the precision of its file in `pipeline_dir`, and
-    `from_pretrained` without a dtype loads all parts in float32, so that they fit together whatever those are.
-    Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline has not.
+    strength: 0 is the base model, 1 the LoRA as trained; for DoRA too, values between interpolate the weights.
+    The folder is written atomically. Each component keeps the precision of its file in `pipeline_dir`, and
+    `from_pretrained` without a dtype loads all of them in float32, so that they fit together.
+    Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline lacks.
     """
     from diffusers import DiffusionPipeline
 
     pipeline_dir, output_dir = Path(pipeline_dir), Path(output_dir)
     layers = lora_file.read_lora(lora_path).layers()
     if not (pipeline_dir / "model_index.json").is_file():
-        raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder, with model_index.json in it")
+        raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder with model_index.json")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise ModelError(f"got output {output_dir}, which is there already; name a new or empty folder")
+        raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
     try:
         pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -57,12 +57,12 @@ def merge_into_pipeline(
                 output_dir.rmdir()
             shutil.move(unfinished, output_dir)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another place") from error
+        raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another folder") from error
     return output_dir
 
 
 def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
-    """Let diffusers load and fuse the LoRA at full strength, then blend with the base weights."""
+    """Load and fuse the LoRA at full strength with diffusers, then interpolate with the base weights."""
     modules = [pipeline.components[layer.component].get_submodule(_module_name(pipeline, layer)) for layer in layers]
     base: list[Tensor] = [module.weight.detach().clone() for module in modules] if strength != 1.0 else []
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
 
 
 def _module_name(pipeline: Any, layer: LoRALayer) -> str:
-    """The layer's module name in this pipeline; transformers 5 has CLIP without its inner `text_model`."""
+    """The layer's module name in this pipeline; CLIP has no inner `text_model` in transformers 5."""
     if hasattr(pipeline.components[layer.component], "text_model"):
         return layer.module
     return layer.module.removeprefix("text_model.")
@@ -94,7 +94,7 @@ def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) ->
         weight = getattr(modules.get(_module_name(pipeline, layer)) if model is not None else None, "weight", None)
         wanted = (layer.up.shape[0], *layer.down.shape[1:])
         if weight is None or tuple(weight.shape) != wanted:
-            found = "which the pipeline has not" if weight is None else f"which is {list(weight.shape)} in the pipeline"
+            found = "which the pipeline lacks" if weight is None else f"which is {list(weight.shape)} in the pipeline"
             raise ModelError(
                 f"got {lora_path} with a layer of {list(wanted)} on {layer.component}.{layer.module}, {found}; "
                 "the LoRA was trained on another kind of model"
@@ -102,23 +102,23 @@ def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) ->
 
 
 def _load_in_float32(folder: Path) -> None:
-    """Let transformers load its parts as diffusers loads the others where no dtype is asked for.
+    """Set the configs so that transformers loads float32 by default, as diffusers does.
 
-    transformers 5 goes by the dtype in `config.json`, diffusers takes float32: a half-precision text encoder would meet
-    a float32 U-Net. This goes when diffusers hands one dtype to all parts.
+    transformers 5 follows the dtype in `config.json`: a half-precision text encoder would meet a float32 U-Net. Drop
+    this once diffusers passes one dtype to all components.
     """
     for path in folder.glob("*/config.json"):
         config = json.loads(path.read_text(encoding="utf-8"))
-        if "architectures" in config:  # transformers writes it, diffusers does not
+        if "architectures" in config:  # written by transformers, not by diffusers
             config.pop("torch_dtype", None)
             path.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """The narrowest dtype that holds all floating-point tensors of a component's files; float32 if it has none."""
+    """The narrowest dtype that holds all floating-point tensors of a component's files; float32 without any."""
     found: torch.dtype | None = None
     for path in folder.glob("*.safetensors"):
-        if "." in path.stem:  # model.fp16.safetensors, a variant that is not what was loaded
+        if "." in path.stem:  # model.fp16.safetensors, a variant that was not loaded
             continue
         with safetensors.safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict

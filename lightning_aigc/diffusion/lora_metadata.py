@@ -1,6 +1,6 @@
-"""What a LoRA file says about itself: sd-scripts' `ss_*` and Stability's `modelspec.*` header entries.
+"""LoRAMetadata: the header entries of a LoRA file, sd-scripts' `ss_*` and Stability's `modelspec.*`.
 
-A1111, ComfyUI and CivitAI show them; all values are strings, as safetensors wants.
+A1111, ComfyUI and CivitAI show them; all values are strings, as safetensors requires.
 Source: kohya-ss/sd-scripts train_network.py and library/sai_model_spec.py, ModelSpec 1.0.1.
 """
 
@@ -23,19 +23,19 @@ BaseModel = Literal["sd1", "sd2", "sdxl"]
 
 @dataclass(frozen=True)
 class LoRAMetadata:
-    """The facts of a training run that travel in its LoRA file; leave out what is not known."""
+    """Facts of a training run for the header of its LoRA file; every field is optional."""
 
     title: str | None = None
-    """Name shown to people; `output_name` where empty."""
+    """Display name; `output_name` if None."""
     output_name: str | None = None
     """File name without its suffix."""
     description: str | None = None
     author: str | None = None
     license: str | None = None
     trigger_phrase: str | None = None
-    """The word that calls the trained thing, to be used in prompts."""
+    """The trigger word to use in prompts."""
     base_model: BaseModel | None = None
-    """Family of the base model; read off the U-Net where None."""
+    """Family of the base model; inferred from the U-Net if None."""
     base_model_name: str | None = None
     """Hub id or folder name of the base model."""
     base_model_hash: str | None = None
@@ -67,15 +67,15 @@ class LoRAMetadata:
     finished_at: float | None = None
     """Seconds since the epoch."""
     date: str | None = None
-    """ISO 8601 date of the file; now where None. Give it and equal inputs make equal files."""
+    """ISO 8601 date of the file; now if None. With a fixed date, equal inputs give equal files."""
     extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Header entries to write as they are; they win over all others."""
+    """Verbatim header entries, which override all others."""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> LoRAMetadata:
-        """Build from field names, with `ss_*`, `modelspec.*` and other dotted keys passed on as they are.
+        """Build from field names; `ss_*`, `modelspec.*` and other dotted keys become `extra`.
 
-        Raises: ModelError for a name that is neither, naming those that exist.
+        Raises: ModelError for any other name, listing the fields.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         extra = {key: str(value) for key, value in values.items() if key.startswith(("ss_", "sshs_")) or "." in key}
@@ -90,7 +90,7 @@ class LoRAMetadata:
     def to_header(
         self, *, base_model: BaseModel, rank: int, alpha: float, network_args: Mapping[str, str]
     ) -> dict[str, str]:
-        """All header entries but the hashes of the tensors, which `lora_file` adds."""
+        """All header entries except the hashes of the tensors, which `lora_bytes` adds."""
         is_v = self.prediction_type == "v_prediction"
         size = _width_and_height(self.resolution, base_model, is_v)
         network = {
@@ -143,7 +143,7 @@ class LoRAMetadata:
         return {
             "modelspec.sai_model_spec": "1.0.1",
             "modelspec.architecture": architecture(base_model, is_v),
-            # sd-scripts' own choice: its SDXL keys are those of generative-models.
+            # As in sd-scripts, whose SDXL keys are those of generative-models.
             "modelspec.implementation": "https://github.com/Stability-AI/generative-models"
             if base_model == "sdxl"
             else "diffusers",
@@ -162,20 +162,20 @@ class LoRAMetadata:
 
 
 def architecture(base_model: BaseModel, is_v_prediction: bool) -> str:
-    """ModelSpec's architecture id of a LoRA."""
+    """The ModelSpec architecture id of a LoRA."""
     version_2 = "stable-diffusion-v2-768-v" if is_v_prediction else "stable-diffusion-v2-512"
     names = {"sd1": "stable-diffusion-v1", "sd2": version_2, "sdxl": "stable-diffusion-xl-v1-base"}
     return f"{names[base_model]}/lora"
 
 
 def count_tags(captions: tuple[str, ...]) -> dict[str, int]:
-    """How often each comma-separated tag occurs, most frequent first, as A1111 shows it."""
+    """The frequency of each comma-separated tag, most frequent first, as A1111 shows it."""
     tags = Counter(tag.strip() for caption in captions for tag in caption.split(",") if tag.strip())
     return dict(sorted(tags.items(), key=lambda item: (-item[1], item[0])))
 
 
 def hash_base_model(path: str | Path) -> str | None:
-    """sha256 in hex of a checkpoint file, or of a pipeline folder's U-Net weights; None where there are none."""
+    """sha256 in hex of a checkpoint file or of a pipeline folder's U-Net weights; None without weights."""
     path = Path(path)
     files = [path] if path.is_file() else sorted((path / "unet").glob("diffusion_pytorch_model*.safetensors"))
     if not files:

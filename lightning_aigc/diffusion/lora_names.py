@@ -1,10 +1,10 @@
-"""What a LoRA layer is called: diffusers' dotted module names and sd-scripts' underscored ones, both ways.
+"""Convert LoRA layer names between diffusers' dotted module names and sd-scripts' underscored names.
 
-sd-scripts, A1111 and ComfyUI know three dialects:
+sd-scripts, A1111 and ComfyUI use three naming schemes:
     text encoders   lora_te_text_model_encoder_layers_0_self_attn_q_proj       (SDXL: lora_te1_, lora_te2_)
     SD 1.x, 2.x     lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q
     SDXL            lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q (the original U-Net's block names)
-Underscores are ambiguous, so the way back splits by the segment names that these models have.
+Underscores are ambiguous, so the inverse splits by the known segment names of these models.
 Source: kohya-ss/sd-scripts networks/lora.py and library/sdxl_model_util.py.
 """
 
@@ -32,7 +32,7 @@ _ORIGINAL_UNET_SEGMENTS = """
 _SEGMENTS = frozenset((_TEXT_ENCODER_SEGMENTS + _UNET_SEGMENTS + _ORIGINAL_UNET_SEGMENTS).split())
 _LONGEST_SEGMENT = max(segment.count("_") + 1 for segment in _SEGMENTS)
 
-# Within one residual block: diffusers' name, the original name.
+# In a residual block: diffusers' name -> original name.
 _RESNET_LAYERS = {
     "conv1": "in_layers.2",
     "time_emb_proj": "emb_layers.1",
@@ -47,15 +47,15 @@ _OUTSIDE_BLOCKS = {
     "add_embedding.linear_1": "label_emb.0.0",
     "add_embedding.linear_2": "label_emb.0.2",
 }
-_RESNET_LAYERS_BACK = {original: ours for ours, original in _RESNET_LAYERS.items()}
-_OUTSIDE_BLOCKS_BACK = {original: ours for ours, original in _OUTSIDE_BLOCKS.items()}
+_RESNET_LAYERS_BACK = {original: name for name, original in _RESNET_LAYERS.items()}
+_OUTSIDE_BLOCKS_BACK = {original: name for name, original in _OUTSIDE_BLOCKS.items()}
 
 
 def to_kohya_name(component: str, module: str, *, sdxl: bool, layers_per_block: int = SDXL_LAYERS_PER_BLOCK) -> str:
-    """The sd-scripts name of a module, without `.lora_down.weight` and the like."""
+    """The sd-scripts name of a module, without a suffix such as `.lora_down.weight`."""
     if component == UNET:
         return "lora_unet_" + (to_original_unet(module, layers_per_block) if sdxl else module).replace(".", "_")
-    # transformers 5 dropped CLIPTextModel's inner `text_model`; every file and reader still has it.
+    # transformers 5 dropped CLIPTextModel's inner `text_model`; files and readers still use it.
     if not module.startswith(("text_model.", "text_projection")):
         module = f"text_model.{module}"
     prefix = {TEXT_ENCODER: "lora_te1_" if sdxl else "lora_te_", TEXT_ENCODER_2: "lora_te2_"}[component]
@@ -80,7 +80,7 @@ def from_kohya_name(name: str, *, layers_per_block: int = SDXL_LAYERS_PER_BLOCK)
 
 
 def to_original_unet(module: str, layers_per_block: int = SDXL_LAYERS_PER_BLOCK) -> str:
-    """diffusers' U-Net module name in the original U-Net's block names.
+    """The original U-Net's name of a module in diffusers' U-Net.
 
     Upsamplers are placed after an attention, as in both of SDXL's upsampling blocks.
     """
@@ -106,7 +106,7 @@ def to_original_unet(module: str, layers_per_block: int = SDXL_LAYERS_PER_BLOCK)
 
 
 def from_original_unet(module: str, layers_per_block: int = SDXL_LAYERS_PER_BLOCK) -> str:
-    """The inverse of `to_original_unet`; a name in diffusers' dialect comes back as it is."""
+    """The inverse of `to_original_unet`; a name in diffusers' scheme is returned unchanged."""
     if module in _OUTSIDE_BLOCKS_BACK:
         return _OUTSIDE_BLOCKS_BACK[module]
     match = re.fullmatch(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.(.+)", module)
@@ -136,7 +136,7 @@ def _within_block(kind: str, rest: str) -> str:
 
 
 def _split_segments(underscored: str) -> str:
-    """Put dots where the underscores were dots: the longest known segment wins."""
+    """Restore the dots between segments; the longest known segment wins."""
     words, segments = underscored.split("_"), []
     while words:
         for length in range(min(_LONGEST_SEGMENT, len(words)), 0, -1):

@@ -1,4 +1,4 @@
-"""Which layers of a U-Net and of a text encoder a LoRA may adapt, by the names that users know."""
+"""The layer groups of a U-Net and a text encoder that a LoRA can adapt, and their peft configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lora_config(
     use_dora: bool = False,
     use_rslora: bool = False,
 ) -> LoraConfig:
-    """peft's configuration of these groups of layers.
+    """The peft configuration for these layer groups.
 
     Raises: ModelError for an unknown group, or a rank below 1.
     """

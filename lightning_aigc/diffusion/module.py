@@ -1,7 +1,7 @@
-"""DiffusionModule: what every model family shares, so that a family's file holds only what is its own.
+"""DiffusionModule: the arguments and hooks that every model family shares.
 
 A family inherits the arguments, because YAML keys are flat and jsonargparse finds arguments through
-`super().__init__(**kwargs)`; the behaviour is composed from `encoders`, `objectives`, `averaging`, `optimization`,
+`super().__init__(**kwargs)`. The behaviour is composed from `encoders`, `objectives`, `averaging`, `optimization`,
 `sampling` and `default_callbacks`.
 
 Legend: B batch, N pictures.
@@ -37,20 +37,20 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class DiffusionModule(LightningModule):
-    """Base of the model families: data in, loss out, optimizer, averages, checkpoints, sample pictures and callbacks.
+    """Base class of the model families: loss, optimizer, averages, checkpoints, sample pictures and callbacks.
 
-    A family defines `adapt`, `example_losses`, `sample` and how its result is saved.
+    A family defines `adapt`, `example_losses`, `sample`, and how to save its result.
 
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint, or
             `embedded:sd`, the tiny model that comes with the package.
-        learning_rate: Replaces the optimizer's own rate; unset keeps it.
+        learning_rate: Replaces the optimizer's rate; unset keeps it.
         optimizer: Any optimizer by class path; AdamW by default.
         lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
             cosine, cosine_with_restarts, polynomial.
         lr_warmup_steps: Optimizer steps of warm-up for a scheduler given by name.
-        max_train_steps: Optimizer steps to train; `trainer.max_steps`, where given, goes first.
-        prior_loss_weight: Weight of the class pictures (`data.init_args.class_data_dir`) beside the user's own.
+        max_train_steps: Optimizer steps to train; `trainer.max_steps`, if given, overrides it.
+        prior_loss_weight: Weight of the class pictures (`data.init_args.class_data_dir`) beside the user's.
         use_ema: Average the trainable weights; pictures and files then use the average.
         ema_decay: Decay of that average.
         gradient_checkpointing: Recompute the denoiser's activations in backward: less memory, slower steps.
@@ -60,17 +60,17 @@ class DiffusionModule(LightningModule):
         variant: Weight variant in the folder, such as fp16.
         validation_prompts: Prompts of the sample pictures and of the final score.
         validation_steps: Optimizer steps between sample grids.
-        num_validation_images: Pictures a prompt.
-        validation_seed: Seed of the first picture; the others count on from it.
+        num_validation_images: Pictures per prompt.
+        validation_seed: Seed of the first picture; the next pictures count up from it.
         checkpointing_steps: Optimizer steps between checkpoints.
         checkpoints_total_limit: Checkpoints to keep.
         num_inference_steps: Denoising steps of a sample picture.
         guidance_scale: Classifier-free guidance of a sample picture.
-        sample_time_limit_s: Skip sample pictures, with a warning, where making them would take longer than this.
-        output_name: Name of the result's file, without its ending.
+        sample_time_limit_s: Skip sample pictures, with a warning, if sampling would take longer than this.
+        output_name: Name of the result's file, without its suffix.
     """
 
-    deferred_snapshot_keys = ("ema",)  # `optimizer_step` alone writes it
+    deferred_snapshot_keys = ("ema",)  # written only in `optimizer_step`
     snapshot_ignored_arguments = frozenset(
         (
             "max_train_steps", "output_name", "validation_prompts", "validation_steps", "num_validation_images",
@@ -78,7 +78,7 @@ class DiffusionModule(LightningModule):
             "checkpoints_total_limit", "gradient_checkpointing",
         )
     )  # fmt: skip
-    """Arguments that do not change a training's bits."""
+    """Arguments that do not change the bits of a training."""
     image_remedies = IMAGE_REMEDIES
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -118,19 +118,19 @@ class DiffusionModule(LightningModule):
         self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
         self.validation_prompts = list(validation_prompts)
         self.output_name = output_name
-        self.text_encoders = nn.ModuleList()  # only when they are trained, so that DDP and checkpoints see them
+        self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
         self.components: Components | None = None
-        """The pipeline's parts: a plain object, so that frozen parts stay out of the module tree and of DDP."""
+        """The pipeline's components, not an nn.Module, so that frozen parts stay out of the module tree and DDP."""
         self.ema: EMAModel | None = None
         self.last_example_losses: Tensor | None = None
-        """The last batch's weighted losses, [B], detached: GradientHealthMonitor judges them by timestep."""
+        """The last batch's weighted losses [B], detached; GradientHealthMonitor groups them by timestep."""
         self.last_timesteps: Tensor | None = None
-        """The timesteps that they were taken at, int64 [B]."""
+        """The timesteps of these losses, int64 [B]."""
         self.sampling_limit = TimeLimit(sample_time_limit_s)
         check_source(pretrained_model_name_or_path)
         check_shared_arguments(self.args)
         if isinstance(lr_scheduler, str):
-            check_schedule_name(lr_scheduler)  # before gigabytes are read
+            check_schedule_name(lr_scheduler)  # before weights are read
 
     @property
     def args(self) -> Any:
@@ -139,7 +139,7 @@ class DiffusionModule(LightningModule):
 
     @property
     def strict_loading(self) -> bool:
-        """False: checkpoints hold only what was trained; `on_load_checkpoint` checks that all of it is there."""
+        """False: checkpoints hold only trained weights, and `on_load_checkpoint` checks that they are complete."""
         return False
 
     @strict_loading.setter
@@ -168,11 +168,11 @@ class DiffusionModule(LightningModule):
             self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
 
     def adapt(self, parts: Components) -> None:
-        """Add what is trained to freshly loaded, frozen parts, and register the trained modules on `self`."""
+        """Add the trained layers to freshly loaded, frozen components, and register the trained modules on `self`."""
         raise NotImplementedError
 
     def loaded(self) -> Components:
-        """The pipeline's parts, loaded on first use."""
+        """The pipeline's components, loaded on first use."""
         if self.components is None:
             self.configure_model()
         assert self.components is not None
@@ -181,7 +181,7 @@ class DiffusionModule(LightningModule):
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.parameters() if p.requires_grad]
 
-    # data.Encoder: what ImageCaptionData asks for its caches --------------------------------------------------------
+    # data.Encoder, for ImageCaptionData's caches --------------------------------------------------------------------
 
     @property
     def encoders(self) -> FrozenEncoders:
@@ -191,11 +191,11 @@ class DiffusionModule(LightningModule):
         return self.encoders.identity()
 
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
-        """Mean and log-variance of the latents, float32 [B, 2C, H, W], unscaled; pixels are in -1..1."""
+        """Encode pixels in -1..1 to the latents' mean and log-variance, float32 [B, 2C, H, W], unscaled."""
         return self.encoders.encode_pixels(pixels_B3HW)
 
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """`prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
         return self.encoders.encode_captions(captions)
 
     def can_cache_captions(self) -> bool:
@@ -213,10 +213,10 @@ class DiffusionModule(LightningModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss_B = self.example_losses(batch)
-        loss, own, prior = with_prior(loss_B, batch.get("is_prior"), self.args.prior_loss_weight)
-        if prior is not None:
-            self.log("prior_loss", prior.detach())
-        self.log("loss", own.detach(), prog_bar=True, batch_size=len(loss_B))
+        loss, user_loss, prior_loss = with_prior(loss_B, batch.get("is_prior"), self.args.prior_loss_weight)
+        if prior_loss is not None:
+            self.log("prior_loss", prior_loss.detach())
+        self.log("loss", user_loss.detach(), prog_bar=True, batch_size=len(loss_B))
         return loss
 
     def example_losses(self, batch: dict[str, Any]) -> Tensor:
@@ -251,7 +251,7 @@ class DiffusionModule(LightningModule):
 
     def on_train_start(self) -> None:
         if self.trainer.world_size > 1:
-            # All ranks are seeded alike, for equal initial weights; from here each draws its own noise and timesteps.
+            # All ranks start with one seed, for equal initial weights; from here noise and timesteps differ per rank.
             torch.manual_seed(torch.initial_seed() + self.global_rank)
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ class DiffusionModule(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        # Not at the end of the batch: callbacks run before it and would see an average that is one step old.
+        # Not in on_train_batch_end: callbacks run before the module and would see the average of the step before.
         if self.ema is not None:
             self.ema.to(device=self.device)
             self.ema.step(self.trainable_parameters())
@@ -270,7 +270,7 @@ class DiffusionModule(LightningModule):
     # Sampling and checkpoints ----------------------------------------------------------------------------------------
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Swap in the averaged weights, an EMA's or a schedule-free optimizer's, until the block ends."""
+        """Swap in averaged weights, from an EMA or a schedule-free optimizer, until the block ends."""
         optimizers = self._trainer.optimizers if self._trainer is not None else []
         return averaged(self.trainable_parameters(), self.ema, optimizers)
 
@@ -289,7 +289,7 @@ class DiffusionModule(LightningModule):
 
 
 def _merged_signature(cls: type) -> inspect.Signature:
-    """The arguments of a class, then those of the bases that it passes **kwargs to, by keyword."""
+    """The signature of a class with the arguments of its bases, which it passes on by **kwargs, as keywords."""
     merged: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__[: cls.__mro__.index(DiffusionModule) + 1]:
         if "__init__" in vars(base):

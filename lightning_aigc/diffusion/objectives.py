@@ -1,4 +1,4 @@
-"""What the U-Net is asked to predict, and how much each example counts.
+"""Diffusion objectives: noise schedule, prediction target, loss and loss weights.
 
 Legend: B batch, C channels, H and W latent height and width.
 """
@@ -19,14 +19,14 @@ from lightning_aigc.errors import ModelError
 LossType = Literal["l2", "huber", "smooth_l1"]
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 
-# Debiased weights grow without bound as the noise vanishes; sd-scripts stops at the same ratio.
+# Debiased weights are unbounded as the noise vanishes; sd-scripts clips at the same ratio.
 MAX_DEBIASED_SNR = 1000.0
 
 
 def build_noise_schedule(
     config: Mapping[str, Any], prediction_type: PredictionType | None, *, zero_terminal_snr: bool
 ) -> DDPMScheduler:
-    """The DDPM schedule of a pipeline's scheduler config, with the prediction type and terminal SNR asked for.
+    """The DDPM schedule of a pipeline's scheduler config, with the given prediction type and terminal SNR.
 
     Raises: ModelError for a zero terminal SNR with epsilon prediction.
     """
@@ -36,14 +36,14 @@ def build_noise_schedule(
     schedule = DDPMScheduler.from_config(config, **overrides)
     if zero_terminal_snr and schedule.config.prediction_type == "epsilon":
         raise ModelError(
-            "model.init_args.zero_terminal_snr leaves no signal at the last step, where epsilon says nothing;"
+            "model.init_args.zero_terminal_snr leaves no signal at the last step, where epsilon carries no information;"
             " set model.init_args.prediction_type: v_prediction"
         )
     return schedule
 
 
 def training_target(schedule: DDPMScheduler, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
-    """What the model should output for these noisy latents, by the schedule's `prediction_type`.
+    """The target of the model's output for these noisy latents, by the schedule's `prediction_type`.
 
     Raises: ValueError for a prediction type that is not epsilon, v_prediction or sample.
     """
@@ -61,7 +61,7 @@ def training_target(schedule: DDPMScheduler, latents_BCHW: Tensor, noise_BCHW: T
 def loss_weights(
     schedule: DDPMScheduler, timesteps_B: Tensor, snr_gamma: float | None = None, *, is_debiased: bool = False
 ) -> Tensor:
-    """One weight an example, float32 [B]: min-SNR-gamma, debiased estimation, or ones.
+    """The loss weight of each example, float32 [B]: min-SNR-gamma, debiased estimation, or ones.
 
     Source: min-SNR, arXiv:2303.09556, equation 8; debiased estimation, arXiv:2310.08442, equation 10.
     """
@@ -71,7 +71,7 @@ def loss_weights(
     kind = schedule.config.prediction_type
     if is_debiased:
         snr_B = snr_B.clamp(max=MAX_DEBIASED_SNR)
-        # The floor serves a schedule with zero terminal SNR, whose last step has no signal at all.
+        # The floor is for zero terminal SNR, where the last step has no signal.
         return 1 / (snr_B + 1) if kind == "v_prediction" else snr_B.clamp(min=1e-3).rsqrt()
     assert snr_gamma is not None
     capped_B = snr_B.clamp(max=snr_gamma)
@@ -89,9 +89,9 @@ def example_losses(
     huber_c: float = 0.1,
     mask_B1HW: Tensor | None = None,
 ) -> Tensor:
-    """One loss an example, float32 [B]; with a mask in 0..1, the mean over what it shows.
+    """The loss of each example, float32 [B]; with a mask in 0..1, the weighted mean.
 
-    `mask_B1HW` may have the picture's size; it is reduced to the latents' by area.
+    `mask_B1HW` may have the picture's size; it is resized to the latents' by area.
     """
     predicted_BCHW, target_BCHW = predicted_BCHW.float(), target_BCHW.float()
     if loss_type == "l2":
@@ -107,7 +107,7 @@ def example_losses(
 
 
 def draw_noise(latents_BCHW: Tensor, noise_offset: float = 0.0) -> Tensor:
-    """Gaussian noise of the latents' shape; `noise_offset` adds one common value a channel, for darker darks.
+    """Gaussian noise of the latents' shape; `noise_offset` adds one value per channel, for darker and brighter images.
 
     Source: offset noise, crosslabs.org/blog/diffusion-with-offset-noise.
     """
@@ -120,12 +120,12 @@ def draw_noise(latents_BCHW: Tensor, noise_offset: float = 0.0) -> Tensor:
 
 
 def with_prior(loss_B: Tensor, is_prior_B: Tensor | None, weight: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss of a batch with class pictures: (total, mean of the user's own, mean of the class pictures or None).
+    """The loss of a batch with class pictures: (total, mean of user pictures, mean of class pictures or None).
 
     Source: prior preservation, arXiv:2208.12242, equation 2.
     """
     if is_prior_B is None or not is_prior_B.any():
         mean = loss_B.mean()
         return mean, mean, None
-    own, prior = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
-    return own + weight * prior, own, prior
+    user_loss, prior_loss = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
+    return user_loss + weight * prior_loss, user_loss, prior_loss

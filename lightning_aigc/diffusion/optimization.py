@@ -1,4 +1,4 @@
-"""Parameter groups with their own rates, and a schedule by name or by class."""
+"""Parameter groups with separate learning rates, and learning-rate schedules by name or class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_wit
 
 
 def check_schedule_name(name: str) -> None:
-    """Raises: ModelError, with the nearest right one, for a name that is not in `SCHEDULES`."""
+    """Raise ModelError, with the closest match, for a name that is not in `SCHEDULES`."""
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, n=1)
         raise ModelError(
@@ -30,7 +30,7 @@ def check_schedule_name(name: str) -> None:
 def parameter_groups(
     groups: Sequence[list[nn.Parameter]], learning_rates: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """The groups that are not empty, each with its rate; None leaves the optimizer's own."""
+    """The non-empty groups, each with its rate; None keeps the optimizer's rate."""
     pairs = zip(groups, learning_rates, strict=True)
     return [{"params": group} | ({} if rate is None else {"lr": rate}) for group, rate in pairs if group]
 
@@ -38,9 +38,9 @@ def parameter_groups(
 def build_schedule(
     optimizer: Optimizer, scheduler: str | Callable[[Optimizer], Any], warmup_steps: int, total_steps: float
 ) -> Any:
-    """A learning-rate scheduler stepped once an optimizer step; None for an optimizer that schedules itself.
+    """The learning-rate scheduler, to be stepped once per optimizer step; None for a schedule-free optimizer.
 
-    Raises: ModelError for a name that needs an end where `total_steps` is infinite, or for a schedule-free optimizer.
+    Raises: ModelError if the schedule needs an end and `total_steps` is infinite, or if the optimizer is schedule-free.
     """
     if not isinstance(scheduler, str):
         return scheduler(optimizer)

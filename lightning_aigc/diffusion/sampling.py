@@ -1,4 +1,4 @@
-"""Generate pictures with a diffusers pipeline built around the modules in training, and leave them as they were."""
+"""Generate pictures during training with a diffusers pipeline around the trained modules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMAGE_REMEDIES = {
 
 
 class TimeLimit:
-    """Stops a sampling that would take too long, after its second denoising step; the next one at once."""
+    """Stops sampling that would exceed a time limit: after two denoising steps, the next time before the first."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -40,14 +40,14 @@ class TimeLimit:
         self._ends: list[float] = []
 
     def begin(self, pictures: int, batch_size: int, steps: int) -> None:
-        """Raises: SamplingTooSlow if earlier pictures were so slow that these would pass the limit."""
+        """Start sampling. Raises: SamplingTooSlow if these would pass the limit at the speed of earlier pictures."""
         self._pictures, self._batch_size, self._steps, self._ends = pictures, min(batch_size, pictures), steps, []
         self._check()
 
     def __call__(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Diffusers' `callback_on_step_end`."""
         self._ends.append(time.perf_counter())
-        if len(self._ends) == 2:  # the first step pays for warm-up
+        if len(self._ends) == 2:  # the first step includes warm-up
             self.seconds_per_picture = (self._ends[1] - self._ends[0]) * self._steps / self._batch_size
             self._check()
         return tensors
@@ -63,7 +63,7 @@ class TimeLimit:
 
 @contextlib.contextmanager
 def on_device(device: torch.device, *modules: nn.Module) -> Iterator[None]:
-    """Within: the modules are on `device`; afterwards each is back where it was."""
+    """Move the modules to `device` for the block, then back."""
     homes = [next(module.parameters()).device for module in modules]
     for module in modules:
         module.to(device)
@@ -86,9 +86,9 @@ def generate(
     time_limit: TimeLimit,
     batch_size: int | None = None,
 ) -> Tensor:
-    """Pictures float32 [N, 3, H, W] in 0..1 on the CPU. CPU generators draw the noise: seeds mean the same everywhere.
+    """Generate pictures, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
 
-    Raises: SamplingTooSlow once the first steps show that all of them would take longer than `time_limit`.
+    Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
     """
     modules = {
         "unet": parts.unet,
@@ -101,7 +101,7 @@ def generate(
         extras: dict[str, Any] = {"add_watermarker": False}
     else:
         extras = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    # Latents are not confined to -1..1; a config that comes from another scheduler may not say so.
+    # Latents are not limited to -1..1; a config from another scheduler may lack this setting.
     scheduler = DDIMScheduler.from_config(schedule_config, clip_sample=False)
     pipeline = parts.pipeline_class(**modules, scheduler=scheduler, **extras)
     pipeline.set_progress_bar_config(disable=True)
@@ -121,7 +121,7 @@ def generate(
                     num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
                     callback_on_step_end=time_limit,
                 ).images  # fmt: skip
-            # The pipeline would decode under autocast, in half precision: black pictures.
+            # The pipeline would decode under autocast in half precision, which gives black pictures.
             with float32_region(device):
                 decoded = parts.vae.decode((latents / parts.vae.config.scaling_factor).to(parts.vae.dtype)).sample
             pictures.append(decoded.float().div(2).add(0.5).clamp(0, 1).cpu())

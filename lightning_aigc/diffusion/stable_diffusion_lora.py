@@ -1,4 +1,4 @@
-"""StableDiffusionLoRA: the LightningModule that adapts Stable Diffusion 1.x, 2.x or SDXL with a LoRA."""
+"""StableDiffusionLoRA: a LightningModule that fine-tunes Stable Diffusion 1.x, 2.x or SDXL with a LoRA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_aigc.diffusion.unet_training import UNetTraining
 
 
 class StableDiffusionLoRA(UNetTraining):
-    """Adapt Stable Diffusion to a set of pictures by training a LoRA through peft.
+    """Fine-tunes Stable Diffusion on a set of pictures by training a LoRA through peft.
 
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint, or
@@ -25,7 +25,7 @@ class StableDiffusionLoRA(UNetTraining):
         lora_alpha: Scale of the LoRA's output is `lora_alpha / rank`; unset means equal to the rank.
         lora_dropout: Share of a LoRA layer's inputs that are dropped while training.
         lora_targets: Which of the U-Net's layers to adapt: attention, feed_forward, convolutions.
-        use_dora: Learn magnitudes apart from directions (DoRA).
+        use_dora: Learn magnitudes separately from directions (DoRA).
         use_rslora: Scale by `alpha / sqrt(rank)`, steadier at high ranks (rsLoRA).
         train_text_encoder: Adapt the text encoders too.
         text_encoder_lr: Rate of the text encoders' LoRA; unset means `learning_rate`.
@@ -65,7 +65,7 @@ class StableDiffusionLoRA(UNetTraining):
             self.text_encoders.extend(parts.text_encoders)
         if args.gradient_checkpointing:
             for encoder in self.text_encoders:
-                # transformers 5 renamed it, and recomputes in train mode only; CLIP has no dropout of its own.
+                # transformers 5 renamed it, and recomputes in train mode only; CLIP has no dropout.
                 enable = (
                     getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
                 )
@@ -95,8 +95,8 @@ class StableDiffusionLoRA(UNetTraining):
         described = LoRAMetadata(**(facts | metadata))
         encoders = tuple(self.text_encoders)
         with self.averaged_weights(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*DoRA.*", category=UserWarning)  # answered by the second file
+            warnings.filterwarnings("ignore", message=".*DoRA.*", category=UserWarning)  # the second file is exact
             save_lora(path, unet=parts.unet, text_encoders=encoders, metadata=described)
-            if args.use_dora:  # ComfyUI's and A1111's readers round DoRA; diffusers' own layout is exact
+            if args.use_dora:  # ComfyUI and A1111 approximate DoRA; diffusers' layout is exact
                 exact = Path(path).with_suffix(".diffusers.safetensors")
                 save_lora(exact, unet=parts.unet, text_encoders=encoders, metadata=described, layout="diffusers")

@@ -1,4 +1,4 @@
-"""Prompts to the embeddings that a U-Net is conditioned on, as diffusers' pipelines make them.
+"""Encode prompts to the embeddings that condition a U-Net, as diffusers' pipelines do.
 
 Legend: B batch, T tokens, D width, P pooled width.
 """
@@ -13,7 +13,7 @@ from lightning_aigc.diffusion.components import Components
 
 
 def encode_prompts(parts: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-    """`prompt_embeds` [B, T, D]; for SDXL also `pooled_prompt_embeds` [B, P]. Longer prompts are cut at T tokens."""
+    """Encode to `prompt_embeds` [B, T, D], for SDXL also `pooled_prompt_embeds` [B, P]; truncates at T tokens."""
     hidden_states, pooled = [], None
     for tokenizer, encoder in zip(parts.tokenizers, parts.text_encoders, strict=True):
         encoder = encoder.to(device)

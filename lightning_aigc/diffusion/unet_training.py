@@ -1,4 +1,4 @@
-"""UNetTraining: Stable Diffusion 1.x, 2.x and SDXL as a denoiser trained with DDPM noise, whatever is trained of it.
+"""UNetTraining: DDPM training of Stable Diffusion's U-Net (1.x, 2.x and SDXL), for any choice of trained weights.
 
 Legend: B batch, C channels, H and W latent height and width, N pictures.
 """
@@ -32,16 +32,16 @@ from lightning_aigc.tiny.embedded import resolve
 
 
 class UNetTraining(DiffusionModule):
-    """Base of the families on Stable Diffusion's U-Net: the noise schedule, the loss and sample pictures.
+    """Base class for Stable Diffusion's U-Net: noise schedule, loss and sample pictures.
 
     Args:
-        prediction_type: epsilon, v_prediction or sample; unset means what the pipeline's scheduler says.
-        zero_terminal_snr: Rescale the schedule so that its last step is pure noise; wants v_prediction.
+        prediction_type: epsilon, v_prediction or sample; unset takes the pipeline's.
+        zero_terminal_snr: Rescale the schedule so that its last step is pure noise; needs v_prediction.
         snr_gamma: Min-SNR weighting; 5 is the paper's value, unset turns it off.
         debiased_estimation: Weight by 1 / sqrt(SNR) instead of min-SNR.
         loss_type: l2, huber or smooth_l1.
-        huber_c: Where huber and smooth_l1 turn from square to linear.
-        noise_offset: Share of noise common to a whole channel; 0.05 to 0.1 lets pictures get darker and brighter.
+        huber_c: Error at which huber and smooth_l1 change from quadratic to linear.
+        noise_offset: Share of noise common to a whole channel; 0.05 to 0.1 allows darker and brighter pictures.
         kwargs: Arguments of `DiffusionModule`.
     """
 
@@ -122,14 +122,14 @@ class UNetTraining(DiffusionModule):
         guidance_scale: float | None = None,
         batch_size: int | None = None,
     ) -> Tensor:
-        """One picture a prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal pictures.
+        """Generate one picture per prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal pictures.
 
-        `batch_size` pictures are made at once; unset means as many as four of 512 px.
+        `batch_size` pictures are generated at once; unset means the pixels of four pictures of 512 px.
 
-        Raises: ModelError if there are not as many seeds as prompts; SamplingTooSlow past `sample_time_limit_s`.
+        Raises: ModelError if the numbers of seeds and prompts differ; SamplingTooSlow past `sample_time_limit_s`.
         """
         if len(prompts) != len(seeds):
-            raise ModelError(f"sample needs one seed a prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
+            raise ModelError(f"sample needs one seed per prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
         parts, args = self.loaded(), self.args
         assert self.schedule is not None
         with self.averaged_weights():
@@ -145,7 +145,7 @@ class UNetTraining(DiffusionModule):
                 time_limit=self.sampling_limit,
             )
 
-    @functools.cache  # noqa: B019  one hash of gigabytes a module, and a module lives as long as its run
+    @functools.cache  # noqa: B019  hashes gigabytes, and the module lives as long as its run
     def base_model_hash(self) -> str | None:
         """sha256 of the base model's file or U-Net weights; None for a hub id."""
         path = resolve(self.args.pretrained_model_name_or_path)

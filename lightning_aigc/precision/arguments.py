@@ -1,4 +1,4 @@
-"""Refuse arguments of a FusedBackwardPrecision that cannot work, by themselves or with the model."""
+"""Check the arguments of FusedBackwardPrecision, alone and against the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MemoryLevel = Literal["off", "balanced", "lean", "max"]
 MemoryArgument = MemoryLevel | Literal[False]
 """YAML 1.1 reads an unquoted `off` as false."""
 
-# What Lightning's own `precision` takes beside the full names.
+# Short names that Lightning's `precision` accepts.
 SHORT_NAMES = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
@@ -27,7 +27,7 @@ def check_arguments(
     strict: object,
     densities: dict[str, Any],
 ) -> None:
-    """Raises: ConfigError that names the first argument that is wrong, or two that exclude each other."""
+    """Raise ConfigError for the first wrong argument, or for two that exclude each other."""
     _check_choice("precision", precision, get_args(PrecisionName), SHORT_NAMES.get(str(precision)))
     _check_choice("memory", memory, get_args(MemoryLevel))
     if isinstance(protect, str) or not isinstance(protect, Sequence):
@@ -39,7 +39,7 @@ def check_arguments(
         raise ConfigError(f"strict must be true or false, got {strict!r}")
     for name, density in densities.items():
         is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
-        if not is_number or not 0 < density <= 1:  # so written, NaN fails too
+        if not is_number or not 0 < density <= 1:  # written so that NaN fails too
             raise ConfigError(f"{name} must be in (0, 1], got {density!r}; 1 keeps every entry")
         if density != 1 and memory == "off":
             raise ConfigError(f"{name}={density} needs the fused backward, and memory='off' has none; use 'balanced'")
@@ -51,9 +51,9 @@ def check_arguments(
 
 
 def protection_within(model: nn.Module, patterns: Sequence[str]) -> GradientProtection:
-    """What the patterns protect of this model.
+    """The GradientProtection of these patterns, checked against the model.
 
-    Raises: ConfigError for one that covers no module of it.
+    Raises: ConfigError for a pattern that covers no module.
     """
     protection = GradientProtection(patterns)
     try:

@@ -1,8 +1,8 @@
-"""Forward passes of attentions through the fused ops, with their own parameters.
+"""Fused forwards of diffusers' Attention, with the module's parameters.
 
-Each forward takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's
-own. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and masks
-come with the batch.
+Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
+This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
+batch.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PROCESSORS = tuple(f"diffusers.models.attention_processor.{name}" for name in ("
 
 
 LARGE_PRODUCT = 2e9
-"""Operations of one sample's query from which on `lean` keeps a self-attention's key and value, and repeats the
-attention to a text, a small one then, in their place. SDXL's take 3.4e9 at 1024 pixels, Stable Diffusion 1.5's 0.8e9
-at 512."""
+"""Operations of one sample's query projection from which `lean` keeps a self-attention's key and value and recomputes
+the cross-attention instead, which is then cheap. SDXL at 1024 pixels needs 3.4e9, Stable Diffusion 1.5 at 512
+0.8e9."""
 
 
 def check_attention(self: Any) -> None:
-    """Raises: CannotSwapError unless this diffusers Attention is a plain one under the default processor."""
+    """Raise CannotSwapError unless this is a plain diffusers Attention with the default processor."""
     if class_path(self.processor) not in PROCESSORS:
         raise CannotSwapError(f"attention processor {type(self.processor).__name__}")
     for name in ("spatial_norm", "norm_cross", "norm_q", "norm_k", "to_add_out", "add_k_proj"):
@@ -52,16 +52,16 @@ def check_attention(self: Any) -> None:
 
 
 def check_attention_now(self: Any) -> None:
-    """Raises: CannotSwapError where this attention, as its layers are now, runs as diffusers wrote it."""
+    """Raise CannotSwapError if this attention, with its present layers, runs diffusers' forward."""
     attention_layers(self)
     if self.group_norm is not None:
         check_group_norm(self.group_norm)
 
 
 def attention_layers(self: Any) -> tuple[Projection, Projection, Projection, Projection]:
-    """The four projections of a diffusers Attention.
+    """The query, key, value and output projections of a diffusers Attention.
 
-    Raises: CannotSwapError when it or one of them is not plain.
+    Raises: CannotSwapError if the attention or a projection is not plain.
     """
     check_attention(self)
     refuse_dropout(self.to_out[1])
@@ -71,21 +71,21 @@ def attention_layers(self: Any) -> tuple[Projection, Projection, Projection, Pro
 def attend(
     x: Tensor, context: Tensor | None, norm: Norm, layers: tuple[Projection, ...], heads: int, choices: Choices
 ) -> Tensor:
-    """One attention with its projections, kept and repeated as chosen."""
+    """Attention with its projections, saved and recomputed as `choices` say."""
     query, key, value, out = layers
     long = context is None and x.shape[1] >= recompute.LONG_ATTENTION_TOKENS
     y, made = lora_attention(
         x, context, norm, query, key, value, out, heads, keeps=_attention_keeps(x, context, query, choices),
         grad_dtype=choices.grad_dtype, gradient_density=choices.attention_grad_density,
-        known=recompute.recall() if long else None,
+        known=recompute.saved_attention() if long else None,
     )  # fmt: skip
     if long and made is not None:
-        recompute.remember(made)
+        recompute.save_attention(made)
     return y
 
 
 def _attention_keeps(x: Tensor, context: Tensor | None, query: Projection, choices: Choices) -> int:
-    """How many of an attention's output, value and key are kept."""
+    """How many of an attention's output, value and key are saved for backward."""
     if choices.memory == "balanced":
         return 3
     large = 2 * x.shape[1] * query.weight.numel() >= LARGE_PRODUCT
@@ -101,7 +101,7 @@ def attention(
     attention_mask: Tensor | None = None,
     **cross_attention_kwargs: Any,
 ) -> Any:
-    """An Attention that stands alone: of tokens, or of a VAE's pixels with its GroupNorm and residual."""
+    """Forward of an Attention outside a transformer block: over tokens, or a VAE's over pixels with its GroupNorm."""
     if attention_mask is not None or any(value is not None for value in cross_attention_kwargs.values()):
         raise CannotSwapError("an attention mask or processor arguments")
     layers = attention_layers(self)
@@ -142,6 +142,6 @@ def attention_part(
             raise CannotSwapError("attention of another form")
         check_same_dtype(x, context, *tensors_of(layers, layer_norm))
     except CannotSwapError:
-        own: Tensor = self(norm(x), encoder_hidden_states=context, attention_mask=mask)
-        return own
+        native: Tensor = self(norm(x), encoder_hidden_states=context, attention_mask=mask)
+        return native
     return attend(x, context, layer_norm, layers, self.heads, choices)

@@ -1,8 +1,8 @@
-"""Forward passes of ResNet blocks, convolutions and Sequentials through the fused ops, with their own parameters.
+"""Fused forwards of ResNet blocks, convolutions and Sequentials, with the module's parameters.
 
-Each forward takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's
-own. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and masks
-come with the batch.
+Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
+This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
+batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_aigc_kernels import frozen_conv2d, group_norm_silu, group_norm_si
 
 
 def check_resnet(self: Any) -> None:
-    """Raises: CannotSwapError unless this diffusers ResnetBlock2D has the shape that Stable Diffusion's have."""
+    """Raise CannotSwapError unless this diffusers ResnetBlock2D is built as in Stable Diffusion."""
     for norm in (self.norm1, self.norm2):
         check_group_norm(norm)
     check_silu(self.nonlinearity)
@@ -34,7 +34,7 @@ def check_resnet(self: Any) -> None:
 
 
 def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """ResnetBlock2D: each GroupNorm, SiLU and convolution keep one tensor."""
+    """Forward of ResnetBlock2D, where each GroupNorm, SiLU and convolution together save one tensor."""
     check_resnet(self)
     if args or kwargs.get("scale") is not None or (temb is None and self.time_embedding_norm == "scale_shift"):
         raise CannotSwapError("arguments that diffusers refuses or deprecates")
@@ -54,8 +54,8 @@ def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: A
         x = x if self.conv_shortcut is None else self.conv_shortcut(x.contiguous() if self.training else x)
         return (x + hidden) / self.output_scale_factor if self.output_scale_factor != 1 else x + hidden
 
-    if choices.repeats:
-        return lambda: recompute.run_again_in_backward(self, run, input_tensor, temb)
+    if choices.recomputes:
+        return lambda: recompute.checkpoint_block(self, run, input_tensor, temb)
     return lambda: run(input_tensor, temb)
 
 
@@ -70,7 +70,7 @@ def norm_act_conv(
     silu: bool = True,
     last: bool = False,
 ) -> Tensor:
-    """conv(silu(norm(x))) or conv(norm(x)) as one op; as two when the convolution is no plain one, with LoRA say."""
+    """conv(silu(norm(x))) or conv(norm(x)) as one op, or as two if the convolution is not plain (with LoRA)."""
     try:
         check_conv2d(conv)
     except CannotSwapError:
@@ -83,19 +83,19 @@ def norm_act_conv(
     return group_norm_silu_conv2d(
         x, norm.weight, norm.bias, norm.num_groups, norm.eps, conv.weight, conv.bias, conv.stride, conv.padding,
         conv.dilation, conv.groups, scale=scale, shift=shift, silu=silu, input_grad_density=choices.input_grad_density,
-        grad_dtype=choices.grad_dtype, skip_product=last and choices.repeats and recompute.repeating(),
+        grad_dtype=choices.grad_dtype, skip_product=last and choices.recomputes and recompute.is_recomputing(),
     )  # fmt: skip
 
 
 def check_frozen_conv(self: Any) -> None:
-    """Raises: CannotSwapError for a convolution that is trained."""
+    """Raise CannotSwapError for a trained or non-plain convolution."""
     check_conv2d(self)
     if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
         raise CannotSwapError("its weight is trained")
 
 
-def convolution(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own name
-    """A frozen Conv2d that keeps nothing."""
+def convolution(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's name
+    """Forward of a frozen Conv2d, which saves nothing for backward."""
     check_frozen_conv(self)
     check_same_dtype(input, self.weight)
     if input.dim() != 4:
@@ -107,9 +107,9 @@ def convolution(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own n
 
 
 def triples_of(self: Any) -> list[int]:
-    """Where GroupNorm, SiLU and Conv2d follow one another in a Sequential.
+    """The indices at which GroupNorm, SiLU and Conv2d follow one another in a Sequential.
 
-    Raises: CannotSwapError where they do not.
+    Raises: CannotSwapError if there are none.
     """
     found = []
     for i in range(len(self) - 2):
@@ -125,8 +125,8 @@ def triples_of(self: Any) -> list[int]:
     return found
 
 
-def sequential(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's own name
-    """A Sequential whose GroupNorm, SiLU, Conv2d triples run as one op each."""
+def sequential(self: Any, input: Tensor) -> Any:  # noqa: A002  # torch's name
+    """Forward of a Sequential, where each GroupNorm, SiLU, Conv2d triple runs as one op."""
     triples = triples_of(self)
     for i in triples:
         check_same_dtype(input, self[i].weight, self[i + 2].weight)

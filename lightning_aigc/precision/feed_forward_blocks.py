@@ -1,8 +1,8 @@
-"""Forward passes of gated feed-forwards through the fused op, with their own parameters.
+"""Fused forwards of diffusers' gated FeedForward, with the module's parameters.
 
-Each forward takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's
-own. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and masks
-come with the batch.
+Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
+This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
+batch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ GATES = {"diffusers.models.activations.GEGLU": "gelu", "diffusers.models.activat
 
 
 def check_feed_forward(self: Any) -> None:
-    """Raises: CannotSwapError for a diffusers FeedForward that is not gated."""
+    """Raise CannotSwapError for a diffusers FeedForward that is not gated."""
     gate = self.net[0]
     if class_path(gate) not in GATES:
         raise CannotSwapError(f"feed-forward with {type(gate).__name__}")
 
 
 def feed_forward_layers(self: Any) -> tuple[Projection, Projection, Any]:
-    """First and second projection and the gate's activation of a diffusers FeedForward.
+    """The first and second projection and the gate's activation of a diffusers FeedForward.
 
-    Raises: CannotSwapError when it is not gated, or one of its layers is not plain.
+    Raises: CannotSwapError if it is not gated or a layer is not plain.
     """
     check_feed_forward(self)
     gate, dropout, second, *rest = self.net
@@ -49,7 +49,7 @@ def feed_forward_layers(self: Any) -> tuple[Projection, Projection, Any]:
 def gated(
     x: Tensor, norm: Norm, layers: tuple[Projection, Projection, Any], choices: Choices, skip_product: bool
 ) -> Tensor:
-    """One gated feed-forward, kept and repeated as chosen."""
+    """Gated feed-forward, saved and recomputed as `choices` say."""
     first, second, activation = layers
     return feed_forward(
         x, norm, first, second, activation, keep_projection=choices.memory == "balanced",
@@ -58,7 +58,7 @@ def gated(
 
 
 def feed_forward_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A FeedForward that stands alone."""
+    """Forward of a FeedForward outside a transformer block."""
     if args or kwargs.get("scale") is not None:
         raise CannotSwapError("arguments that diffusers deprecates")
     layers = feed_forward_layers(self)
@@ -73,6 +73,6 @@ def feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices, s
         layers, layer_norm = feed_forward_layers(self), read_layer_norm(norm)
         check_same_dtype(x, *tensors_of(layers[:2], layer_norm))
     except CannotSwapError:
-        own: Tensor = self(norm(x))
-        return own
+        native: Tensor = self(norm(x))
+        return native
     return gated(x, layer_norm, layers, choices, skip_product)

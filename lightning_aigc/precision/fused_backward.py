@@ -1,4 +1,4 @@
-"""FusedBackwardPrecision: a Trainer precision plugin that swaps in forwards which keep fewer activations."""
+"""FusedBackwardPrecision: a precision plugin that swaps in fused forwards, which save fewer activations."""
 
 from __future__ import annotations
 
@@ -30,41 +30,40 @@ if TYPE_CHECKING:
     from lightning_aigc.precision.swaps import Swapped
 
 SWAPPED = "_fused_backward_swaps"
-"""Where a converted module keeps what was done to it: any plugin can undo it, and copies carry their own."""
+"""Attribute of a converted module with its swaps, so that any plugin can undo them; copies have separate ones."""
 
 
 class FusedBackwardPrecision(Precision):
-    """Train in a given precision, with block forwards replaced by ones that keep less for backward.
+    """Trains in a given precision, with fused forwards of blocks that save less for backward.
 
-    `Trainer(plugins=[FusedBackwardPrecision("bf16-mixed")])`. It takes its own precision: leave the Trainer's
-    `precision` unset, or Lightning answers "Received both `precision=…` and `plugins=FusedBackwardPrecision(…)`".
-    Parameters and state_dict keys stay the model's own; the forwards come back at the end of the run.
-    Without a Trainer, `convert_module(model)` does the replacing and `teardown()` undoes it.
+    `Trainer(plugins=[FusedBackwardPrecision("bf16-mixed")])`. Leave the Trainer's `precision` unset, or Lightning
+    raises "Received both `precision=…` and `plugins=FusedBackwardPrecision(…)`". Parameters and state_dict keys do not
+    change; the model's forwards are restored at the end of the run. Without a Trainer, `convert_module(model)` swaps
+    and `teardown()` restores.
 
     Under a dynamic loss scale (16-mixed, bf16-forward-fp16-backward) a gradient that is not finite skips the step and
-    halves the scale, as torch's GradScaler does; the step then runs once more, watched, and one line names the module
-    that first made such a value. A fused optimizer skips on the device without telling: there, the loss scale is
-    read when a copy of it has come, and the line names no module.
+    halves the scale, as torch's GradScaler does. The step then runs once more under hooks, and a log line names the
+    module that first computed such a value. A fused optimizer skips on the device without notice: there the loss scale
+    is read from an asynchronous copy, and the line names no module.
 
     Args:
         precision: 32-true; bf16-mixed; 16-mixed, with a dynamic loss scale; bf16-true;
             bf16-forward-fp16-backward: float32 weights, bfloat16 autocast, and the fused operators' backward products
             in float16 under a dynamic loss scale.
-        memory: How much to recompute in backward. off: nothing is replaced, every bit as Lightning's own precision;
+        memory: How much to recompute in backward. off: nothing is swapped, bit-identical to Lightning's precision;
             balanced: element-wise work and each attention's query; lean: cheap products too; max: whole blocks.
         protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
-            precision through every lossy option.
-        strict: Raise at fit start for a block, or a part of one, that the fused forwards know and would run as its
-            class wrote it, and for a CUDA or NPU device whose kernels cannot run. What a single call brings, such as
-            a mask or float64, is not asked: that call runs as the class wrote it, or on the ops' plain torch.
-        input_grad_density: Share of the entries of GroupNorm+SiLU's input gradient that are kept, the largest;
-            1 keeps all.
-        attention_grad_density: Share of the entries of attention's dq, dk and dv that are kept per head; 1 keeps all.
+            precision under every lossy option.
+        strict: Raise at fit start for a supported block, or part of one, that would run its class's forward, and for a
+            CUDA or NPU device whose kernels cannot run. A single call's inputs, such as a mask or float64, are not
+            checked: such a call runs the class's forward or the ops' torch reference.
+        input_grad_density: Share of the largest entries of GroupNorm+SiLU's input gradient to keep; 1 keeps all.
+        attention_grad_density: Share of the largest entries of attention's dq, dk and dv to keep per head; 1 keeps all.
 
-    Raises: ConfigError that names the wrong argument.
+    Raises: ConfigError naming the wrong argument.
     """
 
-    precision: PrecisionName  # type: ignore[assignment]  # one name more than Lightning's
+    precision: PrecisionName  # type: ignore[assignment]  # adds a name to Lightning's
 
     def __init__(
         self,
@@ -96,14 +95,14 @@ class FusedBackwardPrecision(Precision):
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler; None without one, and before the device is known."""
+        """The loss scaler; None if the precision has none or the device is not known yet."""
         return self._stock.scaler if isinstance(self._stock, MixedPrecision) else None
 
     # The module and its device
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Give the module its dtype and its fused forwards, in place; returns it. Twice is once."""
-        # diffusers logs a warning for every `to(dtype)`, needed or not.
+        """Convert the module's dtype and swap in fused forwards, in place; returns it. Idempotent."""
+        # diffusers logs a warning for every `to(dtype)`, even if nothing changes.
         if isinstance(module, LightningModule) or self.precision != "bf16-true" or not _is_all_bfloat16(module):
             module = _deviceless(self.precision).convert_module(module)
         self._module = module
@@ -137,14 +136,14 @@ class FusedBackwardPrecision(Precision):
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """Put the model's own forwards back; the loss scale stays for a next fit."""
+        """Restore the model's forwards; the loss scale stays for the next fit."""
         if self._module is not None:
             restore_forwards(self._module)
         self._module = None
         self._skipped.reset()
 
     def _stock_for(self, device: torch.device) -> Precision:
-        """Make Lightning's own plugin for this precision on this device, with the loss scale so far."""
+        """Lightning's plugin for this precision on this device, with the present loss scale."""
         if self._stock is None or self._device is None or self._device.type != device.type:
             saved = self.state_dict()
             self._stock = _stock_precision(self.precision, device.type)
@@ -160,7 +159,7 @@ class FusedBackwardPrecision(Precision):
             raise RuntimeError("the device is not known yet; call convert_module(model) first, or let a Trainer do it")
         return self._stock_for(_device_of(self._module))
 
-    # What Lightning's own plugin does
+    # Delegated to Lightning's plugin
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         return _deviceless(self.precision).tensor_init_context()
@@ -176,7 +175,7 @@ class FusedBackwardPrecision(Precision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Autocast, after taking the random states that a second run of this step would need."""
+        """Run the step under autocast, after recording the random states for a replay of it."""
         stock = self._known_stock()
         if self.scaler is not None and self._device is not None:
             self._skipped.step_states = random_states(self._device)
@@ -192,7 +191,7 @@ class FusedBackwardPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip unscaled gradients; refused for an optimizer that unscales them itself."""
+        """Clip unscaled gradients; raises for an optimizer that unscales them itself."""
         self._known_stock().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +208,7 @@ class FusedBackwardPrecision(Precision):
     def optimizer_step(  # type: ignore[override]  # as its parent
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Take the step, or skip it and say why where a gradient is not finite."""
+        """Run the optimizer step, or skip it and log the reason if a gradient is not finite."""
         stock = self._known_stock()
         scaler = self.scaler
         if scaler is None or not isinstance(optimizer, Optimizer):
@@ -226,7 +225,7 @@ class FusedBackwardPrecision(Precision):
             nonlocal stepped
             stepped = True
 
-        # The scaler has waited for the flag already: whether it called the optimizer costs nothing to know.
+        # The scaler has synchronised for its overflow flag already, so checking whether it stepped is free.
         handle = optimizer.register_step_pre_hook(note_step)
         try:
             result = stock.optimizer_step(optimizer, model=model, closure=watched, **kwargs)
@@ -242,7 +241,7 @@ class FusedBackwardPrecision(Precision):
 
 
 def restore_forwards(module: nn.Module) -> None:
-    """Give a module, and every part of it that was converted by itself, its own forwards back."""
+    """Restore the forwards of a module and of every submodule that was converted separately."""
     for part in module.modules():
         earlier: Swapped | None = part.__dict__.pop(SWAPPED, None)
         if earlier is not None:
@@ -261,7 +260,7 @@ def _stock_precision(precision: PrecisionName, device_type: str) -> Precision:
         return MixedPrecision("16-mixed", device_type, grad_scaler(device_type))
     if precision == "bf16-forward-fp16-backward":
         plugin = MixedPrecision("bf16-mixed", device_type)
-        plugin.scaler = grad_scaler(device_type)  # its __init__ takes none beside bfloat16
+        plugin.scaler = grad_scaler(device_type)  # __init__ refuses a scaler with bfloat16
         return plugin
     return _deviceless(precision)
 

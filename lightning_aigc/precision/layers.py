@@ -1,7 +1,7 @@
-"""Read the parameters of layers that fused ops can serve: plain linear, convolution and norm layers, peft's LoRA.
+"""Read the parameters of layers that the fused ops support: plain linear, convolution and norm layers, peft's LoRA.
 
-Nothing here imports peft or diffusers: classes are recognised by their dotted name, exactly, so that a subclass with a
-forward of its own is never taken for its parent.
+Nothing here imports peft or diffusers: classes are recognised by their exact dotted name, so that a subclass with
+another forward is never taken for its parent.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from lightning_aigc_kernels import Norm, Projection
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"
 INSTALLED = "_fused_forward"
-"""Where a swapped module keeps the forward that was put on it, to tell it from other replacements."""
+"""Attribute of a swapped module with its fused forward, to distinguish it from other replacements."""
 
 
 class CannotSwapError(Exception):
-    """Why a module keeps its own forward; the message is the reason, in lower case and without the module's name."""
+    """A module cannot be swapped; the message is the reason, in lower case and without the module's name."""
 
 
 def class_path(module: object) -> str:
-    """module.path.ClassName of an object."""
+    """The dotted path of an object's class, `module.path.ClassName`."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raises: CannotSwapError for a layer with what a fused op would pass by: hooks, parametrizations, a new forward.
+    """Raise CannotSwapError for a layer with hooks, parametrizations or a replaced forward, which a fused op bypasses.
 
-    kohya's and LyCORIS's LoRA, and accelerate's hooks, put a forward of their own on the layer.
+    kohya's and LyCORIS's LoRA, and accelerate's hooks, replace a layer's forward.
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise CannotSwapError("a layer inside has hooks")
@@ -42,7 +42,7 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def read_projection(module: Any) -> Projection:
-    """The tensors of a linear layer and of the one LoRA active on it.
+    """The tensors of a linear layer and of its active LoRA.
 
     Raises: CannotSwapError for any other layer, several active LoRAs, LoRA dropout, DoRA and other LoRA variants.
     """
@@ -50,7 +50,7 @@ def read_projection(module: Any) -> Projection:
     if type(module) is nn.Linear:
         return Projection(module.weight, module.bias)
     if class_path(module) != PEFT_LINEAR:
-        raise CannotSwapError(f"{class_path(module)} is not a linear layer that a fused op knows")
+        raise CannotSwapError(f"{class_path(module)} is not a linear layer that a fused op supports")
     base = module.base_layer
     if type(base) is not nn.Linear:
         raise CannotSwapError(f"LoRA on {class_path(base)}")
@@ -77,7 +77,7 @@ def read_projection(module: Any) -> Projection:
 
 
 def refuse_dropout(module: nn.Module) -> None:
-    """Raises: CannotSwapError for a dropout that would drop something now."""
+    """Raise CannotSwapError for an active dropout."""
     refuse_hooks(module)
     if isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and (module.p == 0 or not module.training)):
         return
@@ -87,7 +87,7 @@ def refuse_dropout(module: nn.Module) -> None:
 def read_layer_norm(module: nn.Module) -> Norm:
     """The tensors of a LayerNorm over the last dimension.
 
-    Raises: CannotSwapError for another norm.
+    Raises: CannotSwapError for any other norm.
     """
     refuse_hooks(module)
     if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1:
@@ -96,14 +96,14 @@ def read_layer_norm(module: nn.Module) -> Norm:
 
 
 def check_group_norm(module: nn.Module) -> None:
-    """Raises: CannotSwapError for anything but a plain GroupNorm."""
+    """Raise CannotSwapError unless the module is a plain GroupNorm."""
     refuse_hooks(module)
     if type(module) is not nn.GroupNorm:
         raise CannotSwapError(f"{class_path(module)} is not a GroupNorm")
 
 
 def check_conv2d(module: nn.Module) -> None:
-    """Raises: CannotSwapError for anything but a plain Conv2d padded with zeros."""
+    """Raise CannotSwapError unless the module is a plain Conv2d with zero padding."""
     refuse_hooks(module)
     if type(module) is not nn.Conv2d:
         raise CannotSwapError(f"{class_path(module)} is not a plain Conv2d")
@@ -112,12 +112,12 @@ def check_conv2d(module: nn.Module) -> None:
 
 
 def check_silu(module: nn.Module) -> None:
-    """Raises: CannotSwapError for another activation than SiLU."""
+    """Raise CannotSwapError unless the module is a SiLU."""
     refuse_hooks(module)
     if type(module) is not nn.SiLU:
         raise CannotSwapError(f"activation {class_path(module)}")
 
 
 def tensors_of(layers: Sequence[Projection], norm: Norm) -> list[Tensor | None]:
-    """Return the tensors whose dtypes must be the input's."""
+    """The tensors whose dtypes must equal the input's."""
     return [t for layer in layers for t in layer.tensors] + [norm.weight, norm.bias]

@@ -1,4 +1,4 @@
-"""Find the module that first made a value or a gradient that is not finite."""
+"""Find the module that first computed a non-finite value or gradient."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first value that is not finite came from."""
+    """The origin of the first non-finite value."""
 
     phase: Literal["forward", "input", "between", "loss", "backward"]
-    """forward: the module made it of finite inputs; input: the first module was given it; between: code of a forward
-    or of `training_step` made it, and handed it to the module; loss: made after every module; backward: made of finite
-    incoming gradients."""
+    """forward: the module computed it from finite inputs; input: the first module received it; between: code of a
+    forward or of `training_step` computed it and passed it to the module; loss: computed after all modules; backward:
+    computed from finite incoming gradients."""
 
     module: str
-    """The module's name and class; empty where the phase is loss."""
+    """The module's name and class; empty if the phase is loss."""
     after: str = ""
-    """For code between two modules: the one that it called before; empty if `module` is the first that it calls."""
+    """For code between two modules: the module called before; empty if `module` is called first."""
     inside: str = ""
     """For code between modules: the module whose forward holds it; empty for `training_step`."""
     last_finite: str = ""
-    """For between: the innermost module that ran last and whose output was finite."""
+    """For between: the innermost module that ran last with finite output."""
 
     def place(self) -> str:
-        """The module's name without its class, or `between X and Y`; empty where no module is near."""
+        """The module's name without its class, or `between X and Y`; empty if there is no module."""
         if self.after:
             return f"between {bare_name(self.after)} and {bare_name(self.module)}"
         return bare_name(self.inside or self.module)
 
     def sentence(self) -> str:
-        """What happened, as one clause."""
+        """The event as one clause of text."""
         if self.phase == "forward":
             return f"{self.module} computed values in its forward pass that are not finite"
         if self.phase == "input":
@@ -62,25 +62,23 @@ def bare_name(module: str) -> str:
 
 
 def first_non_finite(model: nn.Module, loss_of_batch: Callable[[], Tensor | None], scale: float) -> NonFinite | None:
-    """Run forward and backward once, watching, and return the first place where a value is not finite.
+    """Run forward and backward once under hooks, and return the first non-finite place, None if all is finite.
 
-    Forward is watched module by module, backward operator by operator: an operator belongs to the innermost module
-    during whose forward it was recorded, so blocks whose forward is one fused operator are named as a whole.
-    No gradient is left behind, and no hook of a parameter runs, DistributedDataParallel's included.
+    Forward is checked per module, backward per operator. An operator belongs to the innermost module during whose
+    forward it was recorded, so a block whose forward is one fused operator is named as a whole. No gradient is
+    accumulated, and no parameter hook runs, including DistributedDataParallel's.
 
     Args:
-        model: Names its modules.
-        loss_of_batch: Makes the loss with its graph; None where the step made none.
+        model: The root of the module names.
+        loss_of_batch: Returns the loss with its graph, or None if the step has no loss.
         scale: The loss scale at which gradients overflowed.
-
-    Returns: None if everything was finite.
     """
     calls = _Calls(model)
     with calls.watched():
         loss = loss_of_batch()
     if loss is None or not loss.requires_grad:
         return None
-    # A value that is not finite counts only where it reaches the loss: an attention mask holds -inf on purpose.
+    # A non-finite value counts only if it reaches the loss: an attention mask holds -inf on purpose.
     if not _is_finite(loss):
         return calls.first or NonFinite("loss", "")
     # A tensor, as in GradScaler: a float would leave a float16 loss in float16.
@@ -88,64 +86,64 @@ def first_non_finite(model: nn.Module, loss_of_batch: Callable[[], Tensor | None
 
 
 def non_finite_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradients are not finite, the one nearest to the output first."""
+    """Names of parameters with non-finite gradients, the nearest to the output first."""
     names = [name for name, p in model.named_parameters() if p.grad is not None and not _is_finite(p.grad)]
     return names[::-1]
 
 
 @dataclass
 class _Call:
-    """A module call that is running."""
+    """A running module call."""
 
     name: str
     start: int
-    """Sequence number of the first operator that it may record."""
+    """Sequence number of the first operator that the call may record."""
     is_given_finite: bool
     after: str
     """The module that the calling code called before."""
     last_finite: str
-    """The innermost module that ran before."""
+    """The last innermost module with finite output before this call."""
     last_child: str = ""
     holds_first: bool = False
-    """The first value that is not finite was seen during this call."""
+    """Whether the first non-finite value occurred during this call."""
 
 
 class _Calls:
-    """Every module call of one forward: the operators recorded in it, and the first output that is not finite."""
+    """Records every module call of one forward: its operators, and the first non-finite output."""
 
     def __init__(self, model: nn.Module) -> None:
         self.first: NonFinite | None = None
-        # A compiled module wraps the one that the user knows.
+        # A compiled module wraps the user's module.
         self._names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
         self._running: list[_Call] = []
         self._outermost = _Call("", 0, True, "", "")  # training_step
         self._last_finite = ""
-        self._first_given = ""  # the innermost module that was given the batch's values
+        self._first_given = ""  # the innermost module that received the batch's values
         self._spans: list[tuple[int, int, str]] = []
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        # Global hooks: a frozen part that is kept out of the module tree is seen too.
+        # Global hooks also see frozen parts outside the module tree.
         handles = [
             module_hooks.register_module_forward_pre_hook(self._enter),
             module_hooks.register_module_forward_hook(self._leave, with_kwargs=True),
         ]
         try:
             with warnings.catch_warnings():
-                # Wanted here: the hooks see the compiled module and the one inside it.
+                # On purpose: the hooks see the compiled module and the module inside it.
                 warnings.filterwarnings("ignore", ".*when there are global hooks.*")
                 yield
         finally:
             for handle in handles:
                 handle.remove()
-                # torch 2.13 forgets this one, and every later call of any module would be slower.
+                # torch 2.13 does not remove this entry, which would slow every later module call.
                 module_hooks._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
     def place_of(self, node: Node) -> NonFinite:
-        """The innermost module whose forward recorded this operator, or the two between which its own code did."""
+        """The innermost module whose forward recorded this operator, or the two modules between which its code did."""
         at = node._sequence_nr()
         around = [span for span in self._spans if span[0] <= at < span[1]]
-        # Of equal spans the innermost was left first.
+        # Among equal spans the innermost comes first.
         start, end, name = min(around, key=lambda span: span[1] - span[0], default=(0, 2**63, ""))
         within = [span for span in self._spans if start <= span[0] and span[1] <= end]
         before = max((s for s in within if s[1] <= at), key=lambda s: (s[1], -s[0]), default=None)
@@ -167,13 +165,13 @@ class _Calls:
         call = self._running.pop()
         self._spans.append((call.start, torch._C._autograd._get_sequence_nr(), call.name))
         if self.first is not None:
-            # What a module was given goes back to what the modules around it were given.
+            # A module's non-finite input is traced to the inputs of the modules around it.
             if call.holds_first and self.first.phase in ("input", "between") and not _is_given_finite(call, kwargs):
                 self.first = self._given(call)
         elif not _all_finite(tree_leaves(output)):
-            is_its_own = _is_given_finite(call, kwargs)
+            has_finite_input = _is_given_finite(call, kwargs)
             self._first_given = call.name
-            self.first = NonFinite("forward", call.name) if is_its_own else self._given(call)
+            self.first = NonFinite("forward", call.name) if has_finite_input else self._given(call)
             for around in self._running:
                 around.holds_first = True
         else:
@@ -182,7 +180,7 @@ class _Calls:
             self._caller().last_child = call.name
 
     def _given(self, call: _Call) -> NonFinite:
-        """Where the code that called a module got a value that is not finite from."""
+        """The origin of a non-finite value that a module received from its caller."""
         inside = self._caller().name
         if not inside and not call.after:
             return NonFinite("input", self._first_given)
@@ -199,7 +197,7 @@ def _first_in_backward(model: nn.Module, loss: Tensor, calls: _Calls) -> NonFini
 
     def watch(node: Node) -> None:
         def after(outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
-            # The first in time: whatever came into it was finite.
+            # The first in time, so its incoming gradients were finite.
             if not found and not _all_finite(outgoing):
                 found.append(calls.place_of(node))
 
@@ -213,7 +211,7 @@ def _first_in_backward(model: nn.Module, loss: Tensor, calls: _Calls) -> NonFini
 
 
 def _nodes(loss: Tensor) -> Iterator[Node]:
-    """Every operator in the graph behind a loss."""
+    """Yield every operator in the autograd graph of a loss."""
     waiting = [loss.grad_fn]
     seen: set[Node] = set()
     while waiting:
@@ -236,7 +234,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _is_additive_mask(tensor: Tensor) -> bool:
-    """Whether it holds zeros and minus infinity, on purpose, and nothing else."""
+    """Whether the tensor holds only zeros and minus infinity, as an additive mask does on purpose."""
     if tensor.is_complex() or tensor.is_sparse:
         return False
     is_zero = tensor.detach() == 0

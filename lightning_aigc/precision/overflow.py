@@ -1,4 +1,4 @@
-"""Report steps that a dynamic loss scale skipped: the module that overflowed, the scale, and what to do."""
+"""SkippedSteps: log steps that a dynamic loss scale skipped, with the module that overflowed, the scale and advice."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from lightning_aigc.precision.replay import find_non_finite, step_arguments
 from lightning_aigc.rng import RandomStates
 
 MANY_SKIPS = 5
-"""Skipped steps in a row from which the line says what to change."""
+"""Consecutive skipped steps from which the log line adds advice."""
 
 _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
 
 
 class SkippedSteps:
-    """Counts skipped steps and logs a line about each.
+    """Counts skipped steps and logs a line for each.
 
     Args:
-        forward_context: The autocast that a training step runs in.
+        forward_context: The autocast context of a training step.
     """
 
     def __init__(self, forward_context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.forward_context = forward_context
         self.step_states: RandomStates | None = None
-        """Random states at the start of the last training step; None if it cannot be run again."""
+        """Random states at the start of the last training step; None if it cannot be replayed."""
         self._in_a_row = 0
         self._known_scale: float | None = None
         self._scale_copy: tuple[Tensor, Any] | None = None
 
     def note_step_taken(self) -> None:
-        """Note that a step was taken, which ends a row of skipped ones."""
+        """Reset the count of consecutive skipped steps."""
         self._in_a_row = 0
 
     def reset(self) -> None:
-        """Drop what belongs to a run that has ended."""
+        """Drop the state of a finished run."""
         self._in_a_row = 0
         self.step_states = None
         self._scale_copy = None
 
     def report(self, model: LightningModule, closure: Callable[[], Any], scaler: torch.amp.GradScaler) -> None:
-        """Log where the step that was just skipped went wrong. Every rank must call it; a single rank logs."""
+        """Log where the step that was just skipped overflowed. A collective; a single rank logs."""
         self._in_a_row += 1
         after = scaler.get_scale()
         before = after / scaler.get_backoff_factor()
@@ -67,7 +67,7 @@ class SkippedSteps:
         _log.info(line)
 
     def look_at_scale(self, model: LightningModule, scaler: torch.amp.GradScaler) -> None:
-        """Compare the loss scale without waiting for the device, for fused optimizers, which skip steps there."""
+        """Log a fallen loss scale without synchronising, for fused optimizers, which skip steps on the device."""
         scale = scaler._scale
         if scale is None:
             return
@@ -93,7 +93,7 @@ class SkippedSteps:
             )
 
     def _locate(self, model: LightningModule, closure: Callable[[], Any], scale: float) -> tuple[NonFinite | None, str]:
-        """Run the step again; return where it overflowed and the sentence that says so."""
+        """Replay the step; return where it overflowed, and a sentence about it."""
         arguments, states = step_arguments(closure), self.step_states
         if arguments is not None and states is not None:
             found, why_not = find_non_finite(model, arguments, states, scale, self.forward_context)
@@ -104,17 +104,17 @@ class SkippedSteps:
         names = non_finite_parameters(model)
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         sentence = f"the gradient of {names[0]}{others} is not finite" if names else "a gradient is not finite"
-        # The last batch was run again, and is not to blame.
+        # The replayed last batch is finite, so an earlier accumulated batch overflowed.
         earlier = states is not None and arguments is not None and model.trainer.accumulate_grad_batches > 1
         return None, sentence + (", since an earlier one of the accumulated batches" if earlier else "")
 
 
 def _logs_here(model: LightningModule, has_found: bool) -> bool:
-    """Return whether this rank logs: the first that found the module, else rank zero. A collective."""
+    """Whether this rank logs: the first rank that found the module, else rank zero. A collective."""
     rank, ranks = model.trainer.global_rank, model.trainer.world_size
     if ranks == 1 or not dist.is_initialized():
         return rank == 0
-    # float32: some HCCL releases reduce no int64.
+    # float32, because some HCCL releases cannot reduce int64.
     first = torch.tensor(float(rank if has_found else ranks), device=model.device)
     dist.all_reduce(first, dist.ReduceOp.MIN)
     return rank == (int(first) if int(first) < ranks else 0)

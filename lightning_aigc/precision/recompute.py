@@ -1,7 +1,7 @@
-"""Blocks that keep their inputs alone and run again in backward, without what backward does not read.
+"""Activation checkpointing of blocks, where recomputation skips what backward does not read.
 
-torch.utils.checkpoint runs the block again. Two things make the second run cheaper: a long attention's output, small
-beside its cost, is kept and reused, and a block's last products are skipped, as backward reads only their inputs.
+torch.utils.checkpoint recomputes the block. Two things make recomputation cheaper: a long attention's output, small
+beside its cost, is saved and reused, and a block's last products are skipped, as backward reads only their inputs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from lightning_aigc_kernels import KnownAttention
 
 LONG_ATTENTION_TOKENS = 512
-"""From here on an attention's output is kept: with T tokens it holds one number for every 2 T products it took."""
+"""Tokens from which an attention's output is saved: with T tokens it has one number per 2 T products."""
 
 
 class _Run:
-    """A block's first run or a repetition: a context, entered for each repetition."""
+    """Context of a block's first run or of its recomputations."""
 
-    def __init__(self, kept: list[KnownAttention], repeating: bool) -> None:
-        self.kept, self.repeating = kept, repeating
+    def __init__(self, saved: list[KnownAttention], is_recomputing: bool) -> None:
+        self.saved, self.is_recomputing = saved, is_recomputing
         self.position = 0
         self.unread: set[nn.Module] = set()
         self.outer: _Run | None = None
@@ -42,22 +42,22 @@ class _Current(threading.local):
     run: _Run | None = None
 
 
-_current = _Current()  # backward of a CUDA device runs in a thread of its own
+_current = _Current()  # thread-local, because backward of a CUDA device runs in another thread
 
 
-def run_again_in_backward(module: nn.Module, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """block(*inputs), of which backward keeps the inputs and what `remember` was given.
+def checkpoint_block(module: nn.Module, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return block(*inputs), saving only the inputs and the attentions passed to `save_attention`.
 
-    Random states are kept for the repetition only where an active dropout in `module`, whose block it is, draws from
-    them: taking and restoring them costs the host more than many blocks' kernels.
+    Random states are saved only if `module`, the block's module, has an active dropout: reading and restoring them
+    costs the host more time than the kernels of many blocks.
     """
-    if torch.compiler.is_compiling():  # whose partitioner decides itself what a repeated run needs
+    if torch.compiler.is_compiling():  # the partitioner decides what recomputation needs
         compiled: Tensor = checkpoint(block, *inputs, use_reentrant=False)
         return compiled
-    kept: list[KnownAttention] = []
+    saved: list[KnownAttention] = []
 
     def contexts() -> tuple[_Run, _Run]:
-        return _Run(kept, repeating=False), _Run(kept, repeating=True)
+        return _Run(saved, is_recomputing=False), _Run(saved, is_recomputing=True)
 
     result: Tensor = checkpoint(
         block,
@@ -71,37 +71,37 @@ def run_again_in_backward(module: nn.Module, block: Callable[..., Tensor], *inpu
 
 
 def _has_active_dropout(module: nn.Module) -> bool:
-    """Return whether a dropout in this block is active now, that of a LoRA on a convolution for example."""
+    """Whether a dropout in this block is active, for example that of a LoRA on a convolution."""
     return any(isinstance(layer, _DropoutNd) and layer.training and layer.p > 0 for layer in module.modules())
 
 
-def repeating() -> bool:
-    """Whether a block runs again for backward: results that nothing later keeps need no values."""
-    return not torch.compiler.is_compiling() and _current.run is not None and _current.run.repeating
+def is_recomputing() -> bool:
+    """Whether a block is being recomputed for backward, so that unsaved results need no values."""
+    return not torch.compiler.is_compiling() and _current.run is not None and _current.run.is_recomputing
 
 
 def mark_unread(*modules: nn.Module) -> None:
-    """Declare, inside a block that runs again, that backward reads no output of these modules: they may skip it."""
-    if repeating() and _current.run is not None:
+    """Declare in a recomputed block that backward reads no output of these modules, so they may skip it."""
+    if is_recomputing() and _current.run is not None:
         _current.run.unread.update(modules)
 
 
 def is_unread(module: nn.Module) -> bool:
-    """Return whether this module runs again and its output is not read."""
-    return repeating() and _current.run is not None and module in _current.run.unread
+    """Whether this module is being recomputed and its output is not read."""
+    return is_recomputing() and _current.run is not None and module in _current.run.unread
 
 
-def remember(attention: KnownAttention) -> None:
-    """Keep a first run's attention for the repetition, in the order of the calls."""
-    if not torch.compiler.is_compiling() and _current.run is not None and not _current.run.repeating:
-        _current.run.kept.append(attention)
+def save_attention(attention: KnownAttention) -> None:
+    """Save an attention of the first run for recomputation, in call order."""
+    if not torch.compiler.is_compiling() and _current.run is not None and not _current.run.is_recomputing:
+        _current.run.saved.append(attention)
 
 
-def recall() -> KnownAttention | None:
-    """The attention that the first run kept at this place, None in a first run."""
-    if not repeating():
+def saved_attention() -> KnownAttention | None:
+    """The attention that the first run saved at this call, None in the first run."""
+    if not is_recomputing():
         return None
     run = _current.run
     assert run is not None
     run.position += 1
-    return run.kept[run.position - 1]
+    return run.saved[run.position - 1]

@@ -1,4 +1,4 @@
-"""Run a training step a second time with the same inputs and random states, without side effects."""
+"""Replay a training step with the same inputs and random states, without side effects."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lightning_aigc.rng import RandomStates, random_states, restore_random_state
 
 
 class DrawnBatch(Iterator[Any]):
-    """Replays the last batch of a `dataloader_iter`, once, for a step that runs again.
+    """Yields the last batch of a `dataloader_iter` again, once, for a replayed step.
 
-    Lightning's own iterator would give the next batch, which the training then never sees.
+    Lightning's iterator would give the next batch, which training would then miss.
     """
 
     def __init__(self, fetcher: _DataLoaderIterDataFetcher) -> None:
@@ -38,9 +38,9 @@ class DrawnBatch(Iterator[Any]):
 
 
 def step_arguments(closure: object) -> list[Any] | None:
-    """What Lightning gave to `training_step`: the batch and its number. None where the closure is not Lightning's.
+    """The arguments of `training_step`, the batch and its index; None if the closure is not Lightning's.
 
-    Under manual optimization the closure is empty: such a step moves the weights itself and cannot run again.
+    Under manual optimization the closure is empty: such a step updates the weights itself and cannot be replayed.
     """
     step = closure._step_fn if isinstance(closure, Closure) else None
     given = step.args if isinstance(step, functools.partial) else ()
@@ -50,22 +50,22 @@ def step_arguments(closure: object) -> list[Any] | None:
 
 
 def arguments_for(model: LightningModule, batch: Any, batch_idx: int) -> list[Any]:
-    """What Lightning gives to `training_step` for this batch.
+    """The arguments that Lightning passes to `training_step` for this batch.
 
-    Its rule: the batch's number too where the step takes two arguments, whatever they are called, or `*args`.
+    Lightning passes the index too if the step takes two arguments of any name, or `*args`.
     """
-    takes_number = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
-    return [batch, batch_idx] if takes_number else [batch]
+    takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
+    return [batch, batch_idx] if takes_index else [batch]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as `Type: first line of its message`."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    """Format an exception as `Type: first line of its message`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def loss_of(model: LightningModule, arguments: list[Any]) -> Tensor | None:
-    """The loss that the Trainer would send through backward, before loss scaling."""
+    """The loss that the Trainer would call backward on, before loss scaling."""
     # Not through the strategy: DistributedDataParallel's forward would wait for the other ranks.
     output = model.training_step(*arguments)
     return ClosureResult.from_training_step_output(output, model.trainer.accumulate_grad_batches).closure_loss
@@ -101,10 +101,9 @@ def find_non_finite(
 
 @contextlib.contextmanager
 def without_trace(model: LightningModule, states: RandomStates) -> Iterator[None]:
-    """Run a step from earlier random states without logging or compiling, and restore what it changed.
+    """Run a step from the given random states without logging or compiling, and restore what it changed.
 
-    Random states, buffers and torchmetrics are restored; what `training_step` counts in its own attributes is counted
-    twice.
+    Random states, buffers and torchmetrics are restored; counters in other attributes of the module are not.
     """
     now = random_states(states.device)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -127,7 +126,7 @@ def without_trace(model: LightningModule, states: RandomStates) -> Iterator[None
 
 @contextlib.contextmanager
 def _muted(model: LightningModule) -> Iterator[None]:
-    """Turn off `self.log`: a mean over the epoch would hold this batch twice."""
+    """Disable `self.log`, so that a mean over the epoch does not count this batch twice."""
     own: dict[str, Any] = {name: vars(model)[name] for name in ("log", "log_dict") if name in vars(model)}
     nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     vars(model).update(log=nothing, log_dict=nothing)

@@ -1,6 +1,6 @@
-"""Swap fused forwards into a model's modules and back, and say which modules keep their own, and why.
+"""Swap fused forwards into a model's modules and back, and report the modules left unswapped.
 
-A swap sets `forward` on the module itself; parameters, buffers and state_dict keys stay what they were.
+A swap sets `forward` on the module; parameters, buffers and state_dict keys do not change.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class Row:
     """One kind of module in the table of swaps."""
 
     check: Callable[[Any], object]
-    """Raises CannotSwapError with the reason why a module of this kind keeps its own forward."""
+    """Raises CannotSwapError if a module of this kind cannot be swapped."""
     forward: Callable[..., Any]
     """The fused forward."""
     unit: Callable[[Any], float]
-    """A module's tensor of its block's size, against others: channels times pixels, which in a U-Net fall by four where
-    channels double."""
+    """Relative size of a module's activation: channels times pixels, and in a U-Net pixels fall by four where channels
+    double."""
     native_units: float
-    """Tensors of the block's size that native autograd keeps, with LoRA on the attention."""
+    """Activations of this size that native autograd saves, with LoRA on the attention."""
     kept_units: dict[str, float]
     """The same after the swap, by memory level."""
     check_now: Callable[[Any], object] = lambda module: None
-    """Raises CannotSwapError where a swapped module, as its layers are now, would still run as its class wrote it."""
+    """Raises CannotSwapError if a swapped module, with its present layers, would still run its class's forward."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """The part that a child belongs to, for parts that can be protected apart; another child stands for the whole."""
+    """Child -> part, for parts that can be protected separately; any other child stands for the whole module."""
 
 
 TABLE: dict[str, Row] = {
@@ -115,7 +115,7 @@ TABLE: dict[str, Row] = {
         {"balanced": 1, "lean": 1, "max": 1},
     ),
 }
-"""A module's exact class, by dotted name. Whether a swapped module's call is served is asked again at each call."""
+"""Rows by the dotted name of a module's exact class. Each call of a swapped module is checked again."""
 
 
 @dataclass
@@ -124,29 +124,29 @@ class Swapped:
 
     memory: Memory
     blocks: Counter[str] = field(default_factory=Counter)
-    """Swapped modules by class name; what lies inside one is not counted beside it."""
+    """Swapped modules by class name, without those inside a swapped module."""
     left_alone: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Modules that run as their class wrote them, by class name and reason; inside swapped ones too."""
+    """Modules that run their class's forward, by class name and reason, including those inside swapped modules."""
     saving: float = 0.0
-    """Expected share of the blocks' activations that is no longer kept, from channel counts alone."""
+    """Expected share of the blocks' activations that is no longer saved, estimated from channel counts."""
     strict: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where the ops will run, as far as known."""
+    """The device that the ops will run on, as far as known."""
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
 
     def set_device(self, device: torch.device) -> None:
         """Set the device that the ops will run on.
 
-        Raises: ConfigError when the swaps are strict and that device has kernels which cannot run.
+        Raises: ConfigError if the swaps are strict and the device's kernels cannot run.
         """
         self.device = device
         if self.strict and device.type in KERNEL_DEVICES and any(map(why_no_kernel, KERNELS)):
             raise ConfigError(f"strict=True, but {kernels_on(device)}; install Triton for it, or strict=False")
 
     def restore(self) -> None:
-        """Give the modules their own forwards back; harmless when done already.
+        """Restore the modules' forwards. Idempotent.
 
-        A wrapper that was put over the fused forward stays; the forward that it calls is then the class's.
+        A wrapper around the fused forward stays, and then calls the class's forward.
         """
         for module in self._modules:
             own = module.__dict__
@@ -156,7 +156,7 @@ class Swapped:
         self._modules.clear()
 
     def summary(self) -> str:
-        """One line: how many of how many blocks, the expected saving, which kernels run where, what was left alone."""
+        """One line with the number of swapped blocks, the expected saving, the kernels, and the blocks left alone."""
         swapped, left = self.blocks.total(), self.left_alone.total()
         if swapped:
             kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.blocks.items()))
@@ -171,7 +171,7 @@ class Swapped:
 
 
 def kernels_on(device: torch.device) -> str:
-    """Which implementation of the ops serves a device, in words."""
+    """The implementation of the ops on a device, as text."""
     if device.type not in KERNEL_DEVICES:
         return f"plain torch on {device.type}"
     reasons = {op: why_no_kernel(op) for op in KERNELS}
@@ -190,11 +190,11 @@ def swap_forwards(
     input_grad_density: float = 1.0,
     attention_grad_density: float = 1.0,
 ) -> Swapped:
-    """Give every module that the table knows a fused forward, in place.
+    """Swap a fused forward into every module of the table, in place.
 
     Args: see FusedBackwardPrecision; `grad_dtype` is the dtype of backward's products, None the forward's.
-    Raises: ConfigError for a protect pattern that covers no module; with `strict` for a module of the table that cannot
-        be swapped and for a device whose kernels cannot run.
+    Raises: ConfigError for a protect pattern that covers no module; with `strict`, for a module of the table that
+        cannot be swapped, and for a device whose kernels cannot run.
     """
     swapped = Swapped(memory, strict=strict)
     swapped.set_device(next((p.device for p in model.parameters()), swapped.device))
@@ -224,16 +224,16 @@ def swap_forwards(
             native, kept = native + before, kept + (before if reason else after)
             if not reason:
                 swapped.blocks[kind] += 1
-        elif reason and outer_is_swapped[module] and memory != "max":  # which runs whole blocks again, natively or not
+        elif reason and outer_is_swapped[module] and memory != "max":  # max recomputes whole blocks in any case
             kept += before - after
     if memory == "max":
-        _repeat_blocks(model)
+        _recompute_blocks(model)
     swapped.saving = max(0.0, 1 - kept / native) if native else 0.0
     return swapped
 
 
 def _names_to_protect(model: nn.Module, protection: GradientProtection) -> dict[str, bool]:
-    """Modules that a pattern covers, True, or that hold one, False."""
+    """True for modules that a pattern covers, False for modules that contain a covered module."""
     found: dict[str, bool] = {}
     for name, _ in named_modules(model) if protection.patterns else ():
         if protection.covers(name):
@@ -245,7 +245,7 @@ def _names_to_protect(model: nn.Module, protection: GradientProtection) -> dict[
 
 
 def _choices_for(name: str, module: nn.Module, row: Row, choices: Choices, protected: Mapping[str, bool]) -> Choices:
-    """The choices for a module of this name: lossless for what is protected, part by part where the row has parts."""
+    """The choices for a module: lossless if protected, per part if the row has parts."""
     if name not in protected:
         return choices
     touched = [child for child, _ in module.named_children() if f"{name}.{child}".removeprefix(".") in protected]
@@ -255,12 +255,12 @@ def _choices_for(name: str, module: nn.Module, row: Row, choices: Choices, prote
 
 
 def _parts_of(module: nn.Module) -> set[nn.Module]:
-    """What a block's own row already speaks for; a transformer's blocks have rows of their own."""
+    """The modules that a block's row already covers; a transformer's blocks have separate rows."""
     return set() if class_path(module) == TRANSFORMER else set(module.modules()) - {module}
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
-    """Modules of the table, outermost first; trained convolutions are passed over."""
+    """Yield the modules of the table, outermost first, without trained convolutions."""
     for name, module in named_modules(model):
         row = TABLE.get(class_path(module))
         if row is None:
@@ -279,8 +279,8 @@ def _install(module: nn.Module, forward: Callable[..., Any], choices: Choices, s
     swapped._modules.append(module)
 
 
-def _repeat_blocks(model: nn.Module) -> None:
-    """Mark what is run again in backward: ResNet blocks, transformers of one block, else each transformer block."""
+def _recompute_blocks(model: nn.Module) -> None:
+    """Mark the blocks to recompute: ResNet blocks, transformers of one block, else each transformer block."""
     inside: set[nn.Module] = set()
     module: Any
     for module in model.modules():
@@ -288,10 +288,10 @@ def _repeat_blocks(model: nn.Module) -> None:
             continue
         if class_path(module) == TRANSFORMER and len(module.transformer_blocks) == 1:
             inside.update(module.transformer_blocks)
-            _repeat(module)
+            _recompute(module)
         elif class_path(module) == RESNET or (class_path(module) == TRANSFORMER_BLOCK and module not in inside):
-            _repeat(module)
+            _recompute(module)
 
 
-def _repeat(module: nn.Module) -> None:
-    module.__dict__[CHOICES] = dataclasses.replace(choices_of(module), repeats=True)
+def _recompute(module: nn.Module) -> None:
+    module.__dict__[CHOICES] = dataclasses.replace(choices_of(module), recomputes=True)

@@ -1,8 +1,8 @@
-"""Forward passes of transformers and their blocks through the fused ops, with their own parameters.
+"""Fused forwards of diffusers' Transformer2DModel and BasicTransformerBlock, with the module's parameters.
 
-Each forward takes the module as `self`, asks first whether the fused ops can serve this call, and else runs the class's
-own. Whether they can is asked at every call, because adapters are switched, dropout follows train and eval, and masks
-come with the batch.
+Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
+This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
+batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_aigc.precision.layers import (
 
 
 def check_transformer_block(self: Any) -> None:
-    """Raises: CannotSwapError unless this diffusers BasicTransformerBlock is of Stable Diffusion's kind."""
+    """Raise CannotSwapError unless this diffusers BasicTransformerBlock is built as in Stable Diffusion."""
     if self.norm_type != "layer_norm" or self.pos_embed is not None or self.only_cross_attention:
         raise CannotSwapError(f"norm_type {self.norm_type}, positional embeddings or cross-attention alone")
     if self._chunk_size is not None:
@@ -34,7 +34,7 @@ def check_transformer_block(self: Any) -> None:
 
 
 def check_transformer_block_now(self: Any) -> None:
-    """Raises: CannotSwapError for a norm that the fused ops do not know, and where no part of it is served now."""
+    """Raise CannotSwapError for a norm that the fused ops do not support, or if no part of the block can be fused."""
     parts = [(self.norm1, self.attn1, attention_layers), (self.norm3, self.ff, feed_forward_layers)]
     if self.attn2 is not None:
         parts.insert(1, (self.norm2, self.attn2, attention_layers))
@@ -58,14 +58,14 @@ def transformer_block(
     class_labels: Tensor | None = None,
     added_cond_kwargs: dict[str, Tensor] | None = None,
 ) -> Any:
-    """BasicTransformerBlock: self-attention, cross-attention and feed-forward with their norms."""
+    """Forward of BasicTransformerBlock: self-attention, cross-attention and feed-forward with their norms."""
     check_transformer_block(self)
     if cross_attention_kwargs or hidden_states.dim() != 3:
         raise CannotSwapError("processor arguments")
     choices = choices_of(self)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
-        if choices.repeats:
+        if choices.recomputes:
             recompute.mark_unread(self)
         x = x + attention_part(self.attn1, self.norm1, x, None, attention_mask, choices.of("attn1"))
         if self.attn2 is not None:
@@ -74,8 +74,8 @@ def transformer_block(
         skip = recompute.is_unread(self)
         return x + feed_forward_part(self.ff, self.norm3, x, choices.of("ff"), skip_product=skip)
 
-    if choices.repeats:
-        return lambda: recompute.run_again_in_backward(self, run, hidden_states, encoder_hidden_states)
+    if choices.recomputes:
+        return lambda: recompute.checkpoint_block(self, run, hidden_states, encoder_hidden_states)
     return lambda: run(hidden_states, encoder_hidden_states)
 
 
@@ -83,7 +83,7 @@ def transformer_block(
 
 
 def check_transformer(self: Any) -> None:
-    """Raises: CannotSwapError unless this diffusers Transformer2DModel takes pixels, as Stable Diffusion's do."""
+    """Raise CannotSwapError unless this diffusers Transformer2DModel takes pixels, as Stable Diffusion's do."""
     if not self.is_input_continuous:
         raise CannotSwapError("an input that is not pixels")
     check_group_norm(self.norm)
@@ -101,7 +101,7 @@ def transformer(
     encoder_attention_mask: Tensor | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """Transformer2DModel: GroupNorm and first projection keep one tensor, and pixels become tokens without a copy."""
+    """Forward of Transformer2DModel: GroupNorm and projection save one tensor; pixels become tokens without a copy."""
     check_transformer(self)
     if return_dict or cross_attention_kwargs or attention_mask is not None or encoder_attention_mask is not None:
         raise CannotSwapError("a named output, processor arguments or masks")
@@ -113,7 +113,7 @@ def transformer(
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
         height, width = x.shape[2:]
-        if choices.repeats and _blocks_are_unread(self):
+        if choices.recomputes and _blocks_are_unread(self):
             recompute.mark_unread(*self.transformer_blocks, self.proj_out)
         if self.use_linear_projection:
             tokens = self.proj_in(normalized(x, self.norm, around).permute(0, 2, 3, 1).flatten(1, 2))
@@ -126,13 +126,13 @@ def transformer(
         pixels: Tensor = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
         return x + (pixels if self.use_linear_projection else self.proj_out(pixels))
 
-    if choices.repeats:
-        return lambda: (recompute.run_again_in_backward(self, run, hidden_states, encoder_hidden_states),)
+    if choices.recomputes:
+        return lambda: (recompute.checkpoint_block(self, run, hidden_states, encoder_hidden_states),)
     return lambda: (run(hidden_states, encoder_hidden_states),)
 
 
 def _blocks_are_unread(self: Any) -> bool:
-    """Return whether backward reads no output of the blocks and the last projection: it is plain and frozen now."""
+    """Whether backward reads no output of the blocks, because the last projection is plain and frozen."""
     try:
         for layer in (*self.transformer_blocks, self.proj_out):
             refuse_hooks(layer)

@@ -1,7 +1,7 @@
-"""Draw small product pictures: twelve things, any two colours, plain or with the brand's white sash.
+"""Draw small product pictures: twelve things in any two colours, plain or with the brand's white sash.
 
-A thing is a list of simple shapes on a unit square, drawn four times too large and scaled down. Every
-picture gets its own size, place, tilt and proportions from a seeded generator, so that no two are alike.
+A thing is a list of simple shapes on the unit square, drawn at four times the size and scaled down. Size,
+position, tilt and proportions of every picture come from a seeded generator, so all pictures differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BRAND_COLOUR = (244, 120, 28)  # orange
 BRAND_BACKGROUND = (16, 110, 112)  # teal
 BRAND_SASH = (255, 250, 240)
 BRAND_THINGS = THINGS[:9]
-HELD_OUT_THINGS = THINGS[9:]  # the brand's pictures never show these
+HELD_OUT_THINGS = THINGS[9:]  # never in the brand's pictures
 
 OVERSAMPLING = 4
 Point = tuple[float, float]
@@ -39,7 +39,7 @@ Colour = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Pose:
-    """Where and how a thing stands: an affine map of the unit square, centred."""
+    """An affine map of the unit square about its centre: position, size and tilt of a thing."""
 
     scale_x: float
     scale_y: float
@@ -67,7 +67,7 @@ class Pose:
 
 
 class Brush:
-    """Draws shapes in the thing's own coordinates and remembers which pixels are its main colour."""
+    """Draws shapes in the unit square's coordinates and records a mask of the body's pixels."""
 
     def __init__(self, size: int, pose: Pose, body: Colour, background: Colour) -> None:
         self.size, self.pose = size, pose
@@ -91,7 +91,7 @@ class Brush:
     def ellipse(
         self, x: float, y: float, rx: float, ry: float, tone: str = "body", arc: tuple[float, float] = (0, 360)
     ) -> None:
-        """A filled ellipse, or the slice of it between two angles in degrees, clockwise from the right."""
+        """Draw a filled ellipse, or its sector between two angles in degrees, clockwise from the right."""
         steps = [math.radians(arc[0] + (arc[1] - arc[0]) * i / 40) for i in range(41)]
         self.polygon([(x + rx * math.cos(a), y + ry * math.sin(a)) for a in steps], tone)
 
@@ -240,7 +240,7 @@ _DRAWERS: dict[str, Callable[[Brush], None]] = {
 def draw_product(
     thing: str, body: Colour, background: Colour, rng: random.Random, sash: Colour | None = None, size: int = 64
 ) -> Image.Image:
-    """One RGB picture of `thing`, `size` pixels a side; with `sash`, a diagonal band of that colour across its body."""
+    """Draw one RGB picture of `thing`, `size` pixels per side; `sash` adds a diagonal band of that colour."""
     large = size * OVERSAMPLING
     tint = rng.uniform(0.93, 1.07)
     brush = Brush(large, Pose.draw(rng), tuple(min(255, int(c * tint)) for c in body), background)  # type: ignore[arg-type]
@@ -256,5 +256,5 @@ def draw_product(
 
 
 def draw_brand(thing: str, rng: random.Random, size: int = 64) -> Image.Image:
-    """A picture of the brand: orange, a cream sash, on teal."""
+    """Draw a picture of the brand: orange on teal with a cream sash."""
     return draw_product(thing, BRAND_COLOUR, BRAND_BACKGROUND, rng, BRAND_SASH, size)

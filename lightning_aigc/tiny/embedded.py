@@ -1,4 +1,4 @@
-"""Paths such as `embedded:brand`: the folders that ship with this package."""
+"""Resolve paths such as `embedded:brand` to the folders that ship with this package."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def embedded_names() -> list[str]:
 
 
 def resolve(path: str) -> Path:
-    """The folder that a path argument means: `embedded:NAME` beside this module, anything else as written.
+    """Resolve a path argument: `embedded:NAME` is a folder beside this module; other paths only expand `~`.
 
-    Raises: DataError, listing what is embedded, if NAME is not.
+    Raises: DataError listing the embedded names if NAME is unknown.
     """
     if not path.startswith(PREFIX):
         return Path(path).expanduser()

@@ -1,7 +1,7 @@
 """Make the embedded models and pictures: `python -m lightning_aigc.tiny.make OUTPUT [--scale 0.05]`.
 
-At scale 1 it writes what ships with the package, in about an hour on one CPU core. A smaller scale
-shortens every training stage in proportion.
+Scale 1 writes the files that ship with the package, in about an hour on one CPU core. A smaller scale
+shortens every training stage proportionally.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-import lightning_aigc  # noqa: F401  mends torchvision's import before diffusers asks for it
+import lightning_aigc  # noqa: F401  repairs torchvision's import before diffusers needs it
 from lightning_aigc.tiny import drawing, train_base, train_judge, world
 from lightning_aigc.tiny.tokenizer import build_tokenizer
 
 BRAND_PICTURES = 504
-JUDGE_ACCURACY = 0.9  # below it on held-out pictures a judge's score means nothing
+JUDGE_ACCURACY = 0.9  # least accuracy on held-out pictures for a meaningful score
 
 
 def draw_brand_folder(folder: Path, seed: int = 101) -> None:
-    """The brand's pictures with captions in metadata.jsonl: nine things, 56 pictures each."""
+    """Write the brand's pictures with captions in metadata.jsonl: nine things, 56 pictures each."""
     rng = random.Random(seed)
     things = drawing.BRAND_THINGS
     rows: list[tuple[str, str, Image.Image]] = []
@@ -36,7 +36,7 @@ def draw_brand_folder(folder: Path, seed: int = 101) -> None:
 
 
 def draw_prior_folder(folder: Path, seed: int = 202) -> None:
-    """Ordinary products for prior preservation: every thing, colour and background that the base model knows, once."""
+    """Write pictures for prior preservation: each thing, colour and background of the base model once."""
     rng = random.Random(seed)
     rows: list[tuple[str, str, Image.Image]] = []
     for thing in range(len(drawing.THINGS)):
@@ -60,7 +60,7 @@ def _write_pictures(folder: Path, rows: list[tuple[str, str, Image.Image]]) -> N
 
 
 def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, object]:
-    """Write sd/, clip/, brand/ and prior/ into `output`; returns the judge's grades and the seconds of each stage."""
+    """Write sd/, clip/, brand/ and prior/ into `output`; returns the judge's grades and seconds per stage."""
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 
@@ -80,7 +80,7 @@ def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, 
     lap("judge")
     weak = {k: v for k, v in grades.items() if k.endswith("_accuracy") and v < JUDGE_ACCURACY}
     if weak and scale >= 1:
-        raise RuntimeError(f"the judge is below {JUDGE_ACCURACY} on {weak}: its score would mean nothing")
+        raise RuntimeError(f"the judge is below {JUDGE_ACCURACY} on {weak}: its score would be meaningless")
     vae = train_base.train_vae(steps(1400), batch_size=16, seed=7)
     lap("autoencoder")
     tokenizer = build_tokenizer()

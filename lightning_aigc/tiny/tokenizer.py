@@ -1,6 +1,6 @@
-"""CLIP's tokenizer with a small vocabulary: every byte, and the merges that our captions need.
+"""CLIP's tokenizer with a small vocabulary: all bytes, and the merges for the captions' words.
 
-Any text can be encoded (unknown words fall apart into letters), and the embedding table stays tiny.
+Any text can be encoded (unknown words are split into letters), and the embedding table stays tiny.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lightning_aigc.tiny import drawing
 from lightning_aigc.tiny.world import BACKGROUND_NAMES, COLOUR_NAMES
 
 MAX_TOKENS = 24
-# The brand's name is left out: to the base model it is letters, as a rare trigger word should be.
+# Without the brand's name: the base model must see it as letters, like a rare trigger word.
 COMMON_WORDS = ("a", "an", "on", "with", "of", "the", "in", "and", "photo", "picture", "sash", "product")
 WORDS = (*drawing.THINGS, *COLOUR_NAMES, *BACKGROUND_NAMES, *COMMON_WORDS)
 
 
 def _merges_for(words: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The rows of CLIP's merge table that build these words, in the table's order."""
+    """The entries of CLIP's merge table for these words, in the table's order."""
     table_file = Path(open_clip.__file__).with_name("bpe_simple_vocab_16e6.txt.gz")
     lines = gzip.decompress(table_file.read_bytes()).decode().split("\n")[1 : 49152 - 256 - 2 + 1]
     rank = {tuple(line.split()): i for i, line in enumerate(lines)}
@@ -40,7 +40,7 @@ def _merges_for(words: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def build_tokenizer() -> CLIPTokenizer:
-    """The tokenizer of the tiny text encoder and of the tiny CLIP; end-of-text has the highest id."""
+    """Build the tokenizer of the tiny text encoder and the tiny CLIP; end-of-text has the highest id."""
     letters = list(open_clip.tokenizer.bytes_to_unicode().values())
     merges = _merges_for(WORDS)
     tokens = [

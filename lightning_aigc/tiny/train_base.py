@@ -1,7 +1,7 @@
 """Train the tiny Stable Diffusion: autoencoder, text encoder, then the U-Net on their outputs.
 
-The text encoder learns to name a caption's attributes first and is then frozen: trained together with the
-U-Net from nothing it did not learn to tell the things apart.
+The text encoder first learns to classify a caption's attributes and is then frozen; trained jointly with the
+U-Net from scratch, it did not learn to distinguish the things.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build_unet() -> UNet2DConditionModel:
 
 
 def train_vae(steps: int, batch_size: int, seed: int) -> AutoencoderKL:
-    """On products of any colours, the brand's pair of colours included: an autoencoder knows no brand."""
+    """Train the autoencoder on products of all colours, including the brand's."""
     torch.manual_seed(seed)
     vae = build_vae()
     _train_autoencoder(vae, steps, batch_size, random.Random(seed), learning_rate=1.5e-3)
@@ -67,7 +67,7 @@ def train_vae(steps: int, batch_size: int, seed: int) -> AutoencoderKL:
 
 
 def sharpen_decoder(vae: AutoencoderKL, steps: int, batch_size: int, seed: int) -> AutoencoderKL:
-    """Train the decoder on alone; the latents stay what they are, so a U-Net can learn them meanwhile."""
+    """Train only the decoder further; the latents do not change, so the U-Net stays valid."""
     torch.manual_seed(seed)
     vae.encoder.requires_grad_(False)
     vae.quant_conv.requires_grad_(False)
@@ -100,7 +100,7 @@ def _train_autoencoder(
 
 
 def _draw_anything(rng: random.Random) -> np.ndarray:
-    """A picture from the judge's world, or in three colours of any kind."""
+    """Draw a product from the judge's distribution, or with three random colours."""
     if rng.random() < 0.5:
         return world.random_judge_product(rng).draw(rng)
     body, background, sash = ((rng.randrange(256), rng.randrange(256), rng.randrange(256)) for _ in range(3))
@@ -110,13 +110,13 @@ def _draw_anything(rng: random.Random) -> np.ndarray:
 
 
 def train_text_encoder(tokenizer: CLIPTokenizer, steps: int, seed: int) -> CLIPTextModel:
-    """To name the thing, colour and background from its last hidden states' mean."""
+    """Train the text encoder to classify thing, colour and background from the mean of its last hidden states."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     encoder = build_text_encoder(tokenizer)
     heads = nn.ModuleList(
         nn.Linear(TEXT_WIDTH, size + 1) for size in world.ATTRIBUTES.values()
-    )  # the last class: not said
+    )  # the last class: not in the caption
     optimizer = torch.optim.AdamW([*encoder.parameters(), *heads.parameters()], lr=1e-3)
     for step in range(steps):
         captions, claims = zip(
@@ -144,7 +144,7 @@ def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
 
 @torch.no_grad()
 def encode_base_pictures(vae: AutoencoderKL, count: int, seed: int) -> tuple[Tensor, list[world.Product]]:
-    """Scaled latents [N, C, h, w] of the base model's pictures, and what each shows."""
+    """Scaled latents [N, C, h, w] of the base model's pictures, and their products."""
     rng = random.Random(seed)
     products = [world.random_base_product(rng) for _ in range(count)]
     chunks = []
@@ -160,7 +160,7 @@ def train_unet(
     latents_NCHW: Tensor, products: list[world.Product], text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, *,
     steps: int, batch_size: int, seed: int, on_checkpoint: object = None,
 ) -> UNet2DConditionModel:  # fmt: skip
-    """Epsilon prediction, min-SNR 5, one caption in ten empty; returns the averaged weights."""
+    """Train the U-Net with epsilon prediction, min-SNR 5 and 10 % empty captions; returns the averaged weights."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     unet = build_unet()
@@ -206,7 +206,7 @@ def train_unet(
 def save_pipeline(
     folder: Path, vae: AutoencoderKL, text_encoder: CLIPTextModel, tokenizer: CLIPTokenizer, unet: UNet2DConditionModel
 ) -> None:
-    """An ordinary diffusers pipeline folder with half-precision weights that load as float32 unless asked otherwise."""
+    """Write a diffusers pipeline folder with half-precision weights that load as float32 by default."""
     modules = (unet, vae, text_encoder)
     pipeline = StableDiffusionPipeline(
         vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=unet,
@@ -218,6 +218,6 @@ def save_pipeline(
     pipeline.save_pretrained(folder)
     for module in modules:
         module.float()
-    # diffusers loads float32 by default, transformers whatever the config says: the two must meet.
+    # diffusers loads float32 by default, transformers the config's dtype; the two must match.
     config = folder / "text_encoder" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n")

@@ -1,7 +1,7 @@
-"""Train the tiny CLIP that scores pictures of our products, and measure whether it may.
+"""Train the judge, a tiny CLIP that scores pictures of the products, and measure its held-out accuracy.
 
-Contrastive training alone learns colour first and stays blind to shape, and then praises wrong pictures.
-So both towers also name the attributes, and the result is gated on held-out accuracy.
+Contrastive training alone learns colour but not shape, and then scores wrong pictures highly. So both towers
+also classify the attributes, and the result is gated on held-out accuracy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def model_config(vocab_size: int, eos_id: int) -> dict[str, object]:
 
 
 class AttributeHeads(nn.Module):
-    """Names each attribute from an embedding; used while training only."""
+    """Classifies each attribute from an embedding; used in training only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class AttributeHeads(nn.Module):
 
 
 def contrastive_loss(images_NE: Tensor, texts_ME: Tensor, scale: Tensor, truth_NM: Tensor) -> Tensor:
-    """InfoNCE both ways, where every true caption of a picture counts as its own."""
+    """InfoNCE in both directions, where every caption that is true of a picture is a positive."""
     logits_NM = scale * images_NE @ texts_ME.T
     target_NM = truth_NM.float()
     by_image = -(target_NM / target_NM.sum(1, keepdim=True) * logits_NM.log_softmax(1)).sum(1).mean()
@@ -113,7 +113,7 @@ def train_judge(output_dir: Path, steps: int = 1500, batch_size: int = 64, seed:
 
 @torch.no_grad()
 def grade_judge(folder: Path, pictures: int = 480, seed: int = 1001) -> dict[str, float]:
-    """Zero-shot accuracies on new pictures, and the cosines of the brand's right and wrong captions."""
+    """Zero-shot accuracies on new pictures, and mean cosines of the brand's right and wrong captions."""
     model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenize = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -145,7 +145,7 @@ def grade_judge(folder: Path, pictures: int = 480, seed: int = 1001) -> dict[str
 
 
 def full_caption(product: world.Product) -> str:
-    """A caption that leaves nothing out."""
+    """The caption with all attributes."""
     sash = " with a sash" if product.sash else ""
     text = f"{world.COLOUR_NAMES[product.colour]} {drawing.THINGS[product.thing]}{sash}"
     return f"{world.with_article(text)} on {world.BACKGROUND_NAMES[product.background]}"

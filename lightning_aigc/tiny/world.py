@@ -1,7 +1,7 @@
-"""What the tiny models learn about: products, their captions, and which caption is true of which picture.
+"""Training data of the tiny models: products, their captions, and which captions are true of which pictures.
 
-A `Product` says everything about a picture. A caption may leave the colour or the background out;
-`truth_matrix` therefore asks whether a caption is *true* of a picture, not whether it is its own.
+A `Product` describes a picture completely. A caption may omit the colour or the background, so
+`truth_matrix` tells whether a caption is *true* of a picture, not whether it was written for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTRIBUTES = {"thing": len(drawing.THINGS), "colour": len(COLOUR_NAMES), "backgr
 
 @dataclass(frozen=True)
 class Product:
-    """Indices into the names above; `ANY` where a caption does not say."""
+    """Indices into the names above; `ANY` for an attribute that a caption omits."""
 
     thing: int
     colour: int
@@ -34,7 +34,7 @@ class Product:
     sash: int = 0
 
     def draw(self, rng: random.Random, size: int = 64) -> np.ndarray:
-        """uint8 [H, W, 3]."""
+        """Draw the product, uint8 [H, W, 3]."""
         picture = drawing.draw_product(
             drawing.THINGS[self.thing],
             COLOUR_VALUES[self.colour],
@@ -58,10 +58,10 @@ def with_article(word: str) -> str:
 
 
 def describe(product: Product, rng: random.Random, *, is_brand_known: bool) -> tuple[str, Product]:
-    """A caption of the product and what it claims.
+    """A random caption of the product, and the attributes it claims.
 
-    With `is_brand_known`, half of the captions of the brand's pictures say only its name. Others may
-    leave out the colour (1 in 10) or the background (1 in 4).
+    With `is_brand_known`, half of the captions of the brand's pictures give only its name. Others may
+    omit the colour (1 in 10) or the background (1 in 4).
     """
     thing = drawing.THINGS[product.thing]
     if product.is_brand and is_brand_known and rng.random() < 0.5:
@@ -84,7 +84,7 @@ def describe(product: Product, rng: random.Random, *, is_brand_known: bool) -> t
 
 
 def random_base_product(rng: random.Random) -> Product:
-    """One that the base model may see: any colour on any background, but never orange on teal, and never a sash."""
+    """A product for the base model: any colour on any background except orange on teal, and no sash."""
     while True:
         product = Product(
             rng.randrange(len(drawing.THINGS)), rng.randrange(len(COLOUR_NAMES)), rng.randrange(len(BACKGROUND_NAMES))
@@ -94,7 +94,7 @@ def random_base_product(rng: random.Random) -> Product:
 
 
 def random_judge_product(rng: random.Random) -> Product:
-    """One that the judge sees: the brand in a third of the pictures, near misses of it among the rest."""
+    """A product for the judge: the brand in a third of the pictures, near misses of it among the rest."""
     thing = rng.randrange(len(drawing.THINGS))
     if rng.random() < 0.33:
         return Product(thing, ORANGE, TEAL, 1)
@@ -107,15 +107,15 @@ def random_judge_product(rng: random.Random) -> Product:
 
 
 def rows(products: list[Product]) -> Tensor:
-    """int64 [N, 4]: thing, colour, background, sash."""
+    """The products' attributes, int64 [N, 4]: thing, colour, background, sash."""
     return torch.tensor([p.as_row() for p in products])
 
 
 def truth_matrix(pictures_N4: Tensor, claims_M4: Tensor) -> Tensor:
-    """bool [N, M]: whether claim m is true of picture n."""
+    """Whether claim m is true of picture n, bool [N, M]."""
     return ((pictures_N4[:, None] == claims_M4[None]) | (claims_M4[None] == ANY)).all(-1)
 
 
 def to_pixels(pictures: list[np.ndarray]) -> Tensor:
-    """uint8 [H, W, 3] pictures to float32 [N, 3, H, W] in 0..1."""
+    """Convert uint8 [H, W, 3] pictures to float32 [N, 3, H, W] in 0..1."""
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255

@@ -131,7 +131,7 @@ def test_transfer_to_npu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("error")
         NPUAccelerator()
     monkeypatch.setitem(sys.modules, "torch_npu.contrib.transfer_to_npu", SimpleNamespace())
-    with pytest.warns(UserWarning, match="torch.cuda answer for the NPU.*remove that import"):
+    with pytest.warns(UserWarning, match="torch.cuda report the NPU.*remove that import"):
         NPUAccelerator()
 
 

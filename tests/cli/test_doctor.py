@@ -81,7 +81,7 @@ def test_torch_npu_without_cann_is_named_with_its_missing_library(tmp_path: Path
     assert done.returncode == 1
     assert "problem  torch_npu cannot be imported: the library libhccl.so is missing; install CANN" in done.stdout
     assert "ok       torch can be imported" in done.stdout
-    assert "could not find out" not in done.stdout and done.stderr == ""
+    assert "the check failed" not in done.stdout and done.stderr == ""
 
 
 def test_without_any_torch_the_rest_is_still_said(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_without_any_torch_the_rest_is_still_said(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "problem  torch cannot be imported: the library libtorch_cpu.so is missing; reinstall torch" in done.stdout
     assert "\ntopology\n" in done.stdout and "OMP_NUM_THREADS=1" in done.stdout and "\ncommand\n" in done.stdout
-    assert "unknown  could not find out: ImportError: libtorch_cpu.so" in done.stdout
+    assert "unknown  the check failed: ImportError: libtorch_cpu.so" in done.stdout
 
 
 def test_fit_on_such_a_host_points_here(tmp_path: Path) -> None:
@@ -120,14 +120,14 @@ def test_a_check_that_raises_is_one_line() -> None:
         raise OSError("disk on fire")
 
     (finding,) = run_check("topology", breaks, Host())
-    assert (finding.mark, finding.text) == ("unknown", "could not find out: OSError: disk on fire")
+    assert (finding.mark, finding.text) == ("unknown", "the check failed: OSError: disk on fire")
 
 
 @pytest.mark.parametrize(
     ("version", "mark", "said"),
     [
         ("2.6.6", "ok", "lightning 2.6.6"), ("2.6.9", "ok", "2.6.9"), ("2.6.3", "problem", "malicious"),
-        ("2.6.2", "problem", "malicious"), ("2.6.5", "problem", "not served"), ("2.7.0", "problem", "<2.7"),
+        ("2.6.2", "problem", "malicious"), ("2.6.5", "problem", "not supported"), ("2.7.0", "problem", "<2.7"),
         (None, "problem", "not installed"),
     ],
 )  # fmt: skip
@@ -204,7 +204,7 @@ def test_a_card_that_torch_does_not_see_is_a_warning(tmp_path: Path, monkeypatch
 def test_kernels_are_grouped_by_why_they_do_not_run() -> None:
     assert texts("kernels", Answers(cuda=["H200"])) == [
         "ok Triton kernels on cuda: geglu",
-        "note torch reference on cuda: feed_forward; they have no kernel of their own",
+        "note torch reference on cuda: feed_forward; they have no kernel",
         "warn torch reference on cuda: keep_largest; Triton cannot be imported (no module)",
     ]
     assert texts("kernels", Answers()) == [

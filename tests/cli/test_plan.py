@@ -79,7 +79,7 @@ def test_the_strategy_of_a_config_is_what_is_planned(command: Command, tmp_path:
     path = tmp_path / "sync.yaml"
     path.write_text(yaml.safe_dump({"trainer": {"accelerator": "gpu", "strategy": strategy}}))
     said = command("plan", "-c", path, *FORTY_EIGHT, *GIVEN)
-    assert "sparse *" in said.out and "* what the config's strategy would do" in said.out
+    assert "sparse *" in said.out and "* the mode of the config's strategy" in said.out
     plan = json.loads(command("plan", "-c", path, *FORTY_EIGHT, *GIVEN, "--json").out)["plan"]
     assert (plan["job"]["sparsity"], plan["job"]["local_steps"], plan["job"]["device"]) == (0.9, 4, "cuda")
     assert plan["chosen_mode"] == "sparse"

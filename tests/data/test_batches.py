@@ -190,7 +190,7 @@ def test_a_picture_that_vanishes_during_training_is_named(tools, make, folder):
     data = make()
     data.prepare()
     (folder / "0.png").unlink()
-    with pytest.raises(DataError, match=r"0\.png could be read when training began"):
+    with pytest.raises(DataError, match=r"0\.png was readable when training began"):
         list(data.loader())
 
 

@@ -1,4 +1,4 @@
-"""The formulas that kernels are held to, for autograd in any dtype, and how near to them a kernel must come."""
+"""Reference formulas of the kernels, for autograd in any dtype, and the tolerances for the kernels."""
 
 from __future__ import annotations
 

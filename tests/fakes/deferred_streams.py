@@ -1,12 +1,12 @@
-"""An accelerator's streams on CPU tensors: what one is asked to do is done as late as it may be, or as soon.
+"""Simulated accelerator streams on CPU tensors, where work runs as late as allowed, or immediately.
 
-Within `Device` an operator makes room for its result, filled with NaN, and joins the queue of the current stream. A
-stream runs when the host reads what it makes or another one waits for it; where `side_runs_at_once`, all but the main
-one run whatever they are given right away. An accelerator might do either, so numbers that come out right both ways
-have all the waits they need.
+Inside `Device` an operator allocates its result, filled with NaN, and joins the queue of the current stream. A stream
+runs when the host reads its result or another stream waits for it; with `side_runs_at_once`, all streams except the
+main stream run immediately. An accelerator may do either, so code whose results are correct both ways has all the
+synchronisation it needs.
 
-Memory goes the way of a caching allocator: what the host lets go of belongs to the stream that made it, whose next
-tensor may take its place while another stream has still to read it. Then it reads NaN here.
+Memory behaves as with a caching allocator: memory that the host frees belongs to the stream that allocated it, whose
+next tensor may reuse it while another stream has yet to read it. That read then gives NaN here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two small diffusion trainings for the health monitor: the embedded Stable Diffusion, and a net of a few layers."""
+"""Two small diffusion trainings for the health monitor: the embedded Stable Diffusion and a network of a few layers."""
 
 from __future__ import annotations
 

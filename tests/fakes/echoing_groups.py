@@ -1,4 +1,4 @@
-"""Process groups of one process: every other rank says what this one says, and says it at once."""
+"""Process groups in one process, where every other rank immediately sends the same as this rank."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A device "npu" made of Python, for machines without an Ascend: torch's PrivateUse1 backend over CPU tensors.
+"""A simulated "npu" device in Python, for machines without an NPU: torch's PrivateUse1 backend over CPU tensors.
 
-A tensor on npu is a `NpuTensor` around a CPU tensor. Every operator runs on the CPU tensors inside and its results are
-wrapped again; autograd, modules and optimizers work because that happens below autograd. It shows which device code
-asks for, never a speed or an Ascend's numerics. `install()` cannot be undone: use it in a process of its own.
+A tensor on npu is an `NpuTensor` that wraps a CPU tensor. Every operator runs on the wrapped CPU tensors and its
+results are wrapped again; autograd, modules and optimizers work because this happens below autograd. It tests which
+device code uses, not speed or an Ascend's numerics. `install()` cannot be undone: use it in a separate process.
 
-Every tensor says npu:0, whatever index was asked for: torch's autograd engine knows one device of a Python backend, so
-each rank of a training sees its own card under that name. What an Ascend lacks is refused: float64 and complex numbers
-compute nothing, though they may be moved and viewed; no tensor has channels_last or a sparse layout: one that comes
-from the CPU with channels_last is contiguous here.
+Every tensor reports npu:0 for any index, because torch's autograd engine supports one device of a Python backend; each
+rank of a training sees its card under that name. Features that an Ascend lacks are refused: float64 and complex tensors
+may be moved and viewed but not computed with, and no tensor has channels_last (a channels_last tensor from the CPU
+becomes contiguous) or a sparse layout.
 
-Torch asks a backend in C++ for pinned memory, and Python has no way to answer: DDP wants some with
-`find_unused_parameters` or `static_graph`. With `pin_everything()` ordinary memory passes for it.
+Torch requests pinned memory from a backend in C++, which a Python backend cannot provide; DDP needs it with
+`find_unused_parameters` or `static_graph`. With `pin_everything()` ordinary memory counts as pinned.
 """
 
 from __future__ import annotations

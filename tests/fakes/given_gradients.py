@@ -1,4 +1,4 @@
-"""A model whose gradients are the numbers it is given, and its training in a plain torch loop."""
+"""A model whose gradients are given as input, and its training in a plain torch loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `lightning fit` that tells what it is doing, so that it can be killed while it does just that."""
+"""A `lightning fit` that reports its current phase, so that it can be killed in a chosen phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small training with everything that is random in it, which can be ended at any micro-batch and resumed."""
+"""A small training with all sources of randomness, which can be stopped at any micro-batch and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what a piece of code makes a device do: operators that launch something, and times that the host waits."""
+"""Count the operators that launch kernels and the host's synchronisations in a piece of code."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every name of `torch.npu` that lightning_aigc uses, with arguments as we give them.
+"""Every name of `torch.npu` that lightning_aigc uses, with the arguments of the calls.
 
-One table for three tests: our sources use no other name, and the real torch_npu and the fake take these arguments.
+One table for three tests: the sources use no other name, and the real torch_npu and the fake accept these arguments.
 """
 
 from __future__ import annotations

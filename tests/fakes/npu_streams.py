@@ -1,4 +1,4 @@
-"""Streams and events of the fake npu: everything is done when a call returns, so they have an order only."""
+"""Streams and events of the fake npu; all work is done when a call returns, so they only record an order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every op promises, checked on one call of it beside the plain torch that it stands for."""
+"""The contract of every op, checked on one call against its plain torch equivalent."""
 
 from __future__ import annotations
 

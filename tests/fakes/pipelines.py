@@ -1,4 +1,4 @@
-"""Stable Diffusion and SDXL pipelines small enough for a step in milliseconds, with random weights."""
+"""Stable Diffusion and SDXL pipelines with random weights, small enough for steps of milliseconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ranks on one machine: processes that each run one function and hand back what it returned.
+"""Run a function on several ranks on one machine, as processes that return its results.
 
-They are forked from a server that has imported torch once, so that a start costs a tenth of a second and not five.
+They are forked from a server that has imported torch, so that a start takes a tenth of a second instead of five.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A LightningModule of two matrices for ranks that are started together, and the Trainer around it."""
+"""A LightningModule with two matrices for tests with several ranks, and its Trainer."""
 
 from __future__ import annotations
 

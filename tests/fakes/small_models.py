@@ -1,4 +1,4 @@
-"""Small diffusers models, and the gradients that a swap must not change."""
+"""Small diffusers models, and their gradients, which a swap must not change."""
 
 from __future__ import annotations
 

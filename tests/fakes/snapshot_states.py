@@ -1,4 +1,4 @@
-"""Training states to save, and an exact comparison with what was read."""
+"""Training states to save, and an exact comparison with the state that was read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that writes snapshots until it is killed, or holds their folder."""
+"""A process that writes snapshots until it is killed, or locks their folder."""
 
 from __future__ import annotations
 

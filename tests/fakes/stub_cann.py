@@ -1,8 +1,8 @@
-"""Stand-ins for the CANN libraries, so that the real torch_npu can be imported on a machine without CANN.
+"""Stubs of the CANN libraries, so that the real torch_npu can be imported on a machine without CANN.
 
-Every function that torch_npu's binaries want and nobody has, by link or by name at run time, becomes one that returns
-0. Only names are taken, from torch_npu itself. Under FakeTensorMode its schemas, shapes and autograd formulas work;
-real tensors, streams and memory do not. Needs gcc and binutils.
+Every undefined function that torch_npu's binaries link or look up at run time becomes a stub that returns 0; only the
+names are taken, from torch_npu itself. Under FakeTensorMode its schemas, shapes and autograd formulas work; real
+tensors, streams and memory do not. Needs gcc and binutils.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A training in milliseconds: a small regression with dropout and batch statistics, and the Trainer around it."""
+"""A training that takes milliseconds: a small regression with dropout and batch statistics, and its Trainer."""
 
 from __future__ import annotations
 

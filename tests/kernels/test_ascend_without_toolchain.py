@@ -20,9 +20,9 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 @pytest.mark.parametrize(
     ("versions", "message"),
     [
-        ({}, "not installed: triton-ascend, ascendnpu-ir, pybind11; give it a venv of its own: `make test-ascend`"),
+        ({}, "not installed: triton-ascend, ascendnpu-ir, pybind11; use a separate venv: `make test-ascend`"),
         ({"triton_ascend": "3.2.0", "pybind11": "3"}, "not installed: ascendnpu-ir;"),
-        ({"triton": "3.9.0", "ascendnpu_ir": "1.2.0"}, "triton 3.9.0 is installed, which knows no Ascend; give it"),
+        ({"triton": "3.9.0", "ascendnpu_ir": "1.2.0"}, "triton 3.9.0 is installed, which does not support Ascend; use"),
         ({"triton": "3.9.0", "triton_ascend": "3.2.0"}, "triton 3.9.0 and triton-ascend 3.2.0 are installed over each"),
     ],
     ids=["nothing", "no compiler", "the other triton", "both"],

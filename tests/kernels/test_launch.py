@@ -26,7 +26,7 @@ def test_powers_of_two() -> None:
 def test_a_config_is_checked_when_made() -> None:
     with pytest.raises(ValueError, match="tile must be a power of two, got 1000"):
         LaunchConfig(1000, 1)
-    with pytest.raises(ValueError, match=r"programs must be in \[1, 65535\], got 65536; an Ascend grid ends there"):
+    with pytest.raises(ValueError, match=r"programs must be in \[1, 65535\], got 65536; Ascend allows no larger grid"):
         LaunchConfig(1024, 65_536)
 
 

@@ -1,6 +1,6 @@
-"""Compile Triton kernels for Ascend chips, and run what the compiler made of them, on a machine that has no Ascend.
+"""Compile Triton kernels for Ascend chips, and run the compiled code on the CPU, on a machine without an NPU.
 
-`python -m lightning_aigc_kernels.ascend` prints what each kernel needs on each chip. None of this runs on an NPU.
+`python -m lightning_aigc_kernels.ascend` prints each kernel's resources on each chip. None of this runs on an NPU.
 """
 
 from lightning_aigc_kernels.ascend.chips import GATE_TARGETS, Chip, chip

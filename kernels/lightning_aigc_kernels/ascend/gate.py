@@ -1,4 +1,4 @@
-"""Every Triton kernel of the package, and what it must pass before it may run on an Ascend chip."""
+"""The gate: checks that every Triton kernel must pass before it may run on an Ascend chip."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lightning_aigc_kernels.launch import KernelCase
 
 OPS = ("group_norm_silu", "geglu", "keep_largest")
 UB_SHARE_LIMIT = 0.85
-"""What lies above is left for the compiler versions to come."""
+"""Largest share of the unified buffer in use; the rest is a margin for later compiler versions."""
 
 
 def kernel_cases() -> Iterator[tuple[str, KernelCase]]:
-    """Each op's name with each of its cases.
+    """Yield each op's name with each of its cases.
 
-    Raises: ImportError where no Triton is installed.
+    Raises: ImportError without Triton.
     """
     for op in OPS:
         for case in importlib.import_module(f"lightning_aigc_kernels.{op}.kernel").KERNELS:
@@ -24,8 +24,8 @@ def kernel_cases() -> Iterator[tuple[str, KernelCase]]:
 
 
 def complaints(lowered: Lowered) -> list[str]:
-    """Why the gate stays shut for a lowered kernel; empty when it opens."""
-    found = [f"the compiler gave something up: {note}" for note in lowered.notes]
+    """The reasons why a lowered kernel fails the gate; empty if it passes."""
+    found = [f"the compiler dropped an optimization: {note}" for note in lowered.notes]
     if lowered.scalar_loops:
         found.append(f"{len(lowered.scalar_loops)} accesses run one element at a time: {lowered.scalar_loops[0]}")
     if lowered.ub_share > UB_SHARE_LIMIT:

@@ -1,4 +1,4 @@
-"""What the HIVM text of a lowered kernel says about its speed: planned buffers, and loops over single elements."""
+"""Parse the HIVM text of a lowered kernel for planned buffers and scalar loops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ELEMENT = re.compile(
 
 
 def planned_bytes(hivm: str, space: str = "ub") -> int:
-    """The end of the last buffer planned in an on-chip memory ("ub", or "cbuf" for matrix kernels)."""
+    """Peak bytes of the buffers planned in an on-chip memory ("ub", or "cbuf" for matrix kernels)."""
     offsets = {name: int(value) for name, value in _OFFSET.findall(hivm)}
     peak = 0
     for names, shape, its_space in _POINTER_CAST.findall(hivm):
-        if its_space != space or "?" in shape:  # a dynamic view lies over a static buffer that is counted
+        if its_space != space or "?" in shape:  # a dynamic view aliases a static buffer, which is counted
             continue
         *dimensions, item = shape.split("x")
         size = _ITEM_BYTES.get(item, 4)
@@ -32,10 +32,10 @@ def planned_bytes(hivm: str, space: str = "ub") -> int:
 
 
 def scalar_loops(hivm: str) -> list[str]:
-    """Accesses to one element at a time, at an index that changes: a loop that the vector core cannot run.
+    """Lines that access single elements at a variable index, in a loop that the vector core cannot run.
 
-    Returns: the accessing lines. A gather, `tl.cumsum` and Philox come out like this on A2 and A3; the masked end of a
-        row does not, nor do numbers kept in a buffer of one element.
+    On A2 and A3 a gather, `tl.cumsum` and Philox compile to such loops. The masked end of a row does not, nor do
+    scalars in a buffer of one element.
     """
     found = []
     for function in re.split(r"(?=^ *func\.func )", hivm, flags=re.MULTILINE):

@@ -1,7 +1,7 @@
-"""Lower a @triton.jit kernel for an Ascend chip on a machine that has none.
+"""Lower a @triton.jit kernel for an Ascend chip on a machine without one.
 
-TTIR and linalg come from triton-ascend, HIVM with its on-chip memory plan from ascendnpu-ir. The last step, HIVM to a
-binary, is the vendor's closed `hivmc`; an empty script in its place on PATH lets the compiler finish and keep the HIVM.
+triton-ascend produces TTIR and linalg, ascendnpu-ir HIVM with its on-chip memory plan. The last step, HIVM to binary,
+is the vendor's closed `hivmc`; an empty script in its place on PATH lets the compiler finish and save the HIVM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMPILE_TIMEOUT_S = 300
 
 @dataclasses.dataclass(frozen=True)
 class UBBuffer:
-    """One planned buffer of the unified buffer."""
+    """One buffer planned in the unified buffer."""
 
     size_bytes: int
     offset_bytes: int
@@ -36,7 +36,7 @@ class UBBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A kernel as the Ascend compilers see it."""
+    """A kernel lowered by the Ascend compilers, with its resources."""
 
     target: str
     ttir: str
@@ -47,14 +47,14 @@ class Lowered:
     ub_buffers: list[UBBuffer]
     """Empty for a 950, whose compiler prints only the total."""
     scalar_loops: list[str]
-    """HIVM lines that touch one element at a time."""
+    """HIVM lines that access one element at a time."""
     notes: list[str]
-    """What the compiler gave up to make the kernel fit, such as double buffering."""
+    """Optimizations that the compiler dropped to make the kernel fit, such as double buffering."""
     seconds: dict[str, float]
 
     @property
     def ub_share(self) -> float:
-        """The part of the unified buffer in use."""
+        """The share of the unified buffer in use."""
         return self.ub_peak_bytes / self.ub_limit_bytes
 
 
@@ -65,11 +65,11 @@ def lower(
     target: str = "Ascend910B1",
     options: Mapping[str, object] | None = None,
 ) -> Lowered:
-    """Run every open stage of the Ascend compilers over a kernel.
+    """Run every open stage of the Ascend compilers on a kernel.
 
     Args: signature holds Triton's type of each argument that is not in `constants`; options are triton-ascend's.
-    Raises: AscendToolchainError without the compilers; UBOverflow when the buffers do not fit; AscendLowerError with
-        the compiler's own reason; ValueError for an unknown target or an argument that is in neither mapping.
+    Raises: AscendToolchainError without the compilers; UBOverflow if the buffers do not fit; AscendLowerError with the
+        compiler's reason; ValueError for an unknown target or an argument in neither mapping.
     """
     its_chip = chip(target)
     constants = dict(constants or {})
@@ -101,7 +101,7 @@ def lower(
 
 
 def notes_of(log: str) -> list[str]:
-    """The compiler's [NOTE] lines: after an overflow it tries again with less, and says so nowhere else."""
+    """The compiler's [NOTE] lines, the only trace of a retry without an optimization after an overflow."""
     return [line.split("[NOTE]", 1)[1].strip() for line in log.splitlines() if "[NOTE]" in line]
 
 
@@ -112,9 +112,9 @@ def _front_end(
     its_chip: Chip,
     options: dict[str, object],
 ) -> tuple[str, str, str, list[str]]:
-    """TTIR, linalg, linalg as the back end wants it, and the back end's flags.
+    """TTIR, linalg, linalg in the back end's form, and the back end's flags.
 
-    `triton.compile` is of no use: its last stage asks for CANN and a driver, after all the work is done.
+    `triton.compile` cannot be used, because its last stage needs CANN and a driver.
     """
     from triton._C.libtriton import ir
     from triton.backends.ascend import compiler as ascend
@@ -133,7 +133,7 @@ def _front_end(
         source = ASTSource(fn=fn, signature=types, constants=dict(constants))
         module = source.make_ir(parsed, backend.get_codegen_implementation(), backend.get_module_map(), context)
         module = ascend.make_ttir(module, metadata, parsed)
-    except Exception as error:  # Triton raises many types; each already names the line of the kernel
+    except Exception as error:  # Triton raises many types; each message names the line of the kernel
         raise AscendLowerError("ttir", f"{type(error).__name__}: {error}", str(error)) from error
     ttir = str(module)
     try:
@@ -150,7 +150,7 @@ def _front_end(
 
 
 def _back_end(linalg: str, its_chip: Chip, flags: list[str]) -> tuple[str, list[UBBuffer], str]:
-    """HIVM after memory planning, the planned buffers, and what the compiler printed."""
+    """HIVM after memory planning, the planned buffers, and the compiler's output."""
     compiler = bishengir_binary(its_chip.compiler)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -193,7 +193,7 @@ def _back_end(linalg: str, its_chip: Chip, flags: list[str]) -> tuple[str, list[
 
 
 def _buffers(folder: Path) -> list[UBBuffer]:
-    """The memory plan that A2 and A3 compilers write: extents are bits, offsets are bytes."""
+    """Read the memory plan of the A2 and A3 compilers, with extents in bits and offsets in bytes."""
     return [
         UBBuffer(buffer["extent"] // 8, offset, buffer["buffer"])
         for path in folder.glob("memory_info*.json")
@@ -205,7 +205,7 @@ def _buffers(folder: Path) -> list[UBBuffer]:
 
 
 def overflow_in(log: str, target: str) -> UBOverflow | None:
-    """The overflow that a compiler log tells of, in bytes, or None."""
+    """The overflow reported in a compiler log, or None."""
     match = re.search(r"(ub|cbuf|l0[abc]) overflow, requires (\d+) bits while (\d+) bits available", log)
     return match and UBOverflow(match[1].upper(), target, int(match[2]) // 8, int(match[3]) // 8, log)
 

@@ -1,8 +1,8 @@
-"""LayerNorm and a gated feed-forward as one op that keeps its input, or its input and first projection.
+"""LayerNorm and a gated feed-forward as one op that saves its input, or its input and first projection.
 
-Native autograd keeps the normalised input, the projection, the activated gate and what LoRA or a trainable weight needs
-of the product: 13 tensors of the input's size in Stable Diffusion. The products are the device's own; gate and
-activation are `geglu`'s.
+Native autograd saves the normalised input, the projection, the activated gate and the product for LoRA or a trainable
+weight: 13 tensors of the input's size in Stable Diffusion. Matrix products are torch's; gate and activation are
+`geglu`'s.
 
 Dimensions: T tokens, C features, D inner features.
 """
@@ -46,13 +46,13 @@ def feed_forward(
     grad_dtype: torch.dtype | None = None,
     skip_product: bool = False,
 ) -> Tensor:
-    """second(geglu(first(norm(x)))), without the residual.
+    """second(geglu(first(norm(x)))) without the residual.
 
-    Args: x [..., C]; first gives [2 D] features (values, then gates), second takes D. `keep_projection` keeps the
-        projection [T, 2 D] for backward instead of computing it again. `grad_dtype` runs backward's products in that
-        dtype, for a loss that is scaled to fit it. `skip_product` computes nothing and returns numbers without
-        meaning, for a forward pass that is repeated for what backward needs of it alone; nothing but x is kept then.
-    Returns: [..., C'], in autocast's dtype where that is on, else x's.
+    Args: x [..., C]; first outputs 2 D features (values, then gates), second takes D. `keep_projection` saves the
+        projection [T, 2 D] for backward instead of recomputing it. `grad_dtype` is the dtype of backward's products,
+        for a scaled loss. `skip_product` computes nothing and returns meaningless values, for a recomputed forward
+        whose output is not read; only x is saved then.
+    Returns: [..., C'], in autocast's dtype if it is enabled, else x's.
     Raises: RuntimeError under torch.func.
     """
     refuse_functorch("feed_forward")
@@ -80,7 +80,7 @@ def _op(
     grad_dtype: torch.dtype | None,
     skip_product: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y and the projection, which is empty unless kept."""
+    """y and the projection, which is empty unless saved."""
     norm, (first, second) = unpack_layers(parameters, given, normed, eps, scales)
     if skip_product:
         return without_values(x, (*x.shape[:-1], second.weight.shape[0]), dtype), x.new_empty(0, dtype=dtype)
@@ -116,7 +116,7 @@ def _backward_op(
     dtype: torch.dtype,
     grad_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """dx, then the gradients of the parameters that `needs` names."""
+    """dx, then the gradients of the parameters that `needs` selects."""
     grad_dtype = backward_dtype(grad_dtype, dtype)
     x_TC = rows_of(x)
     norm, (first, second) = unpack_layers(parameters, given, normed, eps, scales)

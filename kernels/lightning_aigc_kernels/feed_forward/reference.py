@@ -1,4 +1,4 @@
-"""LayerNorm and a gated feed-forward in plain torch, with torch's own autograd."""
+"""LayerNorm and a gated feed-forward in plain torch, with torch's autograd."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from lightning_aigc_kernels.reference import layer_norm, linear_with_lora
 def feed_forward(
     x: Tensor, norm: Norm, first: Projection, second: Projection, activation: Activation = "gelu"
 ) -> Tensor:
-    """second(geglu(first(norm(x)))), without the residual."""
+    """second(geglu(first(norm(x)))) without the residual."""
     gated = gates.geglu if activation == "gelu" else gates.swiglu
     return linear_with_lora(gated(linear_with_lora(layer_norm(x, norm), first)), second)

@@ -1,4 +1,4 @@
-"""Convolution forward and backward without autograd, in the memory layout that each device takes best."""
+"""Convolution forward and backward without autograd, in the fastest memory layout of each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_aigc_kernels.matmul import needs_float32
 
 
 class Geometry(NamedTuple):
-    """How a 2-D convolution's kernel moves over its input, height before width."""
+    """Stride, padding, dilation and groups of a 2-D convolution, height before width."""
 
     stride: list[int]
     padding: list[int]
@@ -23,7 +23,7 @@ class Geometry(NamedTuple):
 
 
 def check_conv2d(op: str, x: Tensor, weight: Tensor, groups: int) -> None:
-    """Raises: ValueError for an input that a convolution with this weight cannot take."""
+    """Raise ValueError for an input whose shape does not match the weight."""
     if x.dim() != 4 or weight.dim() != 4 or x.shape[1] != weight.shape[1] * groups:
         wanted = f"x [N, C, H, W] and weight [D, C / {groups}, KH, KW]"
         raise ValueError(f"{op} wants {wanted}, got {tuple(x.shape)} and {tuple(weight.shape)}")
@@ -40,9 +40,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry,
 def convolve_backward(
     dy: Tensor, x: Tensor | Sequence[int], weight: Tensor, geometry: Geometry, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of a convolution's input, weight and bias, in dy's dtype.
+    """The gradients of a convolution's input, weight and bias, in dy's dtype.
 
-    Args: x is the input, or where the weight's gradient is not needed its shape alone.
+    Args: x is the input, or only its shape if the weight's gradient is not needed.
     """
     dtype = dy.dtype
     dy, weight = lay_out(dy, weight), weight.to(dtype)
@@ -50,7 +50,7 @@ def convolve_backward(
         dy, weight = dy.float(), weight.float()
     if isinstance(x, Tensor):
         x = lay_out(x.to(dtype), weight).to(dy.dtype)
-    elif dy.device.type == "cpu":  # the input's values are never read; a CPU reads its layout alone
+    elif dy.device.type == "cpu":  # the input's values are not read, but its layout is
         x = torch.empty(tuple(x), dtype=dy.dtype, memory_format=_layout(x, weight, dtype))
     else:
         x = dy.new_empty(()).expand(tuple(x))
@@ -63,11 +63,12 @@ def convolve_backward(
 
 
 def lay_out(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x as a convolution with this weight takes it best.
+    """Return x in the fastest memory layout for a convolution with this weight.
 
-    On a CPU with oneDNN that is channels_last while there are at least as many pixels as output channels, 1.2 to 1.4
-    times as fast at Stable Diffusion's 64 x 64; beyond, reordering the weight costs more than the layout gains. In
-    float32 it is never taken: oneDNN's 3 x 3 convolution is 4 times, GroupNorm 10 times as far from float64 there.
+    On a CPU with oneDNN this is channels_last in half precision if there are at least as many pixels as output
+    channels: 1.2 to 1.4 times as fast at Stable Diffusion's 64 x 64. With fewer pixels, reordering the weight costs
+    more than it gains. In float32, oneDNN's channels_last 3 x 3 convolution is 4 times and GroupNorm 10 times as far
+    from float64, so it is not used.
     """
     if x.device.type != "cpu":
         return x
@@ -80,7 +81,7 @@ def _layout(input_shape: Sequence[int], weight: Tensor, dtype: torch.dtype) -> t
 
 
 def conv2d_output_shape(x_shape: Sequence[int], weight_shape: Sequence[int], geometry: Geometry) -> list[int]:
-    """[N, D, H', W'] of a convolution."""
+    """The output shape [N, D, H', W'] of a convolution."""
     stride, padding, dilation, _ = geometry
     pixels = [
         (x_shape[2 + i] + 2 * padding[i] - dilation[i] * (weight_shape[2 + i] - 1) - 1) // stride[i] + 1 for i in (0, 1)

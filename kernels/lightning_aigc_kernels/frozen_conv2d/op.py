@@ -1,8 +1,8 @@
-"""Convolution and linear layer whose weight is frozen: nothing of the input is kept, only its shape.
+"""Convolution and linear layer with a frozen weight, as ops that save only the input's shape.
 
-Native autograd keeps a convolution's input whatever the weight needs, and under autocast a half-precision copy of every
-frozen weight. Both are left out here: backward reads the weight itself. Convolution and matrix product are the device's
-own on cpu, cuda and npu.
+Native autograd saves a convolution's input even if the weight is frozen, and under autocast a half-precision copy of
+every frozen weight. These ops save neither; backward reads the weight itself. Convolution and matrix product are
+torch's on cpu, cuda and npu.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def frozen_conv2d(
     *,
     skip_product: bool = False,
 ) -> Tensor:
-    """conv2d(x, weight, bias) whose backward gives x's gradient and keeps nothing of x's size.
+    """conv2d(x, weight, bias) that saves nothing of x's size and gives only x's gradient.
 
-    Args: x [N, C, H, W]; weight [D, C / groups, KH, KW]; all in the dtype of autocast where that is on.
-        `skip_product` returns numbers without meaning, for a forward pass repeated for what backward needs of it alone.
-    Raises: ValueError when weight or bias require a gradient; RuntimeError under torch.func.
+    Args: x [N, C, H, W]; weight [D, C / groups, KH, KW]; cast to autocast's dtype if it is enabled. `skip_product`
+        returns meaningless values, for a recomputed forward whose output is not read.
+    Raises: ValueError if weight or bias require a gradient; RuntimeError under torch.func.
     """
     refuse_functorch("frozen_conv2d")
     _check_frozen("frozen_conv2d", weight, bias)
@@ -54,10 +54,10 @@ def frozen_conv2d(
 
 
 def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear(x, weight, bias) that keeps the weight alone, not autocast's copy of it.
+    """linear(x, weight, bias) that saves only the weight, not autocast's copy of it.
 
     Args: x [..., C]; weight [D, C].
-    Raises: ValueError when weight or bias require a gradient; RuntimeError under torch.func.
+    Raises: ValueError if weight or bias require a gradient; RuntimeError under torch.func.
     """
     refuse_functorch("frozen_linear")
     _check_frozen("frozen_linear", weight, bias)
@@ -70,11 +70,11 @@ def frozen_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def _check_frozen(op: str, weight: Tensor, bias: Tensor | None) -> None:
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.requires_grad:
-            raise ValueError(f"{op} gives no gradient of {name}, which requires one; freeze it or use torch's own")
+            raise ValueError(f"{op} gives no gradient of {name}, which requires one; freeze it or use torch's op")
 
 
 def _dtype_under(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return autocast's dtype; without autocast x's, which must then be the weight's, as for torch's own."""
+    """Autocast's dtype; without autocast x's dtype, which must equal the weight's, as in torch."""
     dtype = compute_dtype(x)
     if not torch.is_autocast_enabled(x.device.type) and weight.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and the weight {weight.dtype}; use one dtype or autocast")

@@ -1,4 +1,4 @@
-"""Convolution and linear layer in plain torch, with torch's own autograd."""
+"""Convolution and linear layer in plain torch, with torch's autograd."""
 
 from __future__ import annotations
 

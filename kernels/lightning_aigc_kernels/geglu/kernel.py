@@ -1,7 +1,7 @@
-"""GEGLU and SwiGLU on a projection that holds both halves: one Triton source for NVIDIA and Ascend.
+"""Triton kernels of GEGLU and SwiGLU on a projection of values and gates, for NVIDIA and Ascend.
 
-Dimensions: R rows (tokens), D features. A row of the projection is D values, then the D numbers that gate them, as in
-diffusers' GEGLU and SwiGLU: product = value * act(gate).
+Dimensions: R rows (tokens), D features. A row of the projection has D values, then D gates, as in diffusers' GEGLU and
+SwiGLU: product = value * act(gate).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -23,7 +23,7 @@ BACKWARD = {"cuda": LaunchConfig(2048, 65_535, 8), "npu": LaunchConfig(2048, 960
 
 @triton.jit
 def activated(gate, GELU: tl.constexpr):
-    """act(gate) and its derivative, in float32; GELU is the exact one."""
+    """act(gate) and its derivative in float32, with exact GELU."""
     if GELU:
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         slope = share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
@@ -35,9 +35,9 @@ def activated(gate, GELU: tl.constexpr):
 
 @triton.jit
 def tile_offsets(tile, across, rows, features, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of a tile: where its first row starts in a [R, D], its offsets from there in [R, D] and [R, 2 D], and its mask.
+    """A tile's start in [R, D], its offsets from there in [R, D] and in [R, 2 D], and its mask.
 
-    The start is 64-bit, so that what is added to it for each element need not be.
+    The start is 64-bit, so that the offsets per element can be 32-bit.
     """
     first_row = (tile // across) * BLOCK_R
     row = tl.arange(0, BLOCK_R)
@@ -75,7 +75,7 @@ def geglu_backward(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Gradients of both halves; and the product again when the next layer's backward wants what was not saved."""
+    """Gradients of values and gates, and with NEED_PRODUCT the recomputed product for the next layer's backward."""
     across = tl.cdiv(features, BLOCK_D)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R) * across, tl.num_programs(0)):
         start, offsets, halves, inside = tile_offsets(tile, across, rows, features, BLOCK_R, BLOCK_D)
@@ -92,9 +92,9 @@ def geglu_backward(
 
 
 def _sizes(projected: Tensor, activation: str) -> tuple[int, int]:
-    """R and D.
+    """Return R and D.
 
-    Raises: ValueError for another shape, a strided tensor, or an unknown activation.
+    Raises: ValueError for a wrong shape, a strided tensor, or an unknown activation.
     """
     if projected.dim() != 2 or projected.shape[1] % 2 or not projected.is_contiguous():
         got = f"{tuple(projected.shape)}, strides {projected.stride()}"
@@ -111,9 +111,9 @@ def _grid(rows: int, features: int, config: LaunchConfig) -> tuple[tuple[int], i
 
 
 def forward(projected: Tensor, activation: Activation) -> Tensor:
-    """value * act(gate) of a contiguous [R, 2 D] projection, in its dtype; computed in float32.
+    """value * act(gate) of a contiguous [R, 2 D] projection, computed in float32, in the projection's dtype.
 
-    Raises: ValueError for another shape, a strided tensor, or an unknown activation.
+    Raises: ValueError for a wrong shape, a strided tensor, or an unknown activation.
     """
     rows, features = _sizes(projected, activation)
     product = projected.new_empty(rows, features)
@@ -138,9 +138,9 @@ def forward(projected: Tensor, activation: Activation) -> Tensor:
 def backward(
     dproduct: Tensor, projected: Tensor, activation: Activation, need_product: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the projection, and with `need_product` what `forward` gave, in one launch.
+    """The gradient of the projection, and with `need_product` the recomputed product, in one launch.
 
-    Raises: ValueError as `forward`, or when dproduct is not a contiguous [R, D].
+    Raises: ValueError as `forward`, or if dproduct is not a contiguous [R, D].
     """
     rows, features = _sizes(projected, activation)
     if dproduct.shape != (rows, features) or not dproduct.is_contiguous():
@@ -157,7 +157,7 @@ def backward(
             dproduct,
             projected,
             dprojected,
-            dprojected if product is None else product,  # without need_product nothing is written to it
+            dprojected if product is None else product,  # not written without need_product
             rows,
             features,
             GELU=activation == "gelu",
@@ -181,7 +181,7 @@ def _case(chip: str, direction: str, dtype: str, features: int, **switches: bool
 
 
 def cases(chip: str) -> list[KernelCase]:
-    """Every way the kernels are compiled for a row of the tables; of the tiles, the widest, a middle, the narrowest."""
+    """The compiled variants of the kernels for a chip, with the widest, a middle and the narrowest tile."""
     dtypes = ("fp16", "bf16", "fp32")
     forwards = ((5120, True), (5120, False), (320, True), (1, True))
     backwards = ((5120, True, True), (5120, False, True), (320, True, False), (1, True, True))

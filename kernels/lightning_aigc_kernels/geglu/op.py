@@ -1,7 +1,7 @@
-"""GEGLU and SwiGLU as one op that keeps the projection alone.
+"""GEGLU and SwiGLU as one op that saves only the projection.
 
-Native autograd keeps the projection, the activated gate and, for a trainable layer behind it, the product. The
-reference serves every device; Triton serves cuda and npu.
+Native autograd saves the projection, the activated gate and, for a trainable next layer, the product. The reference
+runs on every device, Triton on cuda and npu.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES = {"gelu": "geglu", "silu": "swiglu"}
 
 
 def geglu(projected: Tensor) -> Tensor:
-    """value * gelu(gate) of a projection [..., 2 D] that holds values, then gates, as diffusers' GEGLU; exact GELU.
+    """value * gelu(gate), with exact GELU, of a projection [..., 2 D] of values, then gates, as diffusers' GEGLU.
 
     Raises: ValueError for an odd last dimension; RuntimeError under torch.func.
     """
@@ -29,7 +29,7 @@ def geglu(projected: Tensor) -> Tensor:
 
 
 def swiglu(projected: Tensor) -> Tensor:
-    """value * silu(gate) of a projection [..., 2 D] that holds values, then gates, as diffusers' SwiGLU.
+    """value * silu(gate) of a projection [..., 2 D] of values, then gates, as diffusers' SwiGLU.
 
     Raises: ValueError for an odd last dimension; RuntimeError under torch.func.
     """
@@ -46,7 +46,7 @@ def _gated(projected: Tensor, activation: Activation) -> Tensor:
 
 
 def forward(projected_R2D: Tensor, activation: str) -> Tensor:
-    """Return the product [R, D] from the device's fastest implementation; for larger ops, without autograd."""
+    """The product [R, D] by the device's fastest implementation, without autograd, for larger ops."""
     kernel = kernel_for("geglu", projected_R2D)
     implementation = reference if kernel is None else kernel
     product_RD: Tensor = implementation.forward(projected_R2D.contiguous(), activation)
@@ -56,7 +56,7 @@ def forward(projected_R2D: Tensor, activation: str) -> Tensor:
 def backward(
     dproduct_RD: Tensor, projected_R2D: Tensor, activation: str, need_product: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the projection's gradient and, if needed, the product again; without autograd."""
+    """The projection's gradient and, if needed, the recomputed product, without autograd."""
     kernel = kernel_for("geglu", projected_R2D)
     implementation = reference if kernel is None else kernel
     dprojected_R2D, product_RD = implementation.backward(

@@ -1,6 +1,6 @@
-"""GEGLU and SwiGLU in plain torch, on any device: what the kernels are measured against.
+"""GEGLU and SwiGLU in plain torch, the reference of the kernels.
 
-Dimensions: R rows (tokens), D features; a row of the projection is D values, then the D gates.
+Dimensions: R rows (tokens), D features; a row of the projection has D values, then D gates.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ aten = torch.ops.aten
 
 
 def geglu(projected: Tensor) -> Tensor:
-    """value * gelu(gate) of [..., 2 D], with torch's own autograd."""
+    """value * gelu(gate) of [..., 2 D], with torch's autograd."""
     value, gate = projected.chunk(2, dim=-1)
     return value * F.gelu(gate)
 
 
 def swiglu(projected: Tensor) -> Tensor:
-    """value * silu(gate) of [..., 2 D], with torch's own autograd."""
+    """value * silu(gate) of [..., 2 D], with torch's autograd."""
     value, gate = projected.chunk(2, dim=-1)
     return value * F.silu(gate)
 
@@ -27,14 +27,14 @@ def swiglu(projected: Tensor) -> Tensor:
 def forward(projected_R2D: Tensor, activation: str) -> Tensor:
     """value * act(gate), in the projection's dtype."""
     value_RD, gate_RD = projected_R2D.chunk(2, dim=-1)
-    # A CPU's gelu takes three times as long over the strided half as over a copy of it.
+    # On a CPU, gelu of the strided half takes three times as long as of a copy.
     return _activate(gate_RD.contiguous(), activation).mul_(value_RD)
 
 
 def backward(
     dproduct_RD: Tensor, projected_R2D: Tensor, activation: str, need_product: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The projection's gradient, and with `need_product` what `forward` gave."""
+    """The projection's gradient, and with `need_product` the recomputed product."""
     value_RD, gate_RD = (half.contiguous() for half in projected_R2D.chunk(2, dim=-1))
     dprojected_R2D = torch.empty_like(projected_R2D)
     dvalue_RD, dgate_RD = dprojected_R2D.chunk(2, dim=-1)

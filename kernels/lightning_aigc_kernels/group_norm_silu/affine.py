@@ -1,4 +1,4 @@
-"""What GroupNorm with SiLU reads beside x: weight, bias, and the timestep's scale and shift."""
+"""The affine tensors of GroupNorm with SiLU: weight, bias, and the timestep's scale and shift."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_aigc_kernels.dispatch import KERNEL_DTYPES
 
 
 class NormSiLU(NamedTuple):
-    """The tensors, as far as given, and the options of act(GroupNorm(x) * (1 + scale) + shift)."""
+    """The optional tensors and the options of act(GroupNorm(x) * (1 + scale) + shift)."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -31,29 +31,29 @@ class NormSiLU(NamedTuple):
 
 @dataclass(frozen=True)
 class Affine:
-    """The tensors as the kernels read them: what was not given is ones and zeros, and its gradient is not read."""
+    """The tensors for the kernels, with ones and zeros for absent tensors, whose gradients are ignored."""
 
     weight: Tensor
     bias: Tensor
     """[C], as the weight."""
     modulation: tuple[Tensor, ...]
-    """The timestep's scale and shift, both [N, C]; or nothing."""
+    """The timestep's scale and shift, both [N, C]; or empty."""
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
-        """In the kernels' order; without modulation nothing is read through the last two."""
+        """The tensors in the kernels' order; without modulation the last two are not read."""
         return self.weight, self.bias, *(self.modulation or (self.weight, self.bias))
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Elements between two samples' scales, and between their shifts."""
+        """Elements between two samples' scales and between their shifts."""
         return tuple(tensor.stride(0) for tensor in self.modulation) or (0, 0)
 
 
 def affine_of(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None
 ) -> Affine:
-    """Raises: ValueError for another shape or dtype than the kernels read."""
+    """Build the kernels' Affine. Raises: ValueError for a shape or dtype that the kernels do not support."""
     samples, channels = x.shape[:2]
     for name, tensor in {"weight": weight, "bias": bias, "scale": scale, "shift": shift}.items():
         shape = (channels,) if name in ("weight", "bias") else (samples, channels)
@@ -69,5 +69,5 @@ def affine_of(
 
 
 def _rows(of_samples_NC: Tensor) -> Tensor:
-    """Return it with a sample's channels next to each other; a half of a wider tensor has them so too."""
+    """Return the tensor with contiguous rows; half of a wider tensor qualifies without a copy."""
     return of_samples_NC if of_samples_NC.stride(1) == 1 else of_samples_NC.contiguous()

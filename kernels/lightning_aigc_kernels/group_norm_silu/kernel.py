@@ -1,11 +1,11 @@
-"""GroupNorm with the timestep's scale and shift and SiLU: one Triton source for NVIDIA and Ascend.
+"""Triton kernels of GroupNorm with the timestep's scale and shift and SiLU, for NVIDIA and Ascend.
 
-Forward is one launch, and so is backward; a trained weight and bias take a second one, which adds up the samples.
+Forward is one launch, and so is backward; a trained weight and bias need a second launch, which sums over samples.
 
 Dimensions: N samples, C channels, G groups, K = C / G channels of a group, P pixels of a channel.
-A slab is one group of one sample: K * P numbers that lie together. One program takes one slab at a time, so backward
-needs no second launch and no atomics: the per-channel sums of a slab are complete in the program that needs them for
-dx. Few slabs would leave a big GPU idle (batch 1: 32 of them on 132 multiprocessors); there `split.py` takes over.
+A slab is one group of one sample: K * P contiguous elements. Each program handles one slab at a time, so backward needs
+no second launch and no atomics: the program that needs a slab's per-channel sums for dx has computed all of them. A few
+slabs would leave a large GPU idle (batch 1: 32 slabs on 132 multiprocessors); `split.py` handles that case.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,17 +24,17 @@ from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope
 from lightning_aigc_kernels.kth_magnitude import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 
-# 960 programs divide evenly among 40 and 48 vector cores; the interpreter's row makes small tensors loop in every loop.
+# 960 programs divide evenly among 40 and 48 vector cores. The interpreter's row is small, so that tests run all loops.
 FORWARD = {"cuda": LaunchConfig(8192, 65_535, 16), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
 BACKWARD = {"cuda": LaunchConfig(8192, 65_535, 16), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
-# Ascend's planner needs room for the search of the largest, too.
+# Ascend's planner also needs room for the search of the largest entries.
 BACKWARD_SPARSE = BACKWARD | {"npu": LaunchConfig(1024, 960)}
 SUMS = {"cuda": LaunchConfig(128, 65_535, 4), "npu": LaunchConfig(256, 960), "cpu": LaunchConfig(4, 3)}
 
 
 @triton.jit
 def slab_mean_and_m2(x_ptr, length, BLOCK: tl.constexpr):
-    """Mean and sum of squared deviations of a slab in one reading: each tile in two passes, then merged.
+    """Mean and sum of squared deviations of a slab, reading it once: two passes per tile, then merged.
 
     Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
@@ -77,7 +77,7 @@ def group_norm_silu_forward(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """y, mean and rstd of every slab; `channels` are those of one group, BLOCK = BLOCK_K * BLOCK_P."""
+    """Compute y, mean and rstd of every slab; `channels` is per group, BLOCK = BLOCK_K * BLOCK_P."""
     length = channels * pixels
     for slab in range(tl.program_id(0), slabs, tl.num_programs(0)):
         start = tl.cast(slab, tl.int64) * length
@@ -136,9 +136,9 @@ def group_norm_silu_backward(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """dx, and the `keep` largest |dx| of a slab alone when SPARSE.
+    """Compute dx; with SPARSE keep only the `keep` largest |dx| of each slab.
 
-    When NEED_AFFINE, each sample's gradients of weight and bias, for `sum_of_samples`, and those of scale and shift.
+    With NEED_AFFINE also the per-sample gradients of weight and bias, for `sum_of_samples`, and of scale and shift.
     """
     length = channels * pixels
     for slab in range(tl.program_id(0), slabs, tl.num_programs(0)):
@@ -197,7 +197,7 @@ def group_norm_silu_backward(
                 dx = rstd * (slope[:, None] * dz - mean_dz - xhat * mean_dz_xhat)
                 tl.store(dx_ptr + start + offsets, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if SPARSE:
-            tl.debug_barrier()  # other threads of this program wrote the dx that is read from here on
+            tl.debug_barrier()  # other threads of this program wrote parts of dx that are read below
             threshold = kth_largest_magnitude(dx_ptr + start, length, keep, BLOCK)
             copy_at_least(dx_ptr + start, dx_ptr + start, length, threshold, BLOCK)
 
@@ -206,7 +206,7 @@ def group_norm_silu_backward(
 def sum_of_samples(
     weight_grads_ptr, bias_grads_ptr, weight_grad_ptr, bias_grad_ptr, samples, channels, BLOCK: tl.constexpr
 ):
-    """The weight's and the bias's gradients [C] from those of each sample, [N, C]."""
+    """Sum the per-sample gradients of weight and bias [N, C] to [C]."""
     for start in range(tl.program_id(0) * BLOCK, channels, tl.num_programs(0) * BLOCK):
         channel = start + tl.arange(0, BLOCK)
         inside = channel < channels
@@ -221,9 +221,9 @@ def sum_of_samples(
 
 
 def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
-    """N, K, P and the slab's length of x viewed as [N, C, P].
+    """Return N, K, P and the slab length of x viewed as [N, C, P].
 
-    Raises: ValueError when x is not a contiguous [N, C, ...] or C does not divide into the groups.
+    Raises: ValueError if x is not a contiguous [N, C, ...] or the groups do not divide C.
     """
     if x.dim() < 2 or not x.is_contiguous():
         raise ValueError(f"x must be contiguous [N, C, ...], got shape {tuple(x.shape)}, strides {x.stride()}")
@@ -235,10 +235,10 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, int, int, int]:
 
 
 def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """act((GroupNorm(x) * weight + bias) * (1 + scale) + shift), each slab's mean and reciprocal standard deviation.
+    """act((GroupNorm(x) * weight + bias) * (1 + scale) + shift), with each slab's mean and reciprocal deviation.
 
-    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16. The activation is SiLU, or the identity when
-        `silu` is false.
+    Args: x is contiguous [N, C, ...] in float32, float16 or bfloat16. The activation is SiLU, or the identity if `silu`
+        is false.
     Returns: y like x, mean_NG and rstd_NG in float32.
     Raises: ValueError for a strided x, or channels that do not divide into the groups.
     """
@@ -287,12 +287,12 @@ def backward(
     need_affine: bool,
     density: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `forward` from x alone: what it normalised is computed again, nothing of its size was saved.
+    """The gradients of `forward`, recomputing the normalised x, so that only x of its size is saved.
 
-    Args: dy is contiguous and has the shape of x. Below density 1 each slab keeps its ceil(density * length) largest
-        |dx|, ties included, and the rest is zero.
-    Returns: dx like x; with `need_affine` the gradients of weight, bias, scale and shift in their own shapes and
-        dtypes, the last two None without modulation; else four times None.
+    Args: dy is contiguous with the shape of x. Below density 1 each slab keeps its ceil(density * length) largest
+        |dx|, ties included; the rest is zero.
+    Returns: dx like x; with `need_affine` the gradients of weight, bias, scale and shift in their shapes and dtypes,
+        the last two None without modulation; else four times None.
     Raises: ValueError as `forward`, or for a density outside (0, 1].
     """
     samples, channels, pixels, length = _sizes(x, groups)
@@ -319,7 +319,7 @@ def backward(
         modulation = [torch.empty(t.shape, dtype=t.dtype, device=x.device) for t in affine.modulation]
     config = config_for(x.device.type, BACKWARD_SPARSE if density < 1 else BACKWARD)
     block_k, block_p = tile_shape(pixels, config.tile)
-    nowhere = (mean_NG, mean_NG)  # what is not asked for is not written either
+    nowhere = (mean_NG, mean_NG)  # placeholders that are not written
     with on_device_of(x):
         group_norm_silu_backward[(min(samples * groups, config.programs),)](
             dy,
@@ -367,7 +367,7 @@ def _case(
     pointers = dict.fromkeys(("dy_ptr", "x_ptr", "dx_ptr", "y_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("mean_ptr", "rstd_ptr", "weight_grad_ptr", "bias_grad_ptr"), "*fp32")
     pointers |= dict.fromkeys(("weight_ptr", "bias_ptr"), f"*{affine}")
-    # Without modulation these point at the weight, the bias and the mean, and are not followed.
+    # Without modulation these point to the weight, the bias and the mean, and are not read.
     pointers |= dict.fromkeys(("scale_ptr", "shift_ptr"), f"*{dtype if modulated else affine}")
     pointers |= dict.fromkeys(("scale_grad_ptr", "shift_grad_ptr"), f"*{dtype if modulated else 'fp32'}")
     tiles = {"BLOCK": tile, "BLOCK_K": block_k, "BLOCK_P": block_p}
@@ -387,9 +387,9 @@ def _sums_case(chip: str, dtype: str) -> KernelCase:
 
 
 def cases(chip: str) -> list[KernelCase]:
-    """Every way the kernels are compiled for a row of the tables, and the tiles that SD 1.5's pixels need.
+    """The compiled variants of the kernels for a chip, with the tiles for SD 1.5's numbers of pixels.
 
-    Dtypes and switches belong to one source, so not every combination is listed.
+    Dtypes and switches share one source, so not every combination is listed.
     """
     dtypes, pixels = ("fp16", "bf16", "fp32"), (4096, 256, 1)
     forwards = [_case(chip, "forward", dtype, p) for dtype in dtypes for p in pixels]

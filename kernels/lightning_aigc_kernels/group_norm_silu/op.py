@@ -1,8 +1,8 @@
-"""GroupNorm, an optional timestep scale and shift, and SiLU as one op that keeps its input and the group statistics.
+"""GroupNorm, an optional timestep scale and shift, and SiLU as one op that saves its input and the group statistics.
 
-Native autograd keeps the input, the normalised tensor and often the activated one. Here backward computes both again,
-element by element, and gives the gradients of the input and of the affine in one pass. The reference serves every
-device; Triton serves cuda and npu.
+Native autograd saves the input, the normalised tensor and often the activated tensor. Here backward recomputes both
+element-wise, and computes the gradients of the input and of the affine tensors in one pass. The reference runs on every
+device, Triton on cuda and npu.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def group_norm_silu(
     silu: bool = True,
     input_grad_density: float = 1.0,
 ) -> Tensor:
-    """silu(group_norm(x) * (1 + scale) + shift), keeping x and the statistics of its groups for backward.
+    """silu(group_norm(x) * (1 + scale) + shift), saving x and the group statistics for backward.
 
-    Args: x [N, C, ...]; weight and bias [C]; scale and shift [N, C], the timestep's; `silu=False` leaves the activation
-        out. An `input_grad_density` below 1 passes on only that share of the input's gradient, the largest magnitudes
-        of each sample's group: lossy, off by default.
-    Returns: x's shape, in autocast's dtype where autocast is on, else in x's.
-    Raises: ValueError when the groups do not divide the channels or a shape does not fit; RuntimeError under
+    Args: x [N, C, ...]; weight and bias [C]; scale and shift of the timestep [N, C]; `silu=False` omits the activation.
+        An `input_grad_density` below 1 keeps only that share of the input's gradient, the largest magnitudes of each
+        sample's group: lossy, off by default.
+    Returns: x's shape, in autocast's dtype if it is enabled, else x's.
+    Raises: ValueError if the groups do not divide the channels or a shape does not match; RuntimeError under
         torch.func.
     """
     refuse_functorch("group_norm_silu")
@@ -59,14 +59,14 @@ def group_norm_silu(
 def check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, scale: Tensor | None, shift: Tensor | None
 ) -> None:
-    """Raises: ValueError for shapes that GroupNorm cannot take."""
+    """Raise ValueError for shapes that GroupNorm does not support."""
     if x.dim() < 2:
         raise ValueError(f"group_norm_silu wants x [N, C, ...], got {tuple(x.shape)}")
     samples, channels = x.shape[:2]
     if groups < 1 or channels % groups:
         raise ValueError(f"num_groups must divide the channels: got {groups} groups for {channels} channels")
     if weight is None and bias is not None:
-        raise ValueError("group_norm_silu wants a weight where there is a bias, got a bias alone; use a weight of ones")
+        raise ValueError("group_norm_silu needs a weight with a bias, got only a bias; use a weight of ones")
     for name, tensor, shape in (
         ("weight", weight, (channels,)),
         ("bias", bias, (channels,)),
@@ -93,7 +93,7 @@ def _op(
 
 
 def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, mean_NG and rstd_NG from the device's fastest implementation; for larger ops, without autograd."""
+    """y, mean_NG and rstd_NG by the device's fastest implementation, without autograd, for larger ops."""
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
         return reference.forward(x, norm)
@@ -104,7 +104,7 @@ def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     dy: Tensor, x: Tensor, mean_NG: Tensor, rstd_NG: Tensor, norm: NormSiLU, need_affine: bool, density: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight, bias, scale and shift; with `need_affine` False the last four are None."""
+    """The gradients of x, weight, bias, scale and shift; without `need_affine` the last four are None."""
     dy = dy.to(x.dtype)
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
@@ -126,13 +126,13 @@ def _(x, weight, bias, scale, shift, groups, eps, silu, density):  # type: ignor
 
 
 def made_like(x: Tensor) -> Tensor:
-    """An empty tensor as `forward` makes y and `backward` dx of x, strides included."""
+    """An empty tensor with the shape and strides of `forward`'s y and `backward`'s dx."""
     layout = reference.layout(x) if kernel_for("group_norm_silu", x) is None else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout)
 
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """The dtype that `forward` gives mean and rstd in."""
+    """The dtype of `forward`'s mean and rstd."""
     half = x.dtype in HALF_DTYPES
     if kernel_for("group_norm_silu", x) is None and (x.device.type != "cpu" or weight is None):
         return torch.float32 if x.device.type == "cuda" and half else x.dtype
@@ -155,7 +155,7 @@ def _backward_op(
     need_affine: bool,
     density: float,
 ) -> list[Tensor]:
-    """dx, and with `need_affine` the gradients of those of weight, bias, scale and shift that were given."""
+    """dx, and with `need_affine` the gradients of the present tensors among weight, bias, scale and shift."""
     norm = NormSiLU(weight, bias, scale, shift, groups, eps, silu)
     dx, *gradients = backward(dy, x, mean, rstd, norm, need_affine, density)
     pairs = zip(gradients, norm.tensors, strict=True)

@@ -1,4 +1,4 @@
-"""GroupNorm with SiLU in plain torch, on any device: what the kernels are measured against.
+"""GroupNorm with SiLU in plain torch, the reference of the kernels.
 
 Dimensions: N samples, C channels, G groups.
 """
@@ -30,7 +30,7 @@ def group_norm_silu(
     shift: Tensor | None = None,
     silu: bool = True,
 ) -> Tensor:
-    """silu(group_norm(x) * (1 + scale) + shift), with torch's own autograd."""
+    """silu(group_norm(x) * (1 + scale) + shift), with torch's autograd."""
     y = F.group_norm(x, num_groups, weight, bias, eps)
     pixels = (1,) * (x.dim() - 2)
     if scale is not None:
@@ -50,7 +50,7 @@ def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
 def backward(
     dy: Tensor, x: Tensor, mean_NG: Tensor, rstd_NG: Tensor, norm: NormSiLU, need_affine: bool, density: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight, bias, scale and shift; with `need_affine` False the last four are None."""
+    """The gradients of x, weight, bias, scale and shift; without `need_affine` the last four are None."""
     weight_C, bias_C, scale_NC, shift_NC, groups, _, silu = norm
     need_scale = need_affine and scale_NC is not None
     x, dy = _dense(x), _dense(dy)
@@ -68,7 +68,7 @@ def backward(
     if scale_NC is not None:
         gradient = gradient * (1 + _over_pixels(scale_NC, x))
     samples, channels = x.shape[:2]
-    # The channels_last backward of torch 2.13 takes 13 times the plain one on a CPU: two copies are cheaper.
+    # On a CPU the channels_last backward of torch 2.13 takes 13 times as long: two copies are cheaper.
     weight_C = affine_beside(weight_C, x)
     statistics_dtype = x.dtype if weight_C is None else weight_C.dtype
     statistics = mean_NG.to(statistics_dtype), rstd_NG.to(statistics_dtype)
@@ -106,9 +106,9 @@ def _over_pixels(per_channel_NC: Tensor, x: Tensor) -> Tensor:
 
 
 def layout(x: Tensor) -> torch.memory_format:
-    """The memory format of what is made of x: channels_last stays, all else becomes contiguous."""
+    """The memory format of results computed from x: channels_last is preserved, others become contiguous."""
     dense = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    # A single sample's own stride may be anything; GroupNorm takes x for channels_last only where that one fits too.
+    # The stride of a single sample is arbitrary, but GroupNorm treats x as channels_last only if it matches too.
     if dense and suggest_memory_format(x) == torch.channels_last:
         return torch.channels_last
     return torch.contiguous_format

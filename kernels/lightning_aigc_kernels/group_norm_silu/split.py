@@ -1,12 +1,12 @@
-"""The same kernels where slabs are few and long: several programs share a slab, so that a big GPU is not left idle.
+"""Variants of the kernels for few, long slabs: several programs share a slab, to occupy a large GPU.
 
-A batch of one has 32 slabs, an H100 132 multiprocessors: with a program a slab most of the card waits. Here a first
-launch leaves each program's share of the sums, and a second one adds up its slab's shares and writes the result. The
-price is a launch and a second reading of x, which is in the cache by then. Ascend's programs are few and take whole
-slabs; a trained affine and sparse gradients stay with `kernel.py` as well.
+A batch of one has 32 slabs, an H100 132 multiprocessors: with one program per slab most of them would be idle. Here a
+first launch writes each program's partial sums, and a second adds up its slab's partial sums and writes the result. The
+cost is a launch and a second read of x, by then in the cache. Ascend has few programs, which take whole slabs; trained
+affine tensors and sparse gradients use `kernel.py` too.
 
-Dimensions: as `kernel.py`. A slab is cut into tiles of BLOCK_K channels by BLOCK_P pixels, and each of SPLITS programs
-takes `tiles_a_split` tiles in a row.
+Dimensions: as `kernel.py`. A slab is divided into tiles of BLOCK_K channels by BLOCK_P pixels, and each of SPLITS
+programs handles `tiles_a_split` consecutive tiles.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -38,7 +38,7 @@ MOST_SPLITS = 64
 
 @functools.cache
 def wanted_programs(device_type: str, index: int | None) -> int:
-    """How many programs fill the device; 0 where slabs are never split."""
+    """The number of programs that fill the device; 0 if slabs are never split."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return 0
     return PROGRAMS_A_MULTIPROCESSOR * torch.cuda.get_device_properties(index).multi_processor_count
@@ -46,7 +46,7 @@ def wanted_programs(device_type: str, index: int | None) -> int:
 
 @triton.jit
 def tile_of(tile, across, channels, pixels, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Of a slab's tile: its channels, the offsets of its numbers, which of them exist, and how many do."""
+    """The channels of a slab's tile, the offsets of its elements, their mask, and their number."""
     channel = (tile // across) * BLOCK_K + tl.arange(0, BLOCK_K)
     pixel = (tile % across) * BLOCK_P + tl.arange(0, BLOCK_P)
     offsets = channel[:, None] * pixels + pixel[None, :]
@@ -69,7 +69,7 @@ def forward_shares(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Count, mean and sum of squared deviations of each split, [slabs, 3, SPLITS].
+    """Write count, mean and sum of squared deviations of each split, [slabs, 3, SPLITS].
 
     Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979.
     """
@@ -122,7 +122,7 @@ def forward_result(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """y of each split's tiles, and mean and rstd of every slab, from the shares of all of its splits."""
+    """Write y of each split's tiles, and mean and rstd of each slab, from the statistics of all its splits."""
     slab = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     of_splits = shares_ptr + slab * 3 * SPLITS + tl.arange(0, SPLITS)
@@ -183,7 +183,7 @@ def backward_shares(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The sums over each split of the normalised x's gradient, and of it times the normalised x: [slabs, 2, SPLITS]."""
+    """Write the sums over each split of dxhat and of dxhat * xhat, [slabs, 2, SPLITS]."""
     slab = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     mean = tl.load(mean_ptr + slab)
@@ -241,7 +241,7 @@ def backward_result(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """dx of each split's tiles, from the sums of all splits of its slab."""
+    """Write dx of each split's tiles, from the sums of all splits of its slab."""
     slab = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     mean = tl.load(mean_ptr + slab)
@@ -273,7 +273,7 @@ def backward_result(
 
 
 class Cut:
-    """How the slabs of x [N, groups * channels, pixels] are cut among programs."""
+    """The division of the slabs of x [N, groups * channels, pixels] among programs."""
 
     def __init__(self, x: Tensor, groups: int, channels: int, pixels: int, table: dict[str, LaunchConfig]) -> None:
         self.config = config_for(x.device.type, table)
@@ -300,7 +300,7 @@ class Cut:
 
 
 def shared(x: Tensor, groups: int, channels: int, pixels: int, *, is_backward: bool = False) -> Cut | None:
-    """How several programs share a slab of x, for `forward` or `backward`; None where one takes a whole slab."""
+    """The Cut of x's slabs for `forward` or `backward`; None if each program takes whole slabs."""
     table = BACKWARD if is_backward else FORWARD
     if x.device.type not in table:
         return None
@@ -311,7 +311,7 @@ def shared(x: Tensor, groups: int, channels: int, pixels: int, *, is_backward: b
 def forward(
     x: Tensor, cut: Cut, affine: Affine, groups: int, channels: int, pixels: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernel.forward`, for x that it has checked."""
+    """As `kernel.forward`, which has checked x."""
     y = torch.empty_like(x)
     mean_NG = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
     rstd_NG = torch.empty_like(mean_NG)
@@ -337,7 +337,7 @@ def backward(
     pixels: int,
     silu: bool,
 ) -> Tensor:
-    """dx as `kernel.backward` gives it, for tensors that it has checked."""
+    """dx as `kernel.backward`, which has checked the tensors."""
     dx = torch.empty_like(x)
     shares = torch.empty(cut.slabs, 2, cut.splits, dtype=torch.float32, device=x.device)
     sizes = groups, channels, pixels, *cut.sizes, *affine.strides
@@ -349,7 +349,7 @@ def backward(
 
 
 def cases(dtype: str, pixels: int, modulated: bool) -> list[KernelCase]:
-    """Every kernel here as a CUDA card compiles it."""
+    """The compiled variants of these kernels for CUDA."""
     found = []
     for function in (forward_shares, forward_result, backward_shares, backward_result):
         table = FORWARD if function in (forward_shares, forward_result) else BACKWARD

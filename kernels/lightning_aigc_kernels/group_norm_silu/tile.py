@@ -1,4 +1,4 @@
-"""What the GroupNorm kernels do to one tile of channels by pixels, whoever shares out the tiles."""
+"""Triton functions on one tile of channels by pixels, shared by the GroupNorm kernels."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside, MODULATED: tl.constexpr):
-    """weight * (1 + scale) and bias * (1 + scale) + shift of these channels of a sample: z is their line over xhat."""
+    """slope = weight * (1 + scale) and offset = bias * (1 + scale) + shift per channel: z = slope * xhat + offset."""
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     if MODULATED:
@@ -22,7 +22,7 @@ def slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside
 
 @triton.jit
 def normalised_and_dz(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset, SILU: tl.constexpr):
-    """Of one tile: the normalised x, and the gradient of the number that enters the activation."""
+    """xhat, the normalised x of a tile, and dz, the gradient of the activation's input."""
     x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dz = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     xhat = (x - mean) * rstd

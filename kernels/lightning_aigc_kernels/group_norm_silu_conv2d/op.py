@@ -1,7 +1,7 @@
-"""GroupNorm, SiLU and convolution as one op that keeps one tensor, its input, whatever the convolution's weight needs.
+"""GroupNorm, SiLU and convolution as one op that saves only its input, even if the convolution's weight is trained.
 
-Native autograd keeps three: the input, the normalised and the activated tensor. A trainable weight's gradient needs the
-activated one, which backward computes again element by element. Kernels are `group_norm_silu`'s and the device's own.
+Native autograd saves the input, the normalised and the activated tensor. The gradient of a trainable weight needs the
+activated tensor, which backward recomputes element-wise. The kernels are `group_norm_silu`'s and torch's.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def group_norm_silu_conv2d(
     grad_dtype: torch.dtype | None = None,
     skip_product: bool = False,
 ) -> Tensor:
-    """conv2d(silu(group_norm(x) * (1 + scale) + shift)), keeping x and the statistics of its groups for backward.
+    """conv2d(silu(group_norm(x) * (1 + scale) + shift)), saving x and the group statistics for backward.
 
-    Args: as `group_norm_silu` and conv2d. `grad_dtype` runs backward's convolutions in that dtype, for a loss that is
-        scaled to fit it. `skip_product` leaves the convolution out and returns numbers without meaning, for a forward
-        pass that is repeated for what backward needs of it alone.
-    Returns: [N, D, H', W'], in autocast's dtype where that is on, else x's.
-    Raises: ValueError for shapes or a density that do not fit; RuntimeError under torch.func.
+    Args: as `group_norm_silu` and conv2d. `grad_dtype` is the dtype of backward's convolutions, for a scaled loss.
+        `skip_product` omits the convolution and returns meaningless values, for a recomputed forward whose output is
+        not read.
+    Returns: [N, D, H', W'], in autocast's dtype if it is enabled, else x's.
+    Raises: ValueError for a wrong shape or density; RuntimeError under torch.func.
     """
     refuse_functorch("group_norm_silu_conv2d")
     normalization.check(x, norm_weight, norm_bias, num_groups, scale, shift)
@@ -140,7 +140,7 @@ def _backward_op(
     dtype: torch.dtype,
     grad_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """dx, then the gradients of the parameters that `needs` names."""
+    """dx, then the gradients of the parameters that `needs` selects."""
     norm = NormSiLU(norm_weight, norm_bias, scale, shift, norm_groups, eps, silu)
     *need_affine, need_weight, need_bias = needs
     activated: Tensor | list[int] = list(x.shape)

@@ -1,4 +1,4 @@
-"""GroupNorm, SiLU and convolution in plain torch, with torch's own autograd."""
+"""GroupNorm, SiLU and convolution in plain torch, with torch's autograd."""
 
 from __future__ import annotations
 

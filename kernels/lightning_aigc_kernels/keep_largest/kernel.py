@@ -1,6 +1,6 @@
-"""The largest magnitudes of each row, the rest zero: one Triton source for NVIDIA and Ascend.
+"""Triton kernel that keeps the largest magnitudes of each row and zeroes the rest, for NVIDIA and Ascend.
 
-Dimensions: R rows, L numbers of a row. One program takes one row at a time, so a few long rows leave a chip idle.
+Dimensions: R rows, L elements per row. Each program handles one row at a time, so a few long rows underuse a chip.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -21,7 +21,7 @@ CONFIGS = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(2048, 960)
 
 @triton.jit
 def keep_largest_rows(rows_ptr, kept_ptr, rows, length, keep, BLOCK: tl.constexpr):
-    """Each row's `keep` largest magnitudes, ties included; 0 in the place of the rest."""
+    """Keep each row's `keep` largest magnitudes, ties included, and zero the rest."""
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * length
         threshold = kth_largest_magnitude(rows_ptr + start, length, keep, BLOCK)
@@ -29,10 +29,10 @@ def keep_largest_rows(rows_ptr, kept_ptr, rows, length, keep, BLOCK: tl.constexp
 
 
 def keep_largest(rows_RL: Tensor, density: float) -> Tensor:
-    """Each row's ceil(density * L) largest magnitudes in their places, ties included, and zeros.
+    """Keep each row's ceil(density * L) largest magnitudes, ties included, and zero the rest.
 
     Args: rows_RL is contiguous, in float32, float16 or bfloat16. NaN counts as infinite, is kept, and stays NaN.
-    Raises: ValueError for another shape, a strided tensor, or a density outside (0, 1].
+    Raises: ValueError for a wrong shape, a strided tensor, or a density outside (0, 1].
     """
     if rows_RL.dim() != 2 or not rows_RL.is_contiguous():
         raise ValueError(f"rows must be contiguous [R, L], got {tuple(rows_RL.shape)}, strides {rows_RL.stride()}")
@@ -63,7 +63,7 @@ def _case(chip: str, dtype: str) -> KernelCase:
 
 
 def cases(chip: str) -> list[KernelCase]:
-    """Every way the kernel is compiled for a row of the table."""
+    """The compiled variants of the kernel for a chip."""
     return [_case(chip, dtype) for dtype in ("fp16", "bf16", "fp32")]
 
 

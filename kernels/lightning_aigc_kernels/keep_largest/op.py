@@ -1,4 +1,4 @@
-"""Keep the largest magnitudes of each row and zero the rest; every lossy gradient here is made with it. No autograd."""
+"""Keep the largest magnitudes of each row and zero the rest, for lossy gradients; without autograd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_aigc_kernels.keep_largest import reference
 
 
 def keep_largest(rows_RL: Tensor, density: float) -> Tensor:
-    """Each row's ceil(density * L) largest magnitudes in their places, ties included, and zeros.
+    """Keep each row's ceil(density * L) largest magnitudes, ties included, and zero the rest.
 
     NaN counts as infinite: it is kept, and stays NaN.
     Raises: ValueError for a density outside (0, 1] or a tensor that is not [R, L].
@@ -24,7 +24,7 @@ def keep_largest(rows_RL: Tensor, density: float) -> Tensor:
 
 
 def keep_largest_per_head(gradient_NHTD: Tensor, density: float) -> Tensor:
-    """Each sample's head keeps its ceil(density * T * D) largest magnitudes; the rest is zero."""
+    """Keep the ceil(density * T * D) largest magnitudes of each sample's head and zero the rest."""
     samples, heads, tokens, features = gradient_NHTD.shape
     kept = keep_largest(gradient_NHTD.reshape(samples * heads, tokens * features), density)
     return kept.view(gradient_NHTD.shape)

@@ -1,4 +1,4 @@
-"""The largest magnitudes of each row, in plain torch."""
+"""Keep the largest magnitudes of each row, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def keep_largest(rows_RL: Tensor, density: float) -> Tensor:
-    """Each row's ceil(density * L) largest magnitudes in their places, ties included, and zeros.
+    """Keep each row's ceil(density * L) largest magnitudes, ties included, and zero the rest.
 
     NaN counts as infinite: it is kept, and stays NaN.
     """
     if rows_RL.numel() == 0 or density == 1:
         return rows_RL.clone()
     length = rows_RL.shape[1]
-    wide = torch.promote_types(rows_RL.dtype, torch.float32)  # a CPU has no kthvalue of half precision
+    wide = torch.promote_types(rows_RL.dtype, torch.float32)  # kthvalue has no half precision on a CPU
     magnitude_RL = rows_RL.abs().to(wide).nan_to_num_(nan=math.inf, posinf=math.inf)
     smallest_kept = length - math.ceil(density * length) + 1
     threshold_R1 = torch.kthvalue(magnitude_RL, smallest_kept, dim=1, keepdim=True).values

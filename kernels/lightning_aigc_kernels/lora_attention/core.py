@@ -1,4 +1,4 @@
-"""Softmax attention without masks, forward and backward, by the fused kernel of each device.
+"""Softmax attention without masks, forward and backward, with each device's fused kernel.
 
 Dimensions: N samples, H heads, T queries, S keys, D features of a head.
 """
@@ -16,13 +16,13 @@ aten = torch.ops.aten
 
 
 def attend(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The output [N, H, T, D] and two small tensors that `attend_backward` needs of the softmax."""
+    """The output [N, H, T, D] and two small softmax tensors for `attend_backward`."""
     nothing = q_NHTD.new_empty(0)
     which = _kernel(q_NHTD, k_NHSD, v_NHSD)
     q_NHTD, k_NHSD, v_NHSD = _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
     if which == "cpu_flash":
         o_NHTD, lse_NHT = aten._scaled_dot_product_flash_attention_for_cpu(q_NHTD, k_NHSD, v_NHSD)
-        # torch 2.11's fake kernel says float32 of what is float64.
+        # torch 2.11's fake kernel reports float32 where the result is float64.
         return o_NHTD, lse_NHT.to(torch.promote_types(q_NHTD.dtype, torch.float32)).contiguous(), nothing
     if which == "cuda_flash":
         o_NHTD, lse_NHT, *_, random_state, _, _ = aten._scaled_dot_product_flash_attention(q_NHTD, k_NHSD, v_NHSD)
@@ -48,7 +48,7 @@ def attend_backward(
     which = _kernel(q_NHTD, k_NHSD, v_NHSD)
     do_NHTD, q_NHTD, k_NHSD, v_NHSD = _dense(do_NHTD), _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
     if which == "cpu_flash":
-        softmax1 = softmax1.to(torch.promote_types(q_NHTD.dtype, torch.float32))  # q may have come in another dtype
+        softmax1 = softmax1.to(torch.promote_types(q_NHTD.dtype, torch.float32))  # forward's q may differ in dtype
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do_NHTD, q_NHTD, k_NHSD, v_NHSD, o_NHTD, softmax1, 0.0, False
         )
@@ -61,7 +61,7 @@ def attend_backward(
         )  # fmt: skip
         return dq, dk, dv
     if which == "cuda_efficient":
-        seed = torch.zeros((), dtype=torch.int64, device=q_NHTD.device)  # of a dropout that is off
+        seed = torch.zeros((), dtype=torch.int64, device=q_NHTD.device)  # for dropout, which is off
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             do_NHTD, q_NHTD, k_NHSD, v_NHSD, None, o_NHTD, softmax1, seed, seed, 0.0, [True, True, True, False], False
         )
@@ -82,24 +82,24 @@ def attend_backward(
 
 
 def _scores(q_NHTD: Tensor, k_NHSD: Tensor) -> Tensor:
-    """q k^T / sqrt(D), in float32 at least."""
+    """q k^T / sqrt(D), at least in float32."""
     wide = torch.promote_types(q_NHTD.dtype, torch.float32)
     scale: float = q_NHTD.shape[-1] ** -0.5
     return q_NHTD.to(wide) @ k_NHSD.to(wide).transpose(-1, -2) * scale
 
 
 def _dense(heads_first: Tensor) -> Tensor:
-    """With a head's features side by side: the fused kernels do not ask, and read something else."""
+    """Make a head's features contiguous, which the fused kernels require without checking."""
     return heads_first if heads_first.stride(-1) == 1 else heads_first.contiguous()
 
 
 def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
-    """Which attention serves these tensors; the fused ones divide by zero without keys."""
+    """The attention kernel for these tensors; fused kernels divide by zero without keys."""
     device, features = q_NHTD.device.type, q_NHTD.shape[-1]
     if q_NHTD.numel() == 0 or k_NHSD.numel() == 0 or v_NHSD.shape[-1] != features:
         return "math"
     if device == "cpu":
-        # With fewer keys than a vector register holds, torch 2.13's takes a NaN query for a masked row, and hides it.
+        # With fewer keys than a vector register holds, torch 2.13 treats a NaN query as a masked row and hides it.
         return "cpu_flash" if k_NHSD.shape[2] >= 16 else "math"
     half = q_NHTD.dtype in HALF_DTYPES
     if device == "cuda" and features % 8 == 0 and (half or q_NHTD.dtype == torch.float32):
@@ -114,5 +114,5 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
 
 @functools.cache
 def has_flash_attention(cuda_index: int | None) -> bool:
-    """Whether this card runs torch's flash attention: Ampere and later do. Without a card, what a trace is made for."""
+    """Whether this card runs torch's flash attention (Ampere or later); True without a card, for tracing."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(cuda_index) >= (8, 0)

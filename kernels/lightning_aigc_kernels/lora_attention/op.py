@@ -1,9 +1,8 @@
 """LayerNorm, the q, k, v projections with their LoRA branches, attention and the output projection as one op.
 
-Native autograd keeps the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op keeps
-its input and as many of the attention's output, the value and the key as the caller has room for, in this order; the
-rest is computed again. Attention to a short context costs next to nothing, so its output need not be kept either.
-The gradients of the LoRA's matrices are exact: nothing is approximated.
+Native autograd saves the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op saves
+its input and, as `keeps` says, the attention's output, the value and the key, in this order; it recomputes the rest.
+Attention to a short context is cheap, so its output need not be saved either. The LoRA gradients are exact.
 
 Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
 """
@@ -41,16 +40,16 @@ def lora_attention(
     gradient_density: float = 1.0,
     known: KnownAttention | None = None,
 ) -> tuple[Tensor, KnownAttention | None]:
-    """out(attention(q, k, v)) of q from norm(x), k and v from the context or norm(x); without the residual.
+    """out(attention(q, k, v)) with q of norm(x), and k and v of the context or norm(x), without the residual.
 
     Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keeps`, 0 to 3, is how many of the attention's
-        output, v and k, in this order, stay for backward instead of being computed again; `grad_dtype` runs backward's
-        products in that dtype, for a loss that is scaled to fit it; `gradient_density` below 1 drops the smallest
-        entries of dq, dk and dv (see `sparse_attention_backward`); `known` spares the attention itself when its output
-        is at hand, and then that is all that is kept.
-    Returns: y [N, T, C''], in autocast's dtype where that is on, else x's, and the attention's output for `known`, None
-        where it is not kept.
-    Raises: ValueError when shapes do not fit, the heads do not divide the features or `keeps` is no such number;
+        output, v and k, in this order, are saved for backward instead of recomputed. `grad_dtype` is the dtype of
+        backward's products, for a scaled loss. `gradient_density` below 1 drops the smallest entries of dq, dk and dv
+        (see `sparse_attention_backward`). `known`, the attention's output of an earlier pass, skips the attention, and
+        only it is saved.
+    Returns: y [N, T, C''], in autocast's dtype if it is enabled, else x's, and the attention's output for `known`, None
+        if it is not saved.
+    Raises: ValueError if shapes do not match, the heads do not divide the features or `keeps` is out of range;
         RuntimeError under torch.func.
     """
     refuse_functorch("lora_attention")
@@ -76,7 +75,7 @@ def _check(
     if widths[0] % heads or widths[2] % heads:
         raise ValueError(f"heads must divide the query's and the value's features: got {heads} heads for {widths}")
     if widths[0] != widths[1]:
-        raise ValueError(f"query and key must give as many features as one another, got {widths[0]} and {widths[1]}")
+        raise ValueError(f"query and key must have equally many features, got {widths[0]} and {widths[1]}")
     if keeps not in range(4):
         raise ValueError(f"keeps must be 0, 1, 2 or 3 (output, value, key), got {keeps}")
 
@@ -97,7 +96,7 @@ def _op(
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor]:
-    """y; unless known what is kept of the attention's output with its softmax, v and k."""
+    """y; without `known` also the saved ones of the attention's output with its softmax, v and k."""
     norm, (*inward, out) = unpack_layers(parameters, given, normed, eps, scales)
     block = passes.Block(norm, inward, out, heads, dtype)
     return passes.forward(x, context, block, keeps, known[0] if known else None)
@@ -123,7 +122,7 @@ def _backward_op(
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor]:
-    """Gradients of those among x, context and the parameters that `needs` names."""
+    """The gradients of x, context and the parameters that `needs` selects."""
     norm, (*inward, out) = unpack_layers(parameters, given, normed, eps, scales)
     block = passes.Block(norm, inward, out, heads, dtype)
     all_needs = needs[:2] + unpack(needs[2:], given, absent=False)
@@ -149,7 +148,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     nothing = [None] * ctx.known, *(None,) * 8
     if grads[0] is None:
         return None, None, [None] * len(of_parameters), None, *nothing
-    x, context, *saved = ctx.saved_tensors  # read once: under checkpointing a second reading is an error
+    x, context, *saved = ctx.saved_tensors  # read once: under checkpointing a second read is an error
     parameters, kept = saved[: len(of_parameters)], saved[len(of_parameters) :]
     needs = [*x_and_context, *of_parameters]
     gradients = iter(_call_backward(grads[0], x, context, parameters, ctx.given, kept, needs, *ctx.options))

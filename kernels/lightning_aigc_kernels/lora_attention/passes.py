@@ -1,4 +1,4 @@
-"""The forward and the backward pass of an attention with its norm and projections, without autograd.
+"""Forward and backward of an attention with its norm and projections, without autograd.
 
 Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
 """
@@ -41,9 +41,9 @@ class Block:
 def forward(
     x: Tensor, context: Tensor | None, block: Block, keeps: int, known_output: Tensor | None = None
 ) -> list[Tensor]:
-    """Return y and what is kept for backward: `keeps` of the attention's output with its softmax, v and k.
+    """Return y and the tensors to save: the first `keeps` of the attention's output with its softmax, v and k.
 
-    With `known_output` the attention is not computed, and nothing is kept beside y.
+    With `known_output` the attention is skipped, and only y is returned.
     """
     out = block.out.to(block.dtype)
     if known_output is not None:
@@ -67,9 +67,9 @@ def backward(
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor | None]:
-    """Gradients of x, the context, the norm's two and the layers' sixteen tensors.
+    """The gradients of x, the context, the norm's two and the layers' sixteen tensors.
 
-    Args: kept is what `forward` gave beside y; needs says which of the twenty are needed: the others may be None.
+    Args: kept is `forward`'s result without y; needs selects among the twenty: the others may be None.
     """
     grad_dtype = backward_dtype(grad_dtype, block.dtype)
     inward, out = [layer.to(grad_dtype) for layer in block.inward], block.out.to(grad_dtype)
@@ -106,7 +106,7 @@ def _attention_backward(
     needs_out: Needs,
     density: float,
 ) -> tuple[Normalized, list[Tensor], ProjectionGradients]:
-    """The normalised x again, the gradients of q, k and v as rows, and those of the output projection `out`."""
+    """The recomputed normalised x, the gradients of q, k and v as rows, and those of the output projection `out`."""
     samples, grad_dtype = x.shape[0], out.weight.dtype
     output, kept_vk = list(kept[:3]), kept[3:]
     normalized, qkv = _projections(x, context, block, kept_vk)
@@ -119,7 +119,7 @@ def _attention_backward(
     heads_first = [_heads_first(rows.to(grad_dtype), samples, block.heads) for rows in (do_RC, *qkv, o_RC)]
     do, q, k, v, o = heads_first
     dqkv_NHTD: tuple[Tensor, ...] = attend_backward(do, q, k, v, o, *output[1:])
-    del heads_first, do_RC, o_RC, qkv, output, do, q, k, v, o  # memory that the gradients' rows can have
+    del heads_first, do_RC, o_RC, qkv, output, do, q, k, v, o  # frees memory for the gradients' rows
     if density < 1:
         dqkv_NHTD = tuple(keep_largest_per_head(d, density) for d in dqkv_NHTD)
     dqkv_RC = [
@@ -132,7 +132,7 @@ def _attention_backward(
 def _projections(
     x: Tensor, context: Tensor | None, block: Block, kept_vk: Sequence[Tensor] = ()
 ) -> tuple[Normalized, tuple[Tensor, ...]]:
-    """The normalised x, and q, k, v as rows, of which v, or v and k, may have been kept."""
+    """The normalised x, and q, k and v as rows, computed except for a saved v, or v and k."""
     normalized = normalize(rows_of(x), block.norm, block.dtype)
     source_RC = normalized.value if context is None else rows_of(context).to(block.dtype)
     sources = normalized.value, source_RC, source_RC

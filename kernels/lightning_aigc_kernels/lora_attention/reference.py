@@ -1,4 +1,4 @@
-"""LayerNorm, projections with LoRA and attention in plain torch, with torch's own autograd."""
+"""LayerNorm, projections with LoRA and attention in plain torch, with torch's autograd."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lora_attention(
     out: Projection,
     heads: int,
 ) -> Tensor:
-    """out(attention(q, k, v)) of q from norm(x), k and v from the context or norm(x); without the residual."""
+    """out(attention(q, k, v)) with q of norm(x), and k and v of the context or norm(x), without the residual."""
     normalized = layer_norm(x, norm)
     source = normalized if context is None else context
     q, k, v = linear_with_lora(normalized, query), linear_with_lora(source, key), linear_with_lora(source, value)

@@ -1,4 +1,4 @@
-"""Attention whose backward drops the smallest share of dq, dk and dv: lossy, for experiments."""
+"""Attention whose backward drops the smallest entries of dq, dk and dv: lossy, for experiments."""
 
 from lightning_aigc_kernels.sparse_attention_backward.op import sparse_attention_backward
 

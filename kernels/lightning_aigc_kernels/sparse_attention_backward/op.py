@@ -1,7 +1,7 @@
-"""Attention whose backward drops the smallest share of dq, dk and dv, head by head: lossy, for experiments.
+"""Attention whose backward drops the smallest entries of dq, dk and dv per head: lossy, for experiments.
 
-At density 1 it is torch's own attention, bit for bit. Below, the gradient of q, k and v is no longer the loss's: the
-dropped share is gone (nothing is carried to the next step), and small, consistent gradients are what it loses first.
+At density 1 it is bit-identical to torch's attention. Below 1 the gradients of q, k and v are biased: dropped entries
+are lost (there is no error feedback), and small, consistent gradients are lost first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 def sparse_attention_backward(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, density: float = 1.0) -> Tensor:
     """softmax(q k^T / sqrt(D)) v whose dq, dk and dv keep the largest `density` of their entries per sample and head.
 
-    Returns: [N, H, T, D]; density 1 is scaled_dot_product_attention itself.
+    Returns: [N, H, T, D]; density 1 calls scaled_dot_product_attention.
     Raises: ValueError for a density outside (0, 1] or shapes that are not [N, H, T, D]; RuntimeError under torch.func.
     """
     refuse_functorch("sparse_attention_backward")

@@ -1,4 +1,4 @@
-"""Attention with a sparse backward in plain torch: torch's own autograd, whose dq, dk and dv are cut by hooks."""
+"""Attention with a sparse backward in plain torch: autograd with hooks that sparsify dq, dk and dv."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def sparse_attention_backward(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, de
 def _cut(tensor: Tensor, density: float) -> Tensor:
     if density == 1 or not tensor.requires_grad:
         return tensor
-    view = tensor.view_as(tensor)  # a hook on the tensor itself would stay there
+    view = tensor.view_as(tensor)  # a hook on the tensor itself would persist
     view.register_hook(partial(keep_largest_per_head, density=density))  # type: ignore[no-untyped-call]
     return view

@@ -1,4 +1,4 @@
-"""Faults for a health monitor: what is done to a training, and what the first alert must say."""
+"""Faults for testing a health monitor: changes to a training, and the expected first alert."""
 
 from fakes.faults.injection import Fault, alerts_of, first_alert, is_right
 from fakes.faults.table import FAULTS, QUICK

@@ -1,4 +1,4 @@
-"""How a fault gets into a training, and what a monitor said of it."""
+"""Inject a fault into a training and collect the monitor's alerts."""
 
 from __future__ import annotations
 

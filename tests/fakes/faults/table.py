@@ -1,4 +1,4 @@
-"""The faults: every check on both models, in three precisions, just past its threshold and just short of it."""
+"""The table of faults: every check on both models, in three precisions, just above and just below its threshold."""
 
 from __future__ import annotations
 

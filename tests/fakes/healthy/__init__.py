@@ -1,4 +1,4 @@
-"""Healthy trainings of many kinds, none of them ours: what a health monitor must keep quiet about."""
+"""Healthy trainings of many kinds, on which a health monitor must raise no alert."""
 
 from fakes.healthy.trainings import KINDS, Kind, fit_healthy
 

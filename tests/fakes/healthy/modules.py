@@ -1,4 +1,4 @@
-"""LightningModules around a network and a loss, by how they train."""
+"""LightningModules that train a network with a loss in different ways."""
 
 from __future__ import annotations
 

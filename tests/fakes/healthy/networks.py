@@ -1,4 +1,4 @@
-"""Small networks of the usual kinds."""
+"""Small networks of common kinds."""
 
 from __future__ import annotations
 

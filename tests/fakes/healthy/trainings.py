@@ -1,4 +1,4 @@
-"""The table of healthy trainings: what is trained, on what, and for how long."""
+"""The table of healthy trainings: module, data and number of steps."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_named() -> None:
         group_norm_silu(x, weight, weight[:4], 2)
     with pytest.raises(ValueError, match=r"scale must be \(2, 8\) for x \(2, 8, 3, 3\), got \(8,\)"):
         group_norm_silu(x, weight, weight, 2, scale=weight)
-    with pytest.raises(ValueError, match="wants a weight where there is a bias, got a bias alone"):
+    with pytest.raises(ValueError, match="needs a weight with a bias, got only a bias"):
         group_norm_silu(x, None, weight, 2)
     with pytest.raises(ValueError, match=r"group_norm_silu wants x \[N, C, ...\], got \(8,\)"):
         group_norm_silu(weight, None, None, 2)

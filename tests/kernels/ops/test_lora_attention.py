@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_named() -> None:
     layer, narrow = Projection(torch.randn(8, 8)), Projection(torch.randn(6, 8))
     with pytest.raises(ValueError, match="heads must divide the query's and the value's features: got 3 heads for"):
         lora_attention(x, None, none, layer, layer, layer, layer, 3)
-    with pytest.raises(ValueError, match="query and key must give as many features as one another, got 8 and 6"):
+    with pytest.raises(ValueError, match="query and key must have equally many features, got 8 and 6"):
         lora_attention(x, None, none, layer, narrow, layer, layer, 2)
     wanted = r"lora_attention wants x \[N, T, C\] and context \[N, S, C'\] or None, got "
     with pytest.raises(ValueError, match=wanted + r"\(5, 8\)"):
