@@ -20,7 +20,7 @@ from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
 from lightning_aigc.rng import RandomStates, random_states, restore_random_states
 
 
-class DrawnBatch(Iterator[Any]):
+class ReplayedBatch(Iterator[Any]):
     """Yields the last batch of a `dataloader_iter` again, once, for a replayed step.
 
     Lightning's iterator would give the next batch, which training would then miss.
@@ -46,7 +46,7 @@ def step_arguments(closure: object) -> list[Any] | None:
     given = step.args if isinstance(step, functools.partial) else ()
     if not given or not isinstance(given[0], dict):
         return None
-    return [DrawnBatch(v.data_fetcher) if isinstance(v, _DataFetcherWrapper) else v for v in given[0].values()]
+    return [ReplayedBatch(v.data_fetcher) if isinstance(v, _DataFetcherWrapper) else v for v in given[0].values()]
 
 
 def arguments_for(model: LightningModule, batch: Any, batch_idx: int) -> list[Any]:
@@ -93,14 +93,14 @@ def find_non_finite(
             return loss_of(model, arguments)
 
     try:
-        with without_trace(model, states):
+        with without_side_effects(model, states):
             return first_non_finite(model, loss, scale), ""
     except Exception as error:  # a second run is a courtesy: it must not end the training
         return None, one_line(error)
 
 
 @contextlib.contextmanager
-def without_trace(model: LightningModule, states: RandomStates) -> Iterator[None]:
+def without_side_effects(model: LightningModule, states: RandomStates) -> Iterator[None]:
     """Run a step from the given random states without logging or compiling, and restore what it changed.
 
     Random states, buffers and torchmetrics are restored; counters in other attributes of the module are not.

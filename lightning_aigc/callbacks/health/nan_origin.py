@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 
 from lightning_aigc.precision.non_finite import NonFinite
-from lightning_aigc.precision.replay import DrawnBatch, arguments_for, find_non_finite
+from lightning_aigc.precision.replay import ReplayedBatch, arguments_for, find_non_finite
 from lightning_aigc.rng import RandomStates, have_host_states_changed, random_states, tensor_states
 
 KEPT_BATCHES = 8
@@ -35,7 +35,7 @@ class _KeptBatch:
     batch: Any
     batch_idx: int
     states: RandomStates
-    fetched: DrawnBatch | None = None
+    fetched: ReplayedBatch | None = None
     """What a step that takes a `dataloader_iter` got from it."""
     is_watched: bool = False
     """Whether to look for a change of Python's or numpy's random state."""
@@ -64,7 +64,7 @@ class NanOrigin:
             self._draws_on_host = have_host_states_changed(self._kept[-1].states)
         fetcher = trainer.fit_loop._data_fetcher
         if self._kept and isinstance(fetcher, _DataLoaderIterDataFetcher):
-            self._kept[-1].fetched = DrawnBatch(fetcher)
+            self._kept[-1].fetched = ReplayedBatch(fetcher)
 
     def clear(self) -> None:
         """Drop the batches, at the end of a window."""
