@@ -21,8 +21,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.rng import isolate_rng
 
 PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]  # things that no picture of the brand shows
 STEPS = 300
@@ -111,7 +112,7 @@ class Score(Callback):
         """The mean over `each` pictures a prompt."""
         prompts = [prompt for prompt in PROMPTS for _ in range(each)]
         seeds = [5000 + i for _ in PROMPTS for i in range(each)]
-        with undisturbed(module, module.device), warnings.catch_warnings():
+        with isolate_rng(module.device), evaluating(module), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a diverged run's pictures are black
             images = module.sample(prompts, seeds, num_inference_steps=8, batch_size=24)  # type: ignore[operator]
             return float(self.judge.scores(images.nan_to_num(0.0), prompts)["clip_t"].mean())

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from lightning_aigc.rng import isolate_rng
-
 
 @contextlib.contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
@@ -26,10 +24,3 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextlib.contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluate `model` in a block that restores its modes and all random states; gradients do not change."""
-    with isolate_rng(device), evaluating(model):
-        yield

@@ -15,8 +15,9 @@ from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, re
 from lightning_aigc.callbacks.sampling.png import log_picture, write_png
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
-from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import SeesSampleImages
+from lightning_aigc.rng import isolate_rng
 
 
 class SampleGrid(Callback):
@@ -127,7 +128,7 @@ class SampleGrid(Callback):
             return
         try:
             if trainer.is_global_zero and not self._too_slow:
-                with undisturbed(pl_module, pl_module.device):
+                with isolate_rng(pl_module.device), evaluating(pl_module):
                     self._draw_on_rank_zero(trainer, pl_module)
         except SamplingTooSlow as error:
             self._too_slow = True  # on rank zero alone, hence every rank comes to the barrier below

@@ -25,7 +25,8 @@ from fakes.ranks import meeting_point
 from lightning_aigc.callbacks.sample_grid import SampleGrid
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
-from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.rng import isolate_rng
 
 PROMPTS = ["a red cup", "zwei blaue Katzen, 猫 ünï, " + "very " * 60 + "long", "x" * 300]
 
@@ -123,7 +124,7 @@ def test_training_with_the_grid_equals_training_without_bit_for_bit(tmp_path: Pa
     assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
 
 
-def test_undisturbed_restores_modes_random_states_and_leaves_gradients() -> None:
+def test_evaluation_restores_modes_random_states_and_leaves_gradients() -> None:
     model = Painter()
     model.net(torch.rand(4, 4)).sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
@@ -131,7 +132,7 @@ def test_undisturbed_restores_modes_random_states_and_leaves_gradients() -> None
     seed_everything(1, verbose=False)
     wanted = (random.random(), float(np.random.rand()), torch.rand(1).item())
     seed_everything(1, verbose=False)
-    with contextlib.suppress(ZeroDivisionError), undisturbed(model, torch.device("cpu")):
+    with contextlib.suppress(ZeroDivisionError), isolate_rng(torch.device("cpu")), evaluating(model):
         assert not any(module.training for module in model.modules()) and not torch.is_grad_enabled()
         random.random(), np.random.rand(), torch.rand(3)
         raise ZeroDivisionError

@@ -12,9 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_aigc.errors import ModelError, SamplingTooSlow
-from lightning_aigc.evaluation_mode import undisturbed
+from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasReferenceImages, HasValidationPrompts, SupportsSampling
+from lightning_aigc.rng import isolate_rng
 
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
@@ -108,7 +109,7 @@ def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[
     images, slow = None, None
     try:
         if share:
-            with undisturbed(pl_module, pl_module.device):
+            with isolate_rng(pl_module.device), evaluating(pl_module):
                 images = sample_pairs(pl_module, share)
     except SamplingTooSlow as error:
         slow = error
