@@ -1,4 +1,4 @@
-"""Context managers that evaluate a model during training and restore its modes and random states."""
+"""Evaluate a model during its training, and restore its modes."""
 
 from __future__ import annotations
 
