@@ -102,7 +102,7 @@ for arguments in ({"accelerator": "npu"}, {"strategy": "npu_sparse"}):
     try:
         pytorch_lightning.Trainer(**arguments)
     except ValueError as error:
-        assert "write `from lightning.pytorch import Trainer, LightningModule` in place" in str(error), error
+        assert "by `from lightning.pytorch import Trainer, LightningModule`" in str(error), error
     else:
         raise AssertionError(arguments)
 from lightning import Trainer
