@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_aigc.atomic_file import sync_folder
+from lightning_aigc.atomic_file import sync_folder, write_text
 from lightning_aigc.checkpoint.coordination import run_id_of
 from lightning_aigc.checkpoint.safetensors_file import Layout
 from lightning_aigc.checkpoint.staging import HostBuffer
@@ -76,10 +76,12 @@ class Attempt:
         folder = self._folder()
         folder.mkdir(exist_ok=True)
         files: dict[str, FileDigest] = {}
-        for part in reversed(
-            self.parts
-        ):  # rankK.json comes last: its presence says that the rank has written everything
-            files |= part.write(folder)
+        try:
+            for part in reversed(self.parts):  # rankK.json last: it says that the rank has written everything
+                files |= part.write(folder)
+        except FileNotFoundError:
+            _stop_if_failed(folder, 0)  # rank 0 removes every rank's files when it gives up
+            raise
         sync_folder(folder)
         if self.rank == 0:
             files |= self._commit(folder, files)
@@ -95,13 +97,13 @@ class Attempt:
         folder = self._folder()
         own = "*" if self.rank == 0 else f"rank{self.rank}.*"
         with contextlib.suppress(OSError):  # `reason` matters more, and the next `open` tidies up
+            if self.world_size > 1:  # first, so that a rank whose files go away finds out why
+                write_text(folder / f"rank{self.rank}.failed", reason)
             for path in folder.glob(own):
-                path.unlink()
+                if path.suffix != ".failed":
+                    path.unlink(missing_ok=True)  # another rank may rename it just now
             if self.world_size == 1:
                 folder.rmdir()
-            else:
-                folder.mkdir(exist_ok=True)
-                (folder / f"rank{self.rank}.failed").write_text(reason)
 
     def _folder(self) -> Path:
         if self.run is None:

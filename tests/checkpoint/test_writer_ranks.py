@@ -94,6 +94,20 @@ def test_what_fails_on_one_rank_is_known_to_all_at_once(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {".lock", "step-00000003"}
 
 
+def test_a_file_that_another_rank_renames_while_rank_0_gives_up_hides_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = ranks_of(tmp_path, 2)
+    attempt = commit.Attempt(tmp_path, 1, 0, 0, 2, 1.0, run=None)
+    attempt._folder().mkdir()
+    listed = [attempt._folder() / "rank1.safetensors.tmp"]  # gone by the time that it is removed
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(listed))
+    attempt.abandon("the disk is full")
+    assert (attempt._folder() / "rank0.failed").read_text() == "the disk is full"
+    for store in stores:
+        store.close()
+
+
 def test_files_of_a_killed_run_never_get_into_a_later_one(tmp_path: Path) -> None:
     stores = ranks_of(tmp_path, 2, timeout_s=0.3)
     save(stores[1:], 1, seed=1)  # this rank wrote its part, and rank 0 was killed
