@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import tempfile
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.data.machine import cpu_cores
 from lightning_aigc.errors import DataError
 
@@ -92,17 +91,10 @@ class TensorCache:
         crc32 = zlib.crc32(plain[8 + int.from_bytes(plain[:8], "little") :])
         content = safetensors.torch.save(contiguous, metadata={"crc32": str(crc32)})
         path = self.path(key)
-        temporary = ""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-            with os.fdopen(handle, "wb") as file:
+            with atomic_file(path, durable=False) as file:
                 file.write(content)
-            os.replace(temporary, path)  # noqa: PTH105  (atomic, also where another process writes the same entry)
         except OSError as error:
-            if temporary:
-                with contextlib.suppress(OSError):
-                    Path(temporary).unlink(missing_ok=True)
             raise _cannot_write(self.folder.parent, error) from error
 
     def fill(

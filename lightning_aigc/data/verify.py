@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import PIL
 
+from lightning_aigc.atomic_file import write_text
 from lightning_aigc.data.image_file import PictureInfo, PictureRejectedError, inspect_picture
 from lightning_aigc.data.machine import cpu_cores
 
@@ -83,15 +83,7 @@ class PictureVerifier:
             for path, (stamp, r) in self._memory.items()
         }
         with contextlib.suppress(OSError):
-            self.memory_file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.memory_file.parent, suffix=".part")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    json.dump(rows, file)
-                Path(name).replace(self.memory_file)
-            except OSError:
-                Path(name).unlink(missing_ok=True)
-                raise
+            write_text(self.memory_file, json.dumps(rows))
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
 from torch import Tensor
 
+from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.errors import ModelError
 
 HASH_KEYS = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -41,17 +40,10 @@ def serialize(state: Mapping[str, Tensor], header: Mapping[str, str]) -> bytes:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a temporary file, then rename it to `path`. Raises: ModelError naming the path if it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
+        with atomic_file(path) as stream:
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise ModelError(
             f"cannot write {path} ({len(content) / 2**20:.1f} MiB): {error.strerror or error}; "
             "free some space or choose another folder"

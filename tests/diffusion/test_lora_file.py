@@ -23,7 +23,7 @@ from torch import nn
 from fakes.pipelines import assemble, make_text_encoder
 from lightning_aigc import cli
 from lightning_aigc.cli import export
-from lightning_aigc.diffusion import lora_bytes, lora_names
+from lightning_aigc.diffusion import lora_names
 from lightning_aigc.diffusion.lora_file import convert, read_lora, save_lora
 from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
 from lightning_aigc.diffusion.lora_metadata import LoRAMetadata, hash_base_model
@@ -514,7 +514,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monkeypa
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(lora_bytes.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ModelError, match=r"a\.safetensors.*No space left on device"):
         save_lora(path, unet=adapt(make_unet(), ["to_q"]))
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"] and path.read_bytes() == b"old"
