@@ -82,7 +82,8 @@ class Attempt:
         except FileNotFoundError:
             _stop_if_failed(folder, 0)  # rank 0 removes every rank's files when it gives up
             raise
-        sync_folder(folder)
+        with contextlib.suppress(FileNotFoundError):  # rank 0, who saw the last file, has renamed the folder already
+            sync_folder(folder)
         if self.rank == 0:
             files |= self._commit(folder, files)
         else:

@@ -108,6 +108,35 @@ def test_a_file_that_another_rank_renames_while_rank_0_gives_up_hides_no_reason(
         store.close()
 
 
+def test_rank_0_may_publish_before_another_rank_has_synced_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, published = ranks_of(tmp_path, 2), threading.Event()
+    publish, write, sync_folder = commit.publish, commit.Attempt.write, commit.sync_folder
+    late = threading.local()
+
+    def publish_and_tell(folder: Path, step: int) -> Path:
+        final = publish(folder, step)
+        published.set()
+        return final
+
+    def write_as(attempt: commit.Attempt) -> int:
+        late.rank = attempt.rank
+        return write(attempt)
+
+    def sync_late(folder: Path) -> None:
+        assert late.rank == 0 or published.wait(20)
+        sync_folder(folder)
+
+    monkeypatch.setattr(commit, "publish", publish_and_tell)
+    monkeypatch.setattr(commit.Attempt, "write", write_as)
+    monkeypatch.setattr(commit, "sync_folder", sync_late)
+    save(stores, 1)
+    for store in stores:
+        store.close()
+    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [1]
+
+
 def test_files_of_a_killed_run_never_get_into_a_later_one(tmp_path: Path) -> None:
     stores = ranks_of(tmp_path, 2, timeout_s=0.3)
     save(stores[1:], 1, seed=1)  # this rank wrote its part, and rank 0 was killed
