@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 PARALLEL ?= -n auto --dist loadscope
 
 .PHONY: demo test test-long test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
-	embedded clean
+	docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
@@ -55,6 +55,9 @@ check: $(READY)  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)  ## the docs as a site in build/site; fails at a link that leads nowhere
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
 check-demo: $(READY)  ## what the demo must reach, read from its summary.json
 	$(BIN)/python benchmarks/check_demo.py runs/demo/summary.json

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
+import re
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "notebooks"))
+
+from render import PAGES, run, write_page  # noqa: E402
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the kernel's own machinery; the notebook runs in another process
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("", "kernels")))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    asyncio.run(client.async_execute())
-    pictures = [
-        output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
-    ]
+def test_a_notebook_runs_and_becomes_a_page_with_its_pictures(path: Path, tmp_path: Path) -> None:
+    page = write_page(run(path, tmp_path), path.stem, tmp_path / "pages")
+    pictures = re.findall(r"!\[png\]\((\S+\.png)\)", page.read_text())
     assert len(pictures) >= 3
-    nbformat.write(notebook, tmp_path / path.name)  # to look at after a failure
+    assert all((page.parent / picture).stat().st_size > 1000 for picture in pictures)
+    assert str(tmp_path) not in page.read_text()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_page_in_docs_is_of_this_notebook(path: Path) -> None:
+    page = (PAGES / f"{path.stem}.md").read_text(encoding="utf-8")
+    missing = [
+        cell.source for cell in nbformat.read(path, as_version=4).cells if squeezed(cell.source) not in squeezed(page)
+    ]
+    assert missing == [], "run `python notebooks/render.py`"
+
+
+def squeezed(text: str) -> str:
+    """Without blank lines and ends of lines, which the page drops."""
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
