@@ -27,10 +27,9 @@ from diffusers import UNet2DConditionModel
 
 from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
 from lightning_aigc.gradient_sync.flat_units import make_units
-from lightning_aigc.gradient_sync.mode_reductions import make_reduction
+from lightning_aigc.gradient_sync.mode_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Uncompressed
 
 SDXL = {
     "sample_size": 128, "cross_attention_dim": 2048, "block_out_channels": (320, 640, 1280),
@@ -68,10 +67,10 @@ def count(rank: int, ranks: int, store: str, model: str, modes: list[str], found
         options = SyncOptions(**MODES[mode])
         groups = ProcessGroups(False)
         units = make_units(named, options, ranks)
-        reduction = make_reduction(options, units, groups, torch.device("cpu"))
+        reductions = make_reductions(options, units, groups, torch.device("cpu"))
         for unit in units:
             e_N = torch.randn(unit.numel)
-            for work in (Uncompressed() if unit.uncompressed else reduction).reduce(unit, e_N, groups.between):
+            for work in reductions[unit.kind].reduce(unit, e_N, groups.between):
                 work.wait()
         if rank == 0:
             found.append((mode, numel, dict(groups.traffic.sent)))

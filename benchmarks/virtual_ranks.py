@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
 from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
-from lightning_aigc.gradient_sync.mode_reductions import make_reduction
+from lightning_aigc.gradient_sync.mode_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.reductions import Uncompressed
 
 RANKS = 4
 
@@ -41,7 +40,7 @@ class VirtualGroup:
 
 
 class VirtualGroups:
-    """The attributes of the process groups that `make_reduction` reads."""
+    """The attributes of the process groups that `make_reductions` reads."""
 
     inside = None
     world_size = RANKS
@@ -84,7 +83,7 @@ class VirtualSync:
         self.traffic = [Traffic() for _ in range(RANKS)]
         self.groups = [VirtualGroup(rank, self.traffic[rank]) for rank in range(RANKS)]
         cpu = torch.device("cpu")
-        self.reductions = [make_reduction(options, self.units, VirtualGroups(), cpu) for _ in range(RANKS)]  # type: ignore[arg-type]
+        self.reductions = [make_reductions(options, self.units, VirtualGroups(), cpu) for _ in range(RANKS)]  # type: ignore[arg-type]
         self.residuals = [{unit.index: torch.zeros(unit.numel) for unit in self.units} for _ in range(RANKS)]
         self.numel = sum(p.numel() for _, p in named)
 
@@ -101,20 +100,21 @@ class VirtualSync:
                     flat[entry.start : entry.stop] += gradients[entry.name][rank].reshape(-1) / RANKS
                 shares.append(flat)
             uncompressed = unit.uncompressed or not compressing
-            reductions = [Uncompressed()] * RANKS if uncompressed else self.reductions
+            kind = "protected" if uncompressed else unit.kind
+            reductions = [of_rank[kind] for of_rank in self.reductions]
             ranks = zip(reductions, shares, self.groups, strict=True)
             work = [reduction.reduce(unit, share, group) for reduction, share, group in ranks]  # type: ignore[arg-type]
             totals = run_together(work)
             for rank in range(RANKS):
                 self.residuals[rank][unit.index] = shares[rank]
-                if uncompressed and not unit.uncompressed:
-                    self.reductions[rank].observe(unit, totals[rank][0])
+                if uncompressed:
+                    self.reductions[rank][unit.kind].observe(unit, totals[rank][0])
             total = totals[0][0]
             assert all(torch.equal(total, other) for other, _ in totals), "ranks differ"
             for entry in unit.entries:
                 means[entry.name] = total[entry.start : entry.stop].view(entry.shape)
-        for reduction in self.reductions:
-            reduction.commit()
+        for of_rank in self.reductions:
+            of_rank["values"].commit()
         self.step += 1
         if not self.options.delay_one_step:
             return means

@@ -86,8 +86,8 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
     model = parser.instantiate_classes(parser.parse_object({"model": block})).model
     model.configure_model()
 
-    protection = options.protection()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    protection = options.protection(trained)
     protected = {name for name in trained if protection.covers(name)}
     small = {name for name, p in trained.items() if name not in protected and is_small(p)}
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for name, p in trained.items() if name not in protected | small]

@@ -83,8 +83,10 @@ def bytes_per_element(mode: str, job: Job) -> float:
 
 def payload_bytes(mode: str, job: Job) -> float:
     """Return the bytes of one step's gradient as it is sent, before the collective's factor."""
-    uncompressed = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
-    return uncompressed * job.uncompressed + bytes_per_element(mode, job) * job.compressible
+    values = bytes_per_element(mode, job)
+    exact = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
+    small = exact if MODES[mode].is_exact else BF16_BYTES if mode == "bf16" else bytes_per_element("int8", job)
+    return exact * job.protected + small * job.small + values * job.compressible
 
 
 def ring_factor(ranks: int) -> float:

@@ -28,7 +28,7 @@ class Job:
     protected: float = 0
     """Of them: parameters that are always sent whole, in float32."""
     small: float = 0
-    """Of them: biases, norms and tensors too small to compress, sent like protected ones."""
+    """Of them: biases, norms and tensors of few values, sent in eight bits."""
     frozen: float = 0
     """Parameters that are not trained; they cost memory alone."""
     frozen_bytes: float = BF16_BYTES
@@ -67,13 +67,8 @@ class Job:
         return self.forward_s + self.backward_s
 
     @property
-    def uncompressed(self) -> float:
-        """Parameters that travel in float32 whatever the mode."""
-        return self.protected + self.small
-
-    @property
     def compressible(self) -> float:
-        return self.trainable - self.uncompressed
+        return self.trainable - self.protected - self.small
 
 
 @dataclass(frozen=True)

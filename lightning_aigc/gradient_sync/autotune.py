@@ -37,7 +37,7 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
     group = CountedGroup(groups.everyone.group, Traffic())  # bytes that are no gradients' do not count
     values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
     gradients = torch.randn(values, device=device)
-    unit = FlatUnit(0, uncompressed=False, protected=False, entries=(), numel=values)
+    unit = FlatUnit(0, "values", entries=(), numel=values)
 
     def add_up(reduction: Reduction) -> None:
         flat = gradients / group.size

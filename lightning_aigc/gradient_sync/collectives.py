@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 KINDS = ("values", "index", "protected", "small", "intra_node")
-"""What bytes are counted as: compressed values, what the choice of indices needs, the parameters that are sent
-uncompressed, by pattern and by size, and what stays inside a node."""
+"""What bytes are counted as: compressed values, what the choice of indices needs, protected parameters, small ones, and
+what stays inside a node."""
 
 
 @dataclass

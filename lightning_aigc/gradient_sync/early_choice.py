@@ -26,9 +26,9 @@ class EarlyChoice:
         residuals: Residuals,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Args: units: the compressed ones."""
+        """Args: units: those that the mode compresses."""
         self._by_name = dict(parameters)
-        self._units, self._groups, self._residuals, self._loss_scale = units, groups, residuals, loss_scale
+        self.units, self._groups, self._residuals, self._loss_scale = units, groups, residuals, loss_scale
         self.enabled = True
         """Whether to choose by the sum of the micro-batches so far, in place of the step before."""
         self.is_accumulating = False
@@ -46,7 +46,7 @@ class EarlyChoice:
         """Return the work that chooses the blocks; what it needs of the gradients it reads now."""
         share = 1 / (self._groups.world_size * self._loss_scale())
         energies = []
-        for unit in self._units:
+        for unit in self.units:
             flat = self._residuals.next_of(unit)  # free until the step begins
             flat.zero_()
             for entry in unit.entries:
@@ -59,4 +59,4 @@ class EarlyChoice:
     def _exchange(self, reduction: BlockSparse, energies: Sequence[Tensor], packed: Tensor) -> Work:
         yield self._groups.between.all_reduce(packed, "index")
         parts = torch.split(packed, [energy.numel() for energy in energies])
-        reduction.choose_by({unit.index: part for unit, part in zip(self._units, parts, strict=True)})
+        reduction.choose_by({unit.index: part for unit, part in zip(self.units, parts, strict=True)})

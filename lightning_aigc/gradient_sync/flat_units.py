@@ -2,22 +2,29 @@
 
 A unit is one flat float32 vector. Units follow the parameters' reversed order, in which backward roughly computes their
 gradients, and never DDP's buckets: those change after the first step, and a residual must stay where it is. Protected
-and small parameters have separate units, sent uncompressed.
+parameters have units of their own, sent uncompressed, and so have small ones, sent in eight bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
+from lightning_aigc.gradient_sync.quantization import BLOCK
 
 ALIGNMENT = 256
-"""A compressed parameter starts at a multiple of this, so that no block has values of two parameters."""
+"""Values of a block of the modes; every compressed shard divides by it."""
 SMALL = 1024
-"""A parameter with fewer values, or with one dimension, is sent uncompressed: it costs little and often matters."""
+"""A parameter with fewer values, or with one dimension, is sent in eight bits: it costs little and often matters."""
+Kind = Literal["values", "small", "protected"]
+"""What a unit's parameters are, which decides how it is reduced; bytes are counted under the same names."""
+
+START: dict[Kind, int] = {"values": ALIGNMENT, "small": BLOCK, "protected": 1}
+"""A parameter starts at a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,20 @@ class FlatUnit:
     """Parameters whose gradients are reduced as one flat vector."""
 
     index: int
-    uncompressed: bool
-    """Sent dense and in float32, whatever the mode."""
-    protected: bool
-    """Uncompressed because a pattern says so."""
+    kind: Kind
     entries: tuple[Entry, ...]
     numel: int
     """Length of the flat vector, its padding included."""
+
+    @property
+    def uncompressed(self) -> bool:
+        """Whether it is sent dense and in float32, whatever the mode."""
+        return self.kind == "protected"
+
+    @property
+    def alignment(self) -> int:
+        """At multiples of this its parameters start, so that no block has values of two of them."""
+        return START[self.kind]
 
 
 def make_units(
@@ -53,42 +67,40 @@ def make_units(
     """Cut these parameters into units, for `ranks` ranks of which `ranks_inside` reduce among themselves first.
 
     A compressed unit's length divides by ALIGNMENT * ranks, an uncompressed unit's by `ranks_inside`: padding is sent
-    too.
+    too. A small parameter starts at a multiple of the quantizer's BLOCK.
     Raises: ConfigError for a pattern in `protect` that the user gave and that covers none of them.
     """
     named = list(parameters)
-    protection = options.protection()
+    protection = options.protection([name for name, _ in named])
     check_protect(options, [name for name, _ in named])
     limit = options.bucket_mb * 1e6 / 4
     units: list[FlatUnit] = []
-    open_units: dict[tuple[bool, bool, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+    open_units: dict[tuple[Kind, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
 
-    def close(kind: tuple[bool, bool, torch.dtype]) -> None:
-        members = open_units.pop(kind)
-        uncompressed, protected, _ = kind
-        alignment, divisor = (1, ranks_inside) if uncompressed else (ALIGNMENT, ALIGNMENT * ranks)
+    def close(key: tuple[Kind, torch.dtype]) -> None:
+        members, kind = open_units.pop(key), key[0]
+        divisor = ranks_inside if kind == "protected" else ALIGNMENT * ranks
         entries, start = [], 0
         for name, parameter in members:
             entries.append(Entry(name, parameter.shape, start))
-            start += _padded(parameter.numel(), alignment)
-        units.append(FlatUnit(len(units), uncompressed, protected, tuple(entries), _padded(max(start, 1), divisor)))
+            start += _padded(parameter.numel(), START[kind])
+        units.append(FlatUnit(len(units), kind, tuple(entries), _padded(max(start, 1), divisor)))
 
     for name, parameter in reversed(named):
-        protected = protection.covers(name)
-        kind = (protected or is_small(parameter), protected, parameter.dtype)
-        members = open_units.setdefault(kind, [])
+        kind: Kind = "protected" if protection.covers(name) else "small" if is_small(parameter) else "values"
+        members = open_units.setdefault((kind, parameter.dtype), [])
         members.append((name, parameter))
         if sum(p.numel() for _, p in members) >= limit:
-            close(kind)
-    for kind in list(open_units):
-        close(kind)
+            close((kind, parameter.dtype))
+    for key in list(open_units):
+        close(key)
     return units
 
 
 def entry_of_each_block(unit: FlatUnit) -> torch.Tensor:
-    """Return the place in `entries` of each block of ALIGNMENT values of a compressed unit; padding joins the last."""
-    starts = torch.tensor([entry.start // ALIGNMENT for entry in unit.entries[1:]], dtype=torch.int64)
-    return torch.bucketize(torch.arange(unit.numel // ALIGNMENT), starts, right=True)
+    """Return the place in `entries` of each block of `alignment` values of a unit; padding joins the last."""
+    starts = torch.tensor([entry.start // unit.alignment for entry in unit.entries[1:]], dtype=torch.int64)
+    return torch.bucketize(torch.arange(unit.numel // unit.alignment), starts, right=True)
 
 
 def view_of(flat: torch.Tensor, entry: Entry) -> torch.Tensor:

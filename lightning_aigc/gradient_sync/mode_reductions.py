@@ -1,4 +1,4 @@
-"""The reduction of each mode."""
+"""The reductions of each mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from lightning_aigc.cluster.modes import MODES
 from lightning_aigc.gradient_sync.block_sparse import BlockSparse, layer_of_each_block
-from lightning_aigc.gradient_sync.flat_units import FlatUnit
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, Kind
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.powersgd import PowerSGD
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
@@ -17,12 +17,20 @@ from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reducti
 from lightning_aigc.gradient_sync.two_four import TwoOfFour
 
 
-def make_reduction(
+def make_reductions(
+    options: SyncOptions, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device
+) -> dict[Kind, Reduction]:
+    """Return what reduces the units of each kind."""
+    traits = MODES[options.mode]
+    small: Reduction = Uncompressed() if traits.is_exact else BFloat16() if options.mode == "bf16" else Quantized(8)
+    return {"values": _of_values(options, units, groups, device), "small": small, "protected": Uncompressed()}
+
+
+def _of_values(
     options: SyncOptions, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device
 ) -> Reduction:
-    """Return what reduces those of these units that are compressed."""
     mode, traits = options.mode, MODES[options.mode]
-    units = [unit for unit in units if not unit.uncompressed]
+    units = [unit for unit in units if unit.kind == "values"]
     if mode == "bf16":
         return BFloat16()
     if mode == "low_rank":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,6 +20,8 @@ SERVES: dict[str, tuple[str, ...]] = {
 }
 """Options that only some modes read."""
 DEFAULT_PROTECT = ("vae.decoder*", "*mid_block.attentions*")
+LORA = ".lora_"
+"""A part of the names that peft and diffusers give to a LoRA's parameters."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class SyncOptions:
     """Sparse modes: layers share what is sent by the size of their gradients; else each sends the same share."""
     protect: Sequence[str] | None = None
     """Name patterns of parameters that are sent whole in float32, as in FusedBackwardPrecision; a pattern that covers
-    nothing is an error. None protects `vae.decoder` and `mid_block.attentions` where a model has them."""
+    nothing is an error. None protects `vae.decoder` and `mid_block.attentions` where a model has them, and nothing of a
+    LoRA: there they would be nearly half of the bytes."""
     warmup_steps: int = 0
     """Dense steps before compression begins."""
     error_feedback: bool = True
@@ -84,10 +87,11 @@ class SyncOptions:
             raise ConfigError(f"delay_one_step wants a mode that compresses, got mode={self.mode!r}")
         self.protection()
 
-    def protection(self) -> GradientProtection:
-        """Return the patterns as the mechanism that FusedBackwardPrecision uses too."""
+    def protection(self, names: Iterable[str] = ()) -> GradientProtection:
+        """Return the patterns for parameters of these names, as the mechanism that FusedBackwardPrecision uses too."""
+        default = () if any(LORA in name for name in names) else DEFAULT_PROTECT
         try:
-            return GradientProtection(DEFAULT_PROTECT if self.protect is None else self.protect)
+            return GradientProtection(default if self.protect is None else self.protect)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

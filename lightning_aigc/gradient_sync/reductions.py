@@ -64,7 +64,7 @@ class Uncompressed(Stateless):
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         total = e_N.clone()
-        yield group.all_reduce(total, _kind(unit))
+        yield group.all_reduce(total, unit.kind)
         e_N.zero_()
         return total, total.sum()
 
@@ -73,7 +73,7 @@ class BFloat16(Stateless):
     """Sends everything in bfloat16; partial sums round to it as well, and those roundings are lost."""
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
-        total = yield from in_bfloat16(e_N, group)
+        total = yield from in_bfloat16(e_N, group, unit.kind)
         return total.float(), total.sum(dtype=torch.float32)
 
 
@@ -84,19 +84,19 @@ class Quantized(Stateless):
         self.quantizer = BlockQuantizer(bits)
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
-        result = yield from in_two_hops(e_N, self.quantizer, group)
+        result = yield from in_two_hops(e_N, self.quantizer, group, unit.kind)
         return result
 
 
-def in_bfloat16(e_N: Tensor, group: CountedGroup) -> Generator[Any, None, Tensor]:
+def in_bfloat16(e_N: Tensor, group: CountedGroup, kind: str = "values") -> Generator[Any, None, Tensor]:
     """Return the sum in bfloat16; the rounding error stays in e_N."""
     wire = e_N.bfloat16()
     e_N.sub_(wire)
-    yield group.all_reduce(wire)
+    yield group.all_reduce(wire, kind)
     return wire
 
 
-def in_two_hops(e_N: Tensor, quantizer: BlockQuantizer, group: CountedGroup) -> Reducing:
+def in_two_hops(e_N: Tensor, quantizer: BlockQuantizer, group: CountedGroup, kind: str = "values") -> Reducing:
     """Each rank adds up one shard of the vector, which all ranks send it quantized, and sends the sum, quantized anew.
 
     A rank's own shard is not quantized in the first hop: there e_N takes the error of the second, and so one vector
@@ -108,21 +108,15 @@ def in_two_hops(e_N: Tensor, quantizer: BlockQuantizer, group: CountedGroup) -> 
     others = [slice(0, group.rank), slice(group.rank + 1, group.size)]
     for rows in others:
         quantizer.encode_(e_RN[rows], out_RB[rows])
-    yield group.all_to_all(received_RB.view(-1), out_RB.view(-1))  # no rank reads its own row
+    yield group.all_to_all(received_RB.view(-1), out_RB.view(-1), kind)  # no rank reads its own row
 
     mine_1N = e_RN[group.rank : group.rank + 1]
     for rows in others:
         quantizer.add_rows_(received_RB[rows], mine_1N[0])
     sum_1B = torch.empty(1, nbytes, dtype=torch.uint8, device=e_N.device)
     quantizer.encode_(mine_1N, sum_1B)
-    yield group.all_gather(received_RB.view(-1), sum_1B.view(-1))
+    yield group.all_gather(received_RB.view(-1), sum_1B.view(-1), kind)
 
     total_RN = torch.empty_like(e_RN)
     check = quantizer.decode(received_RB, total_RN)
     return total_RN.view(-1), check
-
-
-def _kind(unit: FlatUnit) -> str:
-    if not unit.uncompressed:
-        return "values"
-    return "protected" if unit.protected else "small"

@@ -17,7 +17,7 @@ from lightning_aigc.gradient_sync.early_choice import EarlyChoice
 from lightning_aigc.gradient_sync.executors import Work, make_executor
 from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.hook import CommunicationHook, UnitGradients
-from lightning_aigc.gradient_sync.mode_reductions import make_reduction
+from lightning_aigc.gradient_sync.mode_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.reductions import Reduction
@@ -61,12 +61,14 @@ class GradientSync(Sync):
         self.device = self.parameters[0][1].device
         self.units = make_units(self.parameters, options, groups.world_size, groups.ranks_inside)
         compressed = [unit for unit in self.units if not unit.uncompressed]
-        self.reduction: Reduction = make_reduction(options, self.units, groups, self.device)
+        reductions = make_reductions(options, self.units, groups, self.device)
+        self.reduction: Reduction = reductions["values"]
         self.residuals = Residuals(compressed, groups, self.device, error_feedback=options.error_feedback)
         unused = UnusedParameters(compressed, groups, self.device) if find_unused else None
-        self.reducer = UnitReducer(groups, self.reduction, self.residuals, unused, self.device, loss_scale)
+        self.reducer = UnitReducer(groups, reductions, self.residuals, unused, self.device, loss_scale)
         self.delayed = DelayedSums(self.units, self.device) if options.delay_one_step else None
-        self.early_choice = EarlyChoice(self.parameters, compressed, groups, self.residuals, loss_scale)
+        chosen = [unit for unit in compressed if unit.kind == "values"]
+        self.early_choice = EarlyChoice(self.parameters, chosen, groups, self.residuals, loss_scale)
         self.hook = CommunicationHook(self.units, self.parameters, groups.rank, self)
         self.executor = make_executor(
             self._explain, self.device, overlap=options.overlap, delayed=options.delay_one_step
@@ -145,7 +147,7 @@ class GradientSync(Sync):
         if not self.early_choice.is_due(ddp):
             return
         self._finish()
-        if self.compressing and self.residuals.units and self.groups.inside is None:
+        if self.compressing and self.early_choice.units and self.groups.inside is None:
             assert isinstance(self.reduction, BlockSparse)
             self.executor.submit(self.early_choice.choose(self.reduction), self._note_failure, last=True)
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, view_of
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, Kind, view_of
 from lightning_aigc.gradient_sync.hook import UnitGradients
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Reduction, Uncompressed
+from lightning_aigc.gradient_sync.reductions import Reduction
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
 
@@ -25,14 +25,13 @@ class UnitReducer:
     def __init__(
         self,
         groups: ProcessGroups,
-        reduction: Reduction,
+        reductions: Mapping[Kind, Reduction],
         residuals: Residuals,
         unused: UnusedParameters | None,
         device: torch.device,
         loss_scale: Callable[[], float],
     ) -> None:
-        self._groups, self._reduction, self._residuals, self._unused = groups, reduction, residuals, unused
-        self._uncompressed: Reduction = Uncompressed()
+        self._groups, self._reductions, self._residuals, self._unused = groups, reductions, residuals, unused
         self._device, self._loss_scale = device, loss_scale
         self.on_cpu = device.type == "cpu"
         """Whether the host may look at values without waiting for a device."""
@@ -78,6 +77,7 @@ class UnitReducer:
         """Return the sum over the ranks of what `flatten` returned."""
         unit, inside = collected.unit, self._groups.inside
         compresses = not unit.uncompressed and self._is_compressing
+        reduction = self._reductions[unit.kind if compresses else "protected"]
         e_N = flat
         if inside is not None:
             e_N = flat.new_empty(unit.numel // inside.size) if unit.uncompressed else self._residuals.next_of(unit)
@@ -87,12 +87,11 @@ class UnitReducer:
         aside_N = None
         if self._unused is not None and not unit.uncompressed:
             aside_N = yield from self._unused.set_aside(unit, collected.by_name, e_N, on_cpu=self.on_cpu)
-        reduction = self._reduction if compresses else self._uncompressed
         total, check = yield from reduction.reduce(unit, e_N, self._groups.between)
         if aside_N is not None:
             e_N.add_(aside_N)
-        if not unit.uncompressed and not compresses:
-            self._reduction.observe(unit, total)
+        if not compresses:
+            self._reductions[unit.kind].observe(unit, total)
         total[0] += 0 * check  # what is not finite may not have been sent: a loss scaler must find it nevertheless
         if inside is not None:
             yield inside.all_gather(flat, total)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.flat_units import ALIGNMENT, FlatUnit, entry_of_each_block
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, entry_of_each_block
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
 
 
@@ -33,7 +33,7 @@ class UnusedParameters:
         if on_cpu and not unused.any():
             return None
         unused_K1 = unused[self._entry_of_block[unit.index]].view(-1, 1)
-        e_KB = e_N.view(-1, ALIGNMENT)
+        e_KB = e_N.view(-1, unit.alignment)
         aside_KB = torch.where(unused_K1, e_KB, 0.0)
         e_KB.masked_fill_(unused_K1, 0.0)
         return aside_KB.view(-1)
@@ -41,4 +41,4 @@ class UnusedParameters:
     def _own_entries(self, unit: FlatUnit) -> Tensor:
         """Return the place in `entries` of each block that this rank compresses."""
         start, length = own_shard(unit, self._groups)
-        return entry_of_each_block(unit)[start // ALIGNMENT : (start + length) // ALIGNMENT]
+        return entry_of_each_block(unit)[start // unit.alignment : (start + length) // unit.alignment]

@@ -36,10 +36,10 @@ def test_bytes_follow_the_formula_of_each_mode(mode: str, bytes_each: float, ran
     assert between == 0 and inside == pytest.approx(2 * (ranks - 1) / ranks * bytes_each * N)
 
 
-def test_protected_and_small_parameters_are_sent_uncompressed() -> None:
+def test_protected_parameters_are_sent_uncompressed_and_small_ones_in_eight_bits() -> None:
     plain, _ = sent_bytes("int3", job(), Shape(1, 2))
     mixed, _ = sent_bytes("int3", job(protected=N // 10, small=N // 100), Shape(1, 2))
-    assert mixed == pytest.approx(plain * 0.89 + 4 * 0.11 * N)
+    assert mixed == pytest.approx(plain * 0.89 + (4 * 0.1 + 1.0625 * 0.01) * N)
 
 
 def test_low_rank_sends_its_factors() -> None:
@@ -86,12 +86,13 @@ def test_every_mode_that_compresses_has_a_reduction_with_the_bits_of_the_table()
     import torch
 
     from fakes.echoing_groups import EchoingGroups
-    from lightning_aigc.gradient_sync.mode_reductions import make_reduction
+    from lightning_aigc.gradient_sync.mode_reductions import make_reductions
     from lightning_aigc.gradient_sync.options import SyncOptions
     from lightning_aigc.gradient_sync.reductions import Quantized, Uncompressed
 
     for mode, traits in MODES.items():
-        reduction = make_reduction(SyncOptions(mode=mode), [], EchoingGroups(), torch.device("cpu"))  # type: ignore[arg-type]
+        reductions = make_reductions(SyncOptions(mode=mode), [], EchoingGroups(), torch.device("cpu"))  # type: ignore[arg-type]
+        reduction = reductions["values"]
         assert isinstance(reduction, Uncompressed) == traits.is_exact
         assert isinstance(reduction, Quantized) == (mode in QUANTIZED_MODES)
         if isinstance(reduction, Quantized):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
+from peft import LoraConfig
 
 from fakes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
 from fakes.ranks import run_ranks
@@ -25,8 +26,9 @@ RANK = 5
 DENSITY = 0.25
 SETTINGS = {"two": (1, 2), "four": (1, 4), "two nodes of two": (2, 2)}
 """Nodes, and ranks of each."""
-EVEN = {"wide": (512, 320), "bias": (301,), "deep": (256, 64, 3, 3), "scale": (50,)}
-"""Shapes whose compressed part needs no padding on up to four ranks: 640 and 576 blocks of 256. `bias` is protected."""
+SMALL = 1024
+EVEN = {"wide": (512, 320), "bias": (301,), "deep": (256, 64, 3, 3), "scale": (SMALL,)}
+"""Shapes that need no padding on up to four ranks: 640, 576 and 4 blocks of 256. `bias` is protected."""
 N = 512 * 320 + 256 * 64 * 9
 PER_VALUE = {
     **{"bf16": 2, "int8": 1 + 2 / 32, "int4": 1 / 2 + 2 / 32, "int3": 3 / 8 + 2 / 32, "two_four": 1},
@@ -66,15 +68,17 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("mode", COMPRESSED)
 def test_counted_bytes_are_those_of_the_parameters(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
     nodes, inside = SETTINGS[setting]
+    per_small = PER_VALUE["bf16" if mode == "bf16" else "int8"]
     if nodes > 1 and mode != "low_rank":
         # One of the two cards of each node sends half: 2 (M-1) / M is 1. Of 301 values a half is 151 with its padding.
-        wanted = {"values": PER_VALUE[mode] * N / 2, "protected": 4 * 151, "small": 4 * 25}
-        wanted["intra_node"] = 4 * (N + 302 + 50)
-        yardstick = 4 * (N + 301 + 50) / 2
+        wanted = {"values": PER_VALUE[mode] * N / 2, "protected": 4 * 151, "small": per_small * SMALL / 2}
+        wanted["intra_node"] = 4 * (N + 302 + SMALL)
+        yardstick = 4 * (N + 301 + SMALL) / 2
     else:
         ring = {2: 1.0, 4: 1.5}[nodes * inside]
-        wanted = {"values": ring * PER_VALUE[mode] * N, "protected": ring * 4 * 301, "small": ring * 4 * 50}
-        yardstick = ring * 4 * (N + 301 + 50)
+        wanted = {"values": ring * PER_VALUE[mode] * N, "protected": ring * 4 * 301}
+        wanted["small"] = ring * per_small * SMALL
+        yardstick = ring * 4 * (N + 301 + SMALL)
     if mode in ("sparse_int8", "sparse_int4"):
         wanted["index"] = wanted["values"] / PER_VALUE[mode] * 2 / 256
     for sent, ratio in (row[mode] for row in counted[setting]):
@@ -87,7 +91,7 @@ def test_counted_bytes_are_those_of_the_parameters(mode: str, setting: str, coun
 def test_plan_says_the_bytes_that_are_counted(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
     nodes, inside = SETTINGS[setting]
     factors = RANK * (512 + 320 + 256 + 64 * 9)
-    job = Job(N + 351, 1.0, 2.0, protected=301, small=50, sparsity=1 - DENSITY, low_rank_elements=factors)
+    job = Job(N + 301 + SMALL, 1.0, 2.0, protected=301, small=SMALL, sparsity=1 - DENSITY, low_rank_elements=factors)
     in_node, between = cost_model.sent_bytes(mode, job, Shape(nodes, inside))
     for sent, _ in (row[mode] for row in counted[setting]):
         if nodes > 1 and mode != "low_rank":
@@ -129,7 +133,8 @@ def unet() -> list[tuple[str, torch.Tensor]]:
 
 def ratio_of(units: list[FlatUnit], numel: int, values_bytes: Any) -> float:
     """To the dense float32 ring; the factor of the ranks is in both."""
-    sent = sum(4 * unit.numel if unit.uncompressed else values_bytes(unit) for unit in units)
+    bytes_of = {"protected": lambda u: 4 * u.numel, "small": lambda u: BlockQuantizer(8).wire_bytes(u.numel)}
+    sent = sum(bytes_of.get(unit.kind, values_bytes)(unit) for unit in units)
     return sent / (4 * numel)
 
 
@@ -141,16 +146,16 @@ def test_the_default_sends_less_than_0_15_of_stable_diffusions_gradient(
     numel = sum(p.numel() for _, p in unet)
     assert numel == 859_520_964
     units = make_units(unet, options, ranks, min(ranks, 8))
-    assert any(unit.protected for unit in units)
+    assert any(unit.uncompressed for unit in units)
     code = BlockQuantizer(int(options.mode[3:]))
     ratio = ratio_of(units, numel, lambda unit: code.wire_bytes(unit.numel))
     assert 0.1 < ratio <= 0.15
     if ranks == 8:
         held = {
-            kind: sum(e.shape.numel() for u in units if u.protected is kind and u.uncompressed for e in u.entries)
-            for kind in (True, False)
+            kind: sum(e.shape.numel() for u in units if u.kind == kind for e in u.entries)
+            for kind in ("protected", "small")
         }
-        job = Job(numel, 1.0, 2.0, protected=held[True], small=held[False])
+        job = Job(numel, 1.0, 2.0, protected=held["protected"], small=held["small"])
         assert cost_model.payload_bytes(options.mode, job) / (4 * numel) == pytest.approx(ratio, rel=0.01)
 
 
@@ -166,3 +171,24 @@ def test_a_twentieth_in_int8_sends_a_fiftieth(ranks: int, unet: list[tuple[str, 
         return code.wire_bytes(-(-sent // ranks) * ranks * 256) + 2 * blocks
 
     assert ratio_of(units, sum(p.numel() for _, p in unet), values_bytes) <= 0.02
+
+
+@pytest.fixture(scope="module", params=[4, 16, 128])
+def lora(request: pytest.FixtureRequest) -> list[tuple[str, torch.Tensor]]:
+    """A LoRA of the attention of Stable Diffusion 1.5."""
+    with torch.device("meta"):
+        model = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
+        model.requires_grad_(False)
+        model.add_adapter(LoraConfig(r=request.param, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_lora_sends_less_than_0_11_of_its_gradient_by_default(
+    ranks: int, lora: list[tuple[str, torch.Tensor]]
+) -> None:
+    units = make_units(lora, SyncOptions(), ranks)
+    assert not any(unit.uncompressed for unit in units)
+    assert any(unit.uncompressed for unit in make_units(lora, SyncOptions(protect=["mid_block.attentions"]), ranks))
+    code = BlockQuantizer(3)
+    assert ratio_of(units, sum(p.numel() for _, p in lora), lambda unit: code.wire_bytes(unit.numel)) <= 0.11

@@ -30,11 +30,11 @@ NET = named(
 
 def test_small_protected_and_compressed_parameters_travel_apart_in_reversed_order() -> None:
     units = make_units(NET, SyncOptions())
-    names = {(unit.uncompressed, unit.protected): [entry.name for entry in unit.entries] for unit in units}
+    names = {unit.kind: [entry.name for entry in unit.entries] for unit in units}
     assert names == {
-        (True, False): ["out.small", "conv_in.bias"],
-        (False, False): ["out.weight", "conv_in.weight"],
-        (True, True): ["mid_block.attentions.0.bias", "mid_block.attentions.0.weight"],
+        "small": ["out.small", "conv_in.bias"],
+        "values": ["out.weight", "conv_in.weight"],
+        "protected": ["mid_block.attentions.0.bias", "mid_block.attentions.0.weight"],
     }
     assert [unit.index for unit in units] == [0, 1, 2]
 
@@ -47,16 +47,29 @@ def test_compressed_parameters_are_aligned_and_their_units_divide_among_ranks(ra
         assert unit.numel % (ALIGNMENT * ranks) == 0
         ends = [0]
         for entry in unit.entries:
-            assert entry.start % ALIGNMENT == 0 and 0 <= entry.start - ends[-1] < ALIGNMENT
+            assert entry.start % unit.alignment == 0 and 0 <= entry.start - ends[-1] < unit.alignment
             ends.append(entry.stop)
         assert ends[-1] <= unit.numel < ends[-1] + ALIGNMENT * (ranks + 1)
 
 
-@pytest.mark.parametrize(("ranks_inside", "lengths"), [(1, [1055, 1640]), (2, [1056, 1640]), (3, [1056, 1641])])
-def test_what_is_sent_whole_is_padded_to_divide_inside_a_node_alone(ranks_inside: int, lengths: list[int]) -> None:
+@pytest.mark.parametrize(("ranks_inside", "length"), [(1, 1640), (2, 1640), (3, 1641)])
+def test_what_is_sent_whole_is_padded_to_divide_inside_a_node_alone(ranks_inside: int, length: int) -> None:
     units = [unit for unit in make_units(NET, SyncOptions(), 4 * ranks_inside, ranks_inside) if unit.uncompressed]
-    assert [unit.numel for unit in units] == lengths  # 31 * 33 + 32, and 40 * 40 + 40
-    assert [entry.start for unit in units for entry in unit.entries] == [0, 1023, 0, 40]
+    assert [unit.numel for unit in units] == [length]  # 40 * 40 + 40
+    assert [entry.start for unit in units for entry in unit.entries] == [0, 40]
+
+
+def test_small_parameters_fill_blocks_of_the_quantizer_and_no_block_has_two() -> None:
+    (small,) = (unit for unit in make_units(NET, SyncOptions(), 4) if unit.kind == "small")
+    assert [(entry.name, entry.start) for entry in small.entries] == [("out.small", 0), ("conv_in.bias", 1024)]
+    assert small.numel == 2048  # of 31 * 33 + 1 + 32 values: two shards of ALIGNMENT values for each of four ranks
+    assert entry_of_each_block(small).tolist() == [0] * 32 + [1] * 32
+
+
+def test_the_default_protects_nothing_of_a_lora_and_a_pattern_of_the_users_does() -> None:
+    lora = [("mid_block.attentions.0.to_q.lora_A.default.weight", torch.empty(16, 320))]
+    assert [unit.kind for unit in make_units(lora, SyncOptions())] == ["values"]
+    assert [unit.kind for unit in make_units(lora, SyncOptions(protect=["mid_block"]))] == ["protected"]
 
 
 def test_a_unit_closes_when_its_megabytes_are_reached() -> None:
@@ -77,7 +90,7 @@ def test_dtypes_travel_apart_because_ddps_buckets_do() -> None:
 
 def test_a_pattern_of_the_users_that_covers_nothing_is_an_error_and_the_default_is_not() -> None:
     parameters = named(decoder__weight=(64, 64))
-    assert not any(unit.protected for unit in make_units(parameters, SyncOptions()))
+    assert not any(unit.uncompressed for unit in make_units(parameters, SyncOptions()))
     with pytest.raises(
         ConfigError, match=r"'encoder' covers no module.*leave protect out for the default, or give \[\]"
     ):
