@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
+from lightning_aigc.gradient_sync.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
 from toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
-from virtual_ranks import RANKS, VirtualSync
+from virtual_ranks import RANKS, VirtualGroups, VirtualSync, run_together
 
 BATCH, STEPS = 16, 400
 RATES = (5e-4, 1e-3, 2e-3)
@@ -50,13 +52,18 @@ MODES: dict[str, dict[str, Any]] = {
     "local 4": {"mode": "local", "local_steps": 4},
     "local 8": {"mode": "local"},
     "local 16": {"mode": "local", "local_steps": 16},
+    "local 2 int3": {"mode": "local", "local_steps": 2, "average": "int3"},
+    "local 4 int3": {"mode": "local", "local_steps": 4, "average": "int3"},
+    "local 8 int3": {"mode": "local", "average": "int3"},
+    "local 4 int4": {"mode": "local", "local_steps": 4, "average": "int4"},
+    "local 4 int8": {"mode": "local", "local_steps": 4, "average": "int8"},
 }
 
 
 def fine_tune(start: dict[str, Tensor], seed: int, rate: float, options: dict[str, Any] | None) -> tuple[float, float]:
     """Return the loss on new samples after fine-tuning, and bytes sent over those of a dense float32 ring."""
     if options is not None and options["mode"] == "local":
-        return fine_tune_locally(start, seed, rate, options.get("local_steps", 8))
+        return fine_tune_locally(start, seed, rate, SyncOptions(**options))
     model, data = Denoiser(), Latents(1000, Latents(0))
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), rate)
@@ -71,25 +78,24 @@ def fine_tune(start: dict[str, Tensor], seed: int, rate: float, options: dict[st
     return evaluate(model, data), 1.0 if sync is None else sync.ratio()
 
 
-def fine_tune_locally(start: dict[str, Tensor], seed: int, rate: float, every: int) -> tuple[float, float]:
-    """Do the same with local SGD: ranks step alone and average their parameters after `every` steps."""
+def fine_tune_locally(start: dict[str, Tensor], seed: int, rate: float, options: SyncOptions) -> tuple[float, float]:
+    """Do the same in mode local: ranks step alone, and LocalSGD averages their parameters."""
     models, data = [Denoiser() for _ in range(RANKS)], Latents(1000, Latents(0))
-    optimizers = []
     for model in models:
         model.load_state_dict(start)
-        optimizers.append(torch.optim.AdamW(model.parameters(), rate))
+    optimizers = [torch.optim.AdamW(model.parameters(), rate) for model in models]
+    groups = [VirtualGroups(rank) for rank in range(RANKS)]
+    named = [list(model.named_parameters()) for model in models]
+    syncs = [LocalSGD(of_rank, options, g) for of_rank, g in zip(named, groups, strict=True)]  # type: ignore[arg-type]
     for step, batch in enumerate(batches_of_ranks(data, seed), 1):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             loss_of(model, tuple(part[rank] for part in batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if step % every == 0:
-            with torch.no_grad():
-                for copies in zip(*(model.parameters() for model in models), strict=True):
-                    average = torch.stack(list(copies)).mean(0)
-                    for parameter in copies:
-                        parameter.copy_(average)
-    return evaluate(models[0], data), 1 / every
+        if step % options.local_steps == 0:
+            run_together([sync.averaging() for sync in syncs])
+    numel = sum(p.numel() for _, p in named[0])
+    return evaluate(models[0], data), groups[0].traffic.total() / STEPS / dense_ring_bytes(numel, RANKS)
 
 
 def batches_of_ranks(data: Latents, seed: int) -> Iterator[tuple[Tensor, ...]]:

@@ -40,10 +40,14 @@ class VirtualGroup:
 
 
 class VirtualGroups:
-    """The attributes of the process groups that `make_reductions` reads."""
+    """What `make_reductions` and LocalSGD read of one rank's process groups."""
 
     inside = None
     world_size = RANKS
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.traffic = rank, Traffic()
+        self.everyone = self.between = VirtualGroup(rank, self.traffic)
 
 
 def run_together(work: list[Generator[Any, None, Any]]) -> list[Any]:
@@ -80,10 +84,10 @@ class VirtualSync:
         self.delayed: dict[str, Any] | None = None
         named = list(model.named_parameters())
         self.units: list[FlatUnit] = make_units(named, options, RANKS)
-        self.traffic = [Traffic() for _ in range(RANKS)]
-        self.groups = [VirtualGroup(rank, self.traffic[rank]) for rank in range(RANKS)]
+        groups = [VirtualGroups(rank) for rank in range(RANKS)]
+        self.traffic, self.groups = groups[0].traffic, [of_rank.everyone for of_rank in groups]
         cpu = torch.device("cpu")
-        self.reductions = [make_reductions(options, self.units, VirtualGroups(), cpu) for _ in range(RANKS)]  # type: ignore[arg-type]
+        self.reductions = [make_reductions(options, self.units, of_rank, cpu) for of_rank in groups]  # type: ignore[arg-type]
         self.residuals = [{unit.index: torch.zeros(unit.numel) for unit in self.units} for _ in range(RANKS)]
         self.numel = sum(p.numel() for _, p in named)
 
@@ -123,4 +127,4 @@ class VirtualSync:
 
     def ratio(self) -> float:
         """Return the bytes sent over those of a dense float32 ring."""
-        return self.traffic[0].total() / self.step / dense_ring_bytes(self.numel, RANKS)
+        return self.traffic.total() / self.step / dense_ring_bytes(self.numel, RANKS)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
 from lightning_aigc.cluster import cost_model
-from lightning_aigc.cluster.modes import MODES
+from lightning_aigc.cluster.modes import AVERAGE_BITS, MODES
 from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, Job, Links, Shape
 from lightning_aigc.errors import ConfigError
 
@@ -98,6 +98,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         sparsity=options.sparsity if args.sparsity is None else args.sparsity,
         low_rank_elements=counted.low_rank_elements if counted else None,
         local_steps=options.local_steps,
+        average_bits=AVERAGE_BITS[options.average],
         bucket_bytes=options.bucket_mb * 1e6,
         device=args.device or DEVICES.get(str((config.get("trainer") or {}).get("accelerator")), "npu"),
     )

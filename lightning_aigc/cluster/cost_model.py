@@ -77,16 +77,17 @@ def bytes_per_element(mode: str, job: Job) -> float:
         "bf16": BF16_BYTES,
         "sparse": density * BF16_BYTES + energy,
         "two_four": TWO_FOUR_DENSITY * BF16_BYTES,
-        "local": FP32_BYTES / job.local_steps,
+        "local": ((job.average_bits + scale) / 8 if job.average_bits else FP32_BYTES) / job.local_steps,
     }[mode]
 
 
 def payload_bytes(mode: str, job: Job) -> float:
     """Return the bytes of one step's gradient as it is sent, before the collective's factor."""
     values = bytes_per_element(mode, job)
-    exact = FP32_BYTES / job.local_steps if mode == "local" else FP32_BYTES
-    small = exact if MODES[mode].is_exact else BF16_BYTES if mode == "bf16" else bytes_per_element("int8", job)
-    return exact * job.protected + small * job.small + values * job.compressible
+    if mode == "local":
+        return values * job.trainable
+    small = FP32_BYTES if MODES[mode].is_exact else BF16_BYTES if mode == "bf16" else bytes_per_element("int8", job)
+    return FP32_BYTES * job.protected + small * job.small + values * job.compressible
 
 
 def ring_factor(ranks: int) -> float:

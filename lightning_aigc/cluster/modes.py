@@ -13,6 +13,9 @@ Mode = Literal[
     "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
+Average = Literal["float32", "int8", "int4", "int3"]
+"""How the averages of mode local travel."""
+AVERAGE_BITS: dict[Average, int | None] = {"float32": None, "int8": 8, "int4": 4, "int3": 3}
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Job:
     low_rank_elements: float | None = None
     """Sum of rank x (rows + columns) over the compressed matrices; without it low_rank is not modelled."""
     local_steps: int = 8
+    average_bits: int | None = None
+    """local: bits of a value in an average; None is float32."""
     bucket_bytes: float = 25 * 2**20
     overlap_share: float = OVERLAP_SHARE
     """0 where whatever moves the bytes takes its time from backward, as gloo does on cores that are all busy."""

@@ -7,7 +7,7 @@ parameters have units of their own, sent uncompressed, and so have small ones, s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,6 +95,15 @@ def make_units(
     for key in list(open_units):
         close(key)
     return units
+
+
+def one_unit(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int) -> FlatUnit:
+    """Return one unit of all these parameters in their order, whatever their kind, that few-bit integers may hold."""
+    entries, start = [], 0
+    for name, parameter in parameters:
+        entries.append(Entry(name, parameter.shape, start))
+        start += _padded(parameter.numel(), BLOCK)
+    return FlatUnit(0, "values", tuple(entries), _padded(max(start, 1), ALIGNMENT * ranks))
 
 
 def entry_of_each_block(unit: FlatUnit) -> torch.Tensor:

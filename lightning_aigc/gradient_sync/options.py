@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_aigc.cluster.modes import DEFAULT_MODE, MODES, SPARSE_MODES, Mode
+from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, MODES, SPARSE_MODES, Average, Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
@@ -15,6 +15,7 @@ SERVES: dict[str, tuple[str, ...]] = {
     "layer_wise_adaptive": SPARSE_MODES,
     "rank": ("low_rank",),
     "local_steps": ("local",),
+    "average": ("local",),
     "outer_learning_rate": ("local",),
     "outer_momentum": ("local",),
 }
@@ -58,6 +59,8 @@ class SyncOptions:
     """low_rank: columns of the factors."""
     local_steps: int = 8
     """local: optimizer steps between two averages of the parameters."""
+    average: Average = "float32"
+    """local: how averages travel; what integers round off is added to the next average."""
     outer_learning_rate: float = 1.0
     """local: how far the parameters go to the average; 1 is all the way."""
     outer_momentum: float = 0.0
@@ -73,6 +76,8 @@ class SyncOptions:
                 f"sparsity must be in [0, 1), got {self.sparsity}: 0.75 sends a quarter of the gradient a step, and a "
                 "sparsity of 1 would send nothing"
             )
+        if self.average not in AVERAGE_BITS:
+            raise ConfigError(f"average must be one of {', '.join(AVERAGE_BITS)}; got {self.average!r}")
         if self.hierarchical not in (True, False, "auto"):
             raise ConfigError(f"hierarchical must be true, false or auto; got {self.hierarchical!r}")
         for name in ("warmup_steps", "checksum_every_n_steps"):

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
+from lightning_aigc.cluster.modes import DEFAULT_MODE, Average, Mode
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
@@ -61,6 +61,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
             denoiser's loss rose by 23 %.
         rank: low_rank: columns of the factors.
         local_steps: local: optimizer steps between two averages of the parameters.
+        average: local: how averages travel: float32, int8, int4 or int3.
         outer_learning_rate: local: how far the parameters go to the average; 1 is all the way.
         outer_momentum: local: Nesterov momentum over averages.
         checksum_every_n_steps: steps between two comparisons of the ranks' parameters; 0 never compares.
@@ -89,6 +90,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         delay_one_step: bool = False,
         rank: int = 16,
         local_steps: int = 8,
+        average: Average = "float32",
         outer_learning_rate: float = 1.0,
         outer_momentum: float = 0.0,
         checksum_every_n_steps: int = 100,

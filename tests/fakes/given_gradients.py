@@ -19,6 +19,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "third": (16, 8, 3, 3),
     "tail": (40,),
 }
+SMALL = ("bias", "tail")
+"""What travels in eight bits in most modes, unless it is protected."""
 MODES = (
     *("dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4"),
     *("two_four", "low_rank", "local"),

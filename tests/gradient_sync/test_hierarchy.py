@@ -13,6 +13,7 @@ from torch import Tensor
 from fakes.given_gradients import (
     MODES,
     SHAPES,
+    SMALL,
     Training,
     make_gradients,
     make_round_gradients,
@@ -45,7 +46,8 @@ def four(rank: int, folder: str) -> dict[str, Any]:
         run = Training(mode=mode, local_steps=1, ddp={"bucket_cap_mb": 0.001}, bucket_mb=0.006)
         results[mode] = run.steps(rank, STEPS), run.compressor._sync.groups.inside is not None
         for hierarchical in ("auto", False):
-            exact = Training(mode=mode, hierarchical=hierarchical, sparsity_target=0.0, local_steps=1)
+            choices = {"mode": mode, "hierarchical": hierarchical, "protect_layers": SMALL}
+            exact = Training(sparsity_target=0.0, local_steps=1, **choices)
             results[mode, hierarchical] = exact.steps(rank, STEPS, make_round_gradients)
     for mode in WITH_RESIDUALS:
         without, bad = Training(mode=mode), Training(mode=mode)

@@ -147,7 +147,7 @@ class Silent:
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
 
-    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+    def all_to_all(self, out: Tensor, tensor: Tensor, kind: str) -> None:
         out.zero_()
 
     all_gather = all_to_all

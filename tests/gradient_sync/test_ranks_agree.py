@@ -16,6 +16,7 @@ from torch import Tensor
 from fakes.given_gradients import (
     MODES,
     SHAPES,
+    SMALL,
     Given,
     Training,
     make_gradients,
@@ -47,11 +48,19 @@ CASES |= {
     "accumulation, late": {"mode": "sparse_int8", "accumulate": 4, **TINY, "delay_one_step": True},
     "accumulation, plain": {"mode": "sparse_int4", "accumulate": 4, "sync_mode": "plain"},
     "accumulation of integers": {"accumulate": 4},
+    "averages in three bits": {"mode": "local", "local_steps": 1, "average": "int3"},
+    "averages in eight bits, without error feedback": {
+        "mode": "local",
+        "local_steps": 1,
+        "average": "int8",
+        "error_feedback": False,
+    },
     "mixed dtypes": {"dtypes": {"second": torch.bfloat16, "tail": torch.bfloat16}},
 }
 BAD = {"NaN at the end of a parameter": ("first", 1550, torch.nan), "infinity at a start": ("second", 0, -torch.inf)}
 RESUMED = {mode: {"mode": mode, "local_steps": 2} for mode in MODES} | {
     "late": {"mode": "int4", "delay_one_step": True},
+    "averages in four bits": {"mode": "local", "average": "int4", "local_steps": 2},
     "late sparse": {"mode": "sparse", "delay_one_step": True},
 }
 
@@ -175,7 +184,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         "scaled": scaled_runs(rank),
     }
     for mode in MODES:
-        run = training({"mode": mode, "sparsity_target": 0.0, "local_steps": 1, "rank": 40})
+        run = training({"mode": mode, "sparsity_target": 0.0, "local_steps": 1, "rank": 40, "protect_layers": SMALL})
         results[f"round {mode}"] = run.steps(rank, STEPS, make_round_gradients)
     late = training({"mode": "bf16", "delay_one_step": True})
     results["late"] = late.steps(rank, STEPS, make_round_gradients)
