@@ -56,8 +56,8 @@ class GradientCompressor:
 
     def __init__(
         self,
-        strategy: Literal["layer_wise_adaptive", "uniform"] = "layer_wise_adaptive",
-        sparsity_target: float = 0.75,
+        strategy: Literal["layer_wise_adaptive", "uniform"] | None = None,
+        sparsity_target: float | None = None,
         protect_layers: Sequence[str] | None = None,
         *,
         mode: Mode = DEFAULT_MODE,
@@ -65,21 +65,22 @@ class GradientCompressor:
         **options: Any,
     ) -> None:
         """Args:
-            strategy: how layers share what a sparse mode sends: by their gradients' size, or evenly.
-            sparsity_target: sparse modes: share of the gradient that waits for a later step.
+            strategy: how layers share what a sparse mode sends: by their gradients' size (None too), or evenly. The
+                default mode is not sparse, and a warning says so where this or `sparsity_target` is given.
+            sparsity_target: sparse modes: share of the gradient that waits for a later step; None is 0.75.
             protect_layers: name patterns of parameters that are sent whole; None protects `vae.decoder` and
                 `mid_block.attentions` where the model has them.
             mode, options: the other fields of `SyncOptions`.
 
         Raises: ConfigError for a value outside what is accepted.
         """
-        if strategy not in ("layer_wise_adaptive", "uniform"):
+        if strategy not in (None, "layer_wise_adaptive", "uniform"):
             raise ConfigError(f"strategy must be layer_wise_adaptive or uniform, got {strategy!r}")
         try:
             self.options = SyncOptions(
                 mode=mode,
-                sparsity=sparsity_target,
-                layer_wise_adaptive=strategy == "layer_wise_adaptive",
+                sparsity=0.75 if sparsity_target is None else sparsity_target,
+                layer_wise_adaptive=strategy != "uniform",
                 protect=protect_layers,
                 **options,
             )
@@ -91,7 +92,11 @@ class GradientCompressor:
         self._sync: Sync | None = None
         self._why = "not hooked into a model yet"
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._written = {"sparsity": f"sparsity_target={sparsity_target}", "layer_wise_adaptive": f"{strategy=}"}
+        self._written: dict[str, str] = {}
+        if sparsity_target is not None:
+            self._written["sparsity"] = f"sparsity_target={sparsity_target}"
+        if strategy is not None:
+            self._written["layer_wise_adaptive"] = f"{strategy=}"
         self._scaler: torch.amp.GradScaler | None = None
         self._is_synced = False
         self._finite_steps = 0

@@ -102,14 +102,15 @@ class SyncOptions:
 
 
 def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
-    """Return a sentence for each option that was changed and that its mode does not read.
+    """Return a sentence for each option that was given and that its mode does not read.
 
-    Args: written: how the user wrote a field, where that is not `field=value`.
+    Args: written: fields that the user gave, and how; without it those that have another value than the default.
     """
     sentences = []
     for name, modes in SERVES.items():
         value = getattr(options, name)
-        if options.mode not in modes and value != SyncOptions.__dataclass_fields__[name].default:
+        is_given = name in written or value != SyncOptions.__dataclass_fields__[name].default
+        if options.mode not in modes and is_given:
             given = written.get(name, f"{name}={value!r}")
             sentences.append(
                 f"{given} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "

@@ -121,6 +121,8 @@ def loops(rank: int) -> dict[str, Any]:
     logging.getLogger("lightning_aigc").addHandler(handler)
     Training(sparsity_target=0.95, strategy="uniform", rank=4)
     Training(mode="sparse", sparsity_target=0.95, strategy="uniform")
+    Training(strategy="layer_wise_adaptive", sparsity_target=0.75)  # the article's own words, which are the defaults
+    Training()
     logging.getLogger("lightning_aigc").removeHandler(handler)
     embedding = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     return {
@@ -171,6 +173,8 @@ def test_an_argument_that_the_mode_does_not_look_at_is_said_once_and_by_its_name
         f"GradientCompressor: sparsity_target=0.95 changes nothing in mode int3: write {sparse}",
         f"GradientCompressor: strategy='uniform' changes nothing in mode int3: write {sparse}",
         "GradientCompressor: rank=4 changes nothing in mode int3: write mode='low_rank' to have it, or leave it out",
+        f"GradientCompressor: sparsity_target=0.75 changes nothing in mode int3: write {sparse}",
+        f"GradientCompressor: strategy='layer_wise_adaptive' changes nothing in mode int3: write {sparse}",
     ]
 
 
