@@ -1,9 +1,9 @@
-"""Bytes that a rank sends per step in full fine-tuning of a U-Net, over those of a dense float32 ring.
+"""Bytes that a rank sends per step in fine-tuning a U-Net or its LoRA, over those of a dense float32 ring.
 
 Counted at the collectives: 2 and 4 processes reduce random gradients of SD 1.5's (or SDXL's) shapes over Gloo, one unit
 at a time, so that no rank holds all of them. For more ranks the same payloads are computed by formula.
 
-    OMP_NUM_THREADS=1 python benchmarks/sync_bytes.py [--model sd15|sdxl] [--modes int3 ...] [--output FILE]
+    OMP_NUM_THREADS=1 python benchmarks/sync_bytes.py [--model sdxl] [--lora RANK] [--modes int3 ...] [--output FILE]
 """
 # mypy: allow-untyped-calls
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from diffusers import UNet2DConditionModel
+from peft import LoraConfig
 
 from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
 from lightning_aigc.gradient_sync.flat_units import make_units
@@ -54,14 +55,22 @@ MODES: dict[str, dict[str, Any]] = {
 FURTHER_RANKS = (8, 64, 384)
 
 
-def count(rank: int, ranks: int, store: str, model: str, modes: list[str], found: Any) -> None:
+def trained(model: str, lora: int) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and meta parameters of a U-Net, or where `lora` is a rank, of a LoRA of its attention."""
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(SD15 if model == "sd15" else SDXL)
+        if lora:
+            unet.requires_grad_(False)
+            unet.add_adapter(LoraConfig(r=lora, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return [(name, p) for name, p in unet.named_parameters() if p.requires_grad]
+
+
+def count(rank: int, ranks: int, store: str, model: str, lora: int, modes: list[str], found: Any) -> None:
     """One rank: reduce every unit once, and once more where the first step is dense."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
-    with torch.device("meta"):
-        unet = UNet2DConditionModel.from_config(SD15 if model == "sd15" else SDXL)
-    named = list(unet.named_parameters())
+    named = trained(model, lora)
     numel = sum(p.numel() for _, p in named)
     for mode in modes:
         options = SyncOptions(**MODES[mode])
@@ -81,6 +90,7 @@ def count(rank: int, ranks: int, store: str, model: str, modes: list[str], found
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("sd15", "sdxl"), default="sd15")
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains every weight")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--output", type=Path)
@@ -88,13 +98,14 @@ def main() -> None:
     for ranks in options.ranks:
         with torch.multiprocessing.Manager() as manager, tempfile.TemporaryDirectory() as folder:
             found = manager.list()
-            arguments = (ranks, f"{folder}/store", options.model, options.modes, found)
+            arguments = (ranks, f"{folder}/store", options.model, options.lora, options.modes, found)
             torch.multiprocessing.spawn(count, arguments, nprocs=ranks)  # type: ignore[attr-defined]
             for mode, numel, sent in found:
                 ratio = sum(sent.values()) / dense_ring_bytes(numel, ranks)
                 row = {
                     "benchmark": "sync_bytes", "date": date.today().isoformat(), "torch": torch.__version__,
-                    "model": options.model, "parameters": numel, "mode": mode, "ranks": ranks, "how": "counted",
+                    "model": options.model, "lora_rank": options.lora,
+                    "parameters": numel, "mode": mode, "ranks": ranks, "how": "counted",
                     "sent_mb": {kind: round(value / 1e6, 1) for kind, value in sent.items() if value},
                     "ratio": round(ratio, 4),
                 }  # fmt: skip
