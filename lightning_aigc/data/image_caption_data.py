@@ -73,6 +73,9 @@ class ImageCaptionData(LightningDataModule):
         class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
         class_prompt: Caption of class images that have none.
         prior_ratio: Class images in a batch for each user image.
+        validation_split: Share of the user's images that are held out for `val_loss`, chosen by their content, so that
+            images added later change nothing; at least one if above 0. Class images are never held out.
+        validation_data_dir: Folder of images that are held out, with captions, instead of `validation_split`.
         mask_dir: Folder of masks named like the images; white is learned, black is not.
         use_alpha_mask: Take the alpha channel of an image as its mask.
         num_workers: Processes that load images. By default chosen from the cores and caches.
@@ -117,6 +120,8 @@ class ImageCaptionData(LightningDataModule):
         class_data_dir: str | None = None,
         class_prompt: str | None = None,
         prior_ratio: float = 1.0,
+        validation_split: float = 0.0,
+        validation_data_dir: str | None = None,
         mask_dir: str | None = None,
         use_alpha_mask: bool = False,
         num_workers: int | None = None,
