@@ -34,7 +34,7 @@ def check_choices(given: dict[str, Any]) -> None:
         )
     if not 0 <= given["validation_split"] < 1:
         raise DataError(
-            f"validation_split must be in [0, 1), got {given['validation_split']}; 0.1 holds out a tenth of the pictures"
+            f"validation_split must be in [0, 1), got {given['validation_split']}; 0.1 holds out a tenth of all"
         )
     if given["validation_split"] and given["validation_data_dir"] is not None:
         raise DataError(
