@@ -39,7 +39,7 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "BringsSnapshots", "DeclaresSnapshotArguments", "DescribesTrainingData",
+        "BringsSnapshots", "CountsWrittenFiles", "DeclaresSnapshotArguments", "DescribesTrainingData",
         "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
         "HasPipelineParts", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
         "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
