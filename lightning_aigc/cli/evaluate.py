@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint.lightning_loops import load_for_evaluation
@@ -22,11 +22,11 @@ def load_weights(trainer: Trainer, ckpt_path: str | None) -> str | None:
     """Have the Trainer load the weights of `ckpt_path`: a snapshot's folder, latest, none, or Lightning's own kinds.
 
     Unset means the newest complete snapshot in the run's folder, or the untrained model if there is none; which of
-    them is logged. Returns: the ckpt_path to give to the Trainer.
+    them is printed. Returns: the ckpt_path to give to the Trainer.
     Raises: ConfigError for `latest` without a snapshot.
     """
     if ckpt_path == UNTRAINED:
-        rank_zero_info("weights: the untrained model")
+        _say(trainer, "weights: the untrained model")
         return None
     if ckpt_path not in (None, LATEST) and not is_snapshot(ckpt_path):
         return ckpt_path
@@ -41,9 +41,9 @@ def load_weights(trainer: Trainer, ckpt_path: str | None) -> str | None:
                 f"ckpt_path: latest finds no snapshot in {directory}; train first, or give --ckpt_path {UNTRAINED} for"
                 " the untrained model"
             )
-        rank_zero_info(f"weights: the untrained model, because {directory} has no snapshot")
+        _say(trainer, f"weights: the untrained model, because {directory} has no snapshot")
         return None
-    rank_zero_info(f"weights: the snapshot of step {snapshot.step}, {snapshot.path}")
+    _say(trainer, f"weights: the snapshot of step {snapshot.step}, {snapshot.path}")
     load_for_evaluation(trainer, snapshot.shared() | snapshot.rank(0)["checkpoint"])
     return str(snapshot.path)
 
@@ -53,3 +53,8 @@ def snapshot_folder(trainer: Trainer) -> Path:
     found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     directories = [c.directory for c in found if isinstance(c, ExactSnapshot) and c.directory]
     return Path(directories[0] if directories else Path(trainer.default_root_dir) / "snapshots")
+
+
+def _say(trainer: Trainer, line: str) -> None:
+    if trainer.is_global_zero:
+        print(line, flush=True)

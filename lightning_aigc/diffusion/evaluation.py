@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -143,7 +142,7 @@ class EvaluatedModule(LightningModule):
             path = Path(trainer.default_root_dir) / "predict.png"
             captions = [f"seed {seed}\n{prompt}" for prompt, seed in pairs]
             write_png(path, draw_sheet(images, captions, len(seeds)), {"prompts": prompts, "seeds": list(seeds)})
-            rank_zero_info(f"wrote {path}")
+            print(f"wrote {path}")
         return images
 
 

@@ -117,8 +117,7 @@ class DiffusionModule(EvaluatedModule):
         super().__init__()
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
-        self.validation_prompts = list(validation_prompts)
-        self.output_name = output_name
+        self.validation_prompts, self.output_name = list(validation_prompts), output_name
         self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
         self.components: Components | None = None
         """The pipeline's components, not an nn.Module, so that frozen parts stay out of the module tree and DDP."""

@@ -1,4 +1,4 @@
-"""`lightning validate`, `test`, `predict` and `sample` of a run, from its command lines to what they print and write."""
+"""`lightning validate`, `test`, `predict` and `sample` of a run: what they print and write."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def number(text: str, name: str) -> float:
 def test_validate_test_and_predict_use_the_runs_snapshot(command: Command, quick: Path, tmp_path: Path) -> None:
     untrained = command("validate", "-c", quick)
     assert untrained.code == 0, untrained.err
-    assert "untrained" in untrained.err and not (tmp_path / "run").exists()
+    assert "untrained" in untrained.out and not (tmp_path / "run").exists()
     assert command("fit", "-c", quick).code == 0
     config = tmp_path / "run" / "config.yaml"
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
     trained = command("validate", "-c", quick)
-    assert trained.code == 0 and "snapshot of step 2" in trained.err, trained.err
+    assert trained.code == 0 and "snapshot of step 2" in trained.out, trained.err
     assert number(trained.out, "val_loss") != number(untrained.out, "val_loss")
     again = command("validate", "-c", quick, "--ckpt_path", "none")
     assert number(again.out, "val_loss") == number(untrained.out, "val_loss")
@@ -107,9 +107,7 @@ def test_sample_draws_what_the_run_drew(command: Command, quick: Path, tmp_path:
     assert 1e-3 < (half - base).abs().max() < (full - base).abs().max()
 
 
-def test_several_weights_are_columns_and_the_best_file_goes_first(
-    command: Command, quick: Path, tmp_path: Path
-) -> None:
+def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quick: Path, tmp_path: Path) -> None:
     assert command("fit", "-c", quick).code == 0
     run = tmp_path / "run"
     (run / "zorp_best.safetensors").write_bytes((run / "zorp.safetensors").read_bytes())
