@@ -209,17 +209,16 @@ def test_a_killed_run_resumes_to_the_same_bits_and_the_same_validation(
 
 @pytest.mark.long
 def test_the_loss_of_held_out_pictures_turns_up_while_the_training_loss_falls(tmp_path: Path) -> None:
-    train = copy_pictures(tmp_path / "photos", 4)
-    held_out = copy_pictures(tmp_path / "held_out", 16, first=4)
+    train = copy_pictures(tmp_path / "photos", 2)
+    held_out = copy_pictures(tmp_path / "held_out", 8, first=4)
     seen = Seen()
-    module = make_module(rank=32, learning_rate=3e-3, validation_steps=40, lora_targets=list(ALL_TARGETS))
+    module = make_module(rank=16, learning_rate=6e-3, validation_steps=20, lora_targets=list(ALL_TARGETS))
     data = make_data(tmp_path, train, validation_split=0.0, validation_data_dir=str(held_out), train_batch_size=4)
-    make_trainer(tmp_path, seen, max_steps=320).fit(module, datamodule=data)
+    make_trainer(tmp_path, seen, max_steps=160).fit(module, datamodule=data)
     val = list(seen.val.values())
-    lowest = val.index(min(val))
-    assert 0 < lowest < len(val) - 1 and val[-1] > 1.05 * val[lowest], val
-    thirds = [sum(seen.losses[i : i + 100]) for i in (0, 100, 200)]
-    assert thirds[0] > thirds[1] > thirds[2], "the training loss hides it"
+    lowest = val.index(min(val))  # 0.216 before the first step, 0.129 at step 80, 0.185 at step 160
+    assert 0 < lowest < len(val) - 1 and val[-1] > 1.2 * val[lowest], val
+    assert sum(seen.losses[120:160]) < sum(seen.losses[40:80]), "the training loss hides it"
 
 
 ALL_TARGETS = ("attention", "feed_forward", "convolutions")
