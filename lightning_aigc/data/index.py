@@ -54,6 +54,7 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
         picture or the reverse; DataError for a split or folder that cannot be.
     """
     report = DataReport(printable(settings.shown_as))
+    report.count_written(*settings.written)
     folders = _check_folders(settings, report)
     accepted = {folder.role: folder.accepted for folder in folders}
     masks = _find_masks(settings, [picture.name for picture, _ in accepted["train"]], report)

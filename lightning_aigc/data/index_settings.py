@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class IndexSettings:
     missing_captions: MissingCaptions = "error"
     use_alpha_mask: bool = False
     max_image_pixels: int = 178_000_000
+    written: tuple[int, int] = (0, 0)
+    """Files and bytes that were written to the cache for a dataset or shards."""
 
     @classmethod
     def of(cls, given: dict[str, Any], cache_dir: Path, buckets: BucketSettings) -> IndexSettings:
@@ -40,8 +43,13 @@ class IndexSettings:
 
         Raises: DataError for a dataset or shard that cannot be read.
         """
+        began = time.time() - 0.1  # a file system's clock may be a tick behind
+        folder = _picture_folder(given, cache_dir)
+        is_new = given["train_data_dir"] is None and folder.stat().st_ctime >= began
+        sizes = [path.stat().st_size for path in folder.iterdir()] if is_new else []
         own = {
-            "folder": _picture_folder(given, cache_dir),
+            "written": (len(sizes), sum(sizes)),
+            "folder": folder,
             "shown_as": str(given["train_data_dir"] or given["dataset_name"] or given["shards"]),
             "cache_dir": cache_dir,
             "buckets": buckets,
