@@ -129,6 +129,15 @@ class DescribesTrainingData(Protocol):
 
 
 @runtime_checkable
+class CountsWrittenFiles(Protocol):
+    """Counts the files that it writes, for the dry run."""
+
+    def files_written(self) -> tuple[int, int, str]:
+        """Return the files that this process wrote, their bytes, and the folder that holds them."""
+        ...
+
+
+@runtime_checkable
 class HasTrainBatchSize(Protocol):
     """Has a batch size per rank."""
 

@@ -39,7 +39,7 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "BringsSnapshots", "DeclaresSnapshotArguments", "DescribesTrainingData",
+        "BringsSnapshots", "CountsWrittenFiles", "DeclaresSnapshotArguments", "DescribesTrainingData",
         "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
         "HasPipelineParts", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
         "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
@@ -70,8 +70,9 @@ ARGUMENTS = {
         "caption_extension", "resolution", "train_batch_size", "enable_bucket", "min_bucket_reso", "max_bucket_reso",
         "bucket_reso_steps", "bucket_no_upscale", "center_crop", "random_flip", "trigger_word", "shuffle_caption",
         "keep_tokens", "caption_separator", "caption_dropout_rate", "num_repeats", "missing_captions", "cache_latents",
-        "cache_text_embeddings", "cache_dir", "class_data_dir", "class_prompt", "prior_ratio", "mask_dir",
-        "use_alpha_mask", "num_workers", "pin_memory", "prefetch_factor", "max_image_pixels", "seed",
+        "cache_text_embeddings", "cache_dir", "class_data_dir", "class_prompt", "prior_ratio", "validation_split",
+        "validation_data_dir", "mask_dir", "use_alpha_mask", "num_workers", "pin_memory", "prefetch_factor",
+        "max_image_pixels", "seed",
     ],
     ("lightning_aigc.callbacks", "ExactSnapshot"): [
         "every_n_steps", "keep_last", "every_n_seconds", "on_signal", "keep_best", "best_mode", "directory",

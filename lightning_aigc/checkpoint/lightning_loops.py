@@ -268,3 +268,27 @@ def dump_checkpoint(trainer: Trainer) -> State:
 def mute_sigterm_broadcast(trainer: Trainer) -> None:
     """Stop Lightning from asking every rank about SIGTERM before each batch; the caller asks about all signals."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def run_validation(trainer: Trainer) -> None:
+    """Run the whole validation loop now, between two batches of a fit, as the epoch loop does.
+
+    The gradients of an open window stay; random states do not change, if the loader has a generator of its own.
+    """
+    connector: Any = trainer._logger_connector
+    first_loop_iter = connector._first_loop_iter
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.run()
+    trainer.training = True
+    connector._first_loop_iter = first_loop_iter
+
+
+def load_for_evaluation(trainer: Trainer, checkpoint: State) -> None:
+    """Make `trainer.validate`, `test` and `predict` load this checkpoint in place of the file of their ckpt_path."""
+    connector: Any = trainer._checkpoint_connector
+
+    def start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        connector._ckpt_path = checkpoint_path
+        connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, checkpoint_path)
+
+    connector.resume_start = start

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 # Imported so that YAML can name the package's classes without a path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
@@ -22,11 +23,13 @@ from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
+from lightning_aigc.cli.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
 from lightning_aigc.cli.kept_traceback import bug_within
+from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
 
-KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry")  # Lightning's keywords for ckpt_path
+KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry", UNTRAINED)  # keywords for ckpt_path
 
 
 class AIGCArgumentParser(LightningArgumentParser):
@@ -50,7 +53,11 @@ class AIGCArgumentParser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the whole config in `default_root_dir`, not only in the logger's folder."""
+    """Saves the whole config of a fit in `default_root_dir`, not only in the logger's folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # validate would replace the run's config.yaml by one that fit cannot read
+            super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         root = Path(trainer.default_root_dir)
@@ -84,7 +91,7 @@ class AIGCCLI(LightningCLI):
         parser.add_argument(
             "--dry_run",
             action="store_true",
-            help="Report data, buckets, parameters and memory, run one real step, write nothing.",
+            help="Report data, buckets, parameters and memory, run one real step, write nothing but the caches.",
         )
         parser.add_argument(
             "--resume",
@@ -125,17 +132,24 @@ class AIGCCLI(LightningCLI):
             return
         super()._run_subcommand(subcommand)
 
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """The Trainer's arguments; validate, test and predict load the run's newest snapshot unless told otherwise."""
+        given = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionModule):
+            given["ckpt_path"] = load_weights(self.trainer, given.get("ckpt_path"))
+            if subcommand == "predict" and not is_overridden(
+                "predict_dataloader", self.datamodule, LightningDataModule
+            ):
+                given.pop("datamodule", None)  # the module brings its prompts
+        return given
+
     def _is_finished(self) -> bool:
         given = self._get(self.config, "ckpt_path")
         if given != LATEST and not (given is None and is_requeued()):
             return False
-        found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        root = Path(self.trainer.default_root_dir)
-        directories = [c.directory for c in found if isinstance(c, ExactSnapshot) and c.directory]
-        directory = Path(directories[0] if directories else root / "snapshots")
-        finished = find_finished(self.trainer, self.model, self.datamodule, directory)
+        finished = find_finished(self.trainer, self.model, self.datamodule, snapshot_folder(self.trainer))
         if finished is not None:
-            rank_zero_info(finished_sentence(finished, root))
+            rank_zero_info(finished_sentence(finished, self.trainer.default_root_dir))
         return finished is not None
 
     def _check_values(self) -> None:
@@ -177,6 +191,9 @@ class AIGCCLI(LightningCLI):
 
             kwargs |= dry_run_trainer_arguments()
             self.save_config_callback = None
+        trainer = self._get(self.config, "trainer")
+        if self.subcommand in EVALUATION_VERBS and trainer.get("logger") in (None, True):
+            kwargs["logger"] = False  # the run's own logs stay as they are
         try:
             return super().instantiate_trainer(**kwargs)
         except UserError:

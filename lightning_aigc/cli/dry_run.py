@@ -8,8 +8,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
-from lightning_aigc.protocols import HasPipelineParts
+from lightning_aigc.protocols import CountsWrittenFiles, HasPipelineParts
 
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
@@ -38,7 +39,22 @@ class DryRun(Callback):
         loss = trainer.callback_metrics.get("loss")
         if loss is not None:
             print(f"loss: {float(loss):.4f}")
-        print("dry run: nothing was written; leave out --dry_run to train")
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None:
+            print(f"val_loss: {float(loss):.4f} (of the first batch of held-out pictures)")
+        print(f"dry run: {files_written(trainer)}; leave out --dry_run to train")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        print(f"dry run: stopped; {files_written(trainer)}")
+
+
+def files_written(trainer: Trainer) -> str:
+    """What this process has written to disk so far: only the data module writes in a dry run."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    files, size_bytes, folder = data.files_written() if isinstance(data, CountsWrittenFiles) else (0, 0, "")
+    if not files:
+        return "nothing was written"
+    return f"wrote {files} files ({with_scale(size_bytes, 'B')}) to the cache in {folder}, and nothing else"
 
 
 def memory_table(module: LightningModule) -> str:

@@ -36,6 +36,7 @@ class FillResult:
     ready: int = 0
     encoded: int = 0
     repaired: int = 0
+    written_bytes: int = 0
 
     def __str__(self) -> str:
         repaired = f", {self.repaired} of them were damaged files" if self.repaired else ""
@@ -84,8 +85,11 @@ class TensorCache:
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CorruptEntryError(str(error)) from error
 
-    def write(self, key: str, entry: Entry) -> None:
-        """Store an entry; a reader sees all of it or nothing. Raises: DataError if the disk is full or read-only."""
+    def write(self, key: str, entry: Entry) -> int:
+        """Store an entry; a reader sees all of it or nothing. Returns: its bytes.
+
+        Raises: DataError if the disk is full or read-only.
+        """
         contiguous = {name: tensor.contiguous() for name, tensor in entry.items()}
         plain = safetensors.torch.save(contiguous)
         crc32 = zlib.crc32(plain[8 + int.from_bytes(plain[:8], "little") :])
@@ -96,6 +100,7 @@ class TensorCache:
                 file.write(content)
         except OSError as error:
             raise _cannot_write(self.folder.parent, error) from error
+        return len(content)
 
     def fill(
         self,
@@ -124,7 +129,7 @@ class TensorCache:
         with tqdm(total=len(absent), desc=progress, unit="entry", disable=progress is None) as bar:
             for positions in _batches(absent, groups, batch_size):
                 for position, entry in zip(positions, encode(positions), strict=True):
-                    self.write(keys[position], entry)
+                    result.written_bytes += self.write(keys[position], entry)
                 bar.update(len(positions))
         return result
 

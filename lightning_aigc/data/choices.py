@@ -32,6 +32,14 @@ def check_choices(given: dict[str, Any]) -> None:
             f"prior_ratio={given['prior_ratio']} and train_batch_size={given['train_batch_size']} give no class image "
             "in a batch; raise one of them, or omit class_data_dir"
         )
+    if not 0 <= given["validation_split"] < 1:
+        raise DataError(
+            f"validation_split must be in [0, 1), got {given['validation_split']}; 0.1 holds out a tenth of all"
+        )
+    if given["validation_split"] and given["validation_data_dir"] is not None:
+        raise DataError(
+            "data.init_args.validation_split and validation_data_dir both say which pictures are held out; set only one"
+        )
     if given["missing_captions"] not in get_args(MissingCaptions):
         accepted = ", ".join(get_args(MissingCaptions))
         raise DataError(f"missing_captions must be one of {accepted}, got {given['missing_captions']!r}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning.pytorch import Trainer
+
 from lightning_aigc.data.cache import FillResult
-from lightning_aigc.data.dataset import ItemOptions
+from lightning_aigc.data.crop import Sample
 from lightning_aigc.data.encoded import EmbeddingCache, LatentCache
-from lightning_aigc.data.encoder import Encoder
-from lightning_aigc.data.index import TrainingIndex
+from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_encoder
 from lightning_aigc.data.machine import memory_bytes
+from lightning_aigc.data.names import print_anywhere
+from lightning_aigc.data.report import DataReport
+from lightning_aigc.errors import DataError
 
 _MEMORY_SHARE = 0.25  # of the machine's memory; caches up to this size are held in memory
 
@@ -23,6 +28,10 @@ class EncodedCaches:
     wants_latents: bool
     wants_text: bool
     batch_size: int
+    flips: bool = False
+    """Whether latents of the mirrored pictures are wanted too."""
+    drops_captions: bool = False
+    """Whether the empty caption is wanted too."""
     latents: LatentCache | None = None
     embeddings: EmbeddingCache | None = None
 
@@ -40,20 +49,40 @@ class EncodedCaches:
         return self.latents is not None and all(cache.in_memory for cache in self._both())
 
     def fill(
-        self, encoder: Encoder, index: TrainingIndex, options: ItemOptions, rank: int, world_size: int
+        self, encoder: Encoder, samples: Sequence[Sample], report: DataReport, rank: int = 0, world_size: int = 1
     ) -> list[str]:
-        """Encode this rank's share of the missing entries. Returns: a line per cache for the report."""
+        """Encode this rank's share of the missing entries, and count in `report` what was written.
+
+        Returns: a line per cache.
+        """
         identity = encoder.encoder_identity()
         lines: list[str] = []
         if self.wants_latents:
-            self.latents = LatentCache(self.folder, index.samples, options.random_flip, identity)
-            lines.append(f"latents {self._fill(self.latents, encoder, rank, world_size)}")
+            self.latents = LatentCache(self.folder, samples, self.flips, identity)
+            lines.append(f"latents {self._fill(self.latents, encoder, rank, world_size, report)}")
         if self.wants_text:
-            captions = [sample.caption for sample in index.samples]
-            captions += [""] if options.caption_dropout_rate > 0 else []
+            captions = [sample.caption for sample in samples] + ([""] if self.drops_captions else [])
             self.embeddings = EmbeddingCache(self.folder, captions, identity)
-            lines.append(f"text {self._fill(self.embeddings, encoder, rank, world_size)}")
+            lines.append(f"text {self._fill(self.embeddings, encoder, rank, world_size, report)}")
         return [*lines, f"in {self.folder}"]
+
+    def fill_together(self, trainer: Trainer, samples: Sequence[Sample], report: DataReport, title: str) -> list[str]:
+        """Fill and open the wanted caches with the Trainer's model, each rank a share. Collective.
+
+        Raises: DataError if the model cannot encode, or changes the embeddings as it trains.
+        """
+        encoder = require_encoder(trainer.lightning_module)
+        if self.wants_text and not can_cache_captions(encoder):
+            raise DataError(
+                "model.init_args.train_text_encoder changes the embeddings at every step, so they cannot be"
+                " cached; set data.init_args.cache_text_embeddings: false"
+            )
+        lines = self.fill(encoder, samples, report, trainer.global_rank, trainer.world_size)
+        if trainer.is_global_zero:
+            print_anywhere(f"{title}: " + "; ".join(lines))
+        trainer.strategy.barrier("caches")
+        self.open(encoder, trainer.num_devices)
+        return lines
 
     def open(self, encoder: Encoder, processes: int) -> None:
         """Read small caches into memory, after encoding the entries that other nodes wrote to their local disks."""
@@ -70,7 +99,11 @@ class EncodedCaches:
     def _both(self) -> list[LatentCache | EmbeddingCache]:
         return [cache for cache in (self.latents, self.embeddings) if cache is not None]
 
-    def _fill(self, cache: LatentCache | EmbeddingCache, encoder: Encoder, rank: int, world_size: int) -> FillResult:
+    def _fill(
+        self, cache: LatentCache | EmbeddingCache, encoder: Encoder, rank: int, world_size: int, report: DataReport
+    ) -> FillResult:
         first_row_of = {key: row for row, key in reversed(list(enumerate(cache.keys)))}
         mine = sorted(first_row_of.values())[rank::world_size]
-        return cache.fill(encoder, mine, self.batch_size, progress=rank == 0)
+        result = cache.fill(encoder, mine, self.batch_size, progress=rank == 0)
+        report.count_written(result.encoded, result.written_bytes)
+        return result

@@ -19,15 +19,16 @@ from lightning_aigc.data.choices import MissingCaptions, check_choices
 from lightning_aigc.data.crop import crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
 from lightning_aigc.data.encoded_caches import EncodedCaches
-from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_encoder
-from lightning_aigc.data.index import IndexSettings, TrainingIndex, build_index
-from lightning_aigc.data.machine import choose_workers, has_accelerator
-from lightning_aigc.data.materialize import folder_from_dataset, folder_from_shards
+from lightning_aigc.data.encoder import Encoder, require_encoder
+from lightning_aigc.data.findings import DataCheckError
+from lightning_aigc.data.index import TrainingIndex, build_index
+from lightning_aigc.data.index_settings import IndexSettings
+from lightning_aigc.data.machine import loader_settings
 from lightning_aigc.data.names import print_anywhere
 from lightning_aigc.data.report import DataReport
 from lightning_aigc.data.sampler import BucketBatchSampler
+from lightning_aigc.data.validation import NOTHING_HELD_OUT, validation_loader
 from lightning_aigc.errors import DataError
-from lightning_aigc.tiny.embedded import resolve
 
 
 class ImageCaptionData(LightningDataModule):
@@ -73,6 +74,9 @@ class ImageCaptionData(LightningDataModule):
         class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
         class_prompt: Caption of class images that have none.
         prior_ratio: Class images in a batch for each user image.
+        validation_split: Share of the user's images that are held out for `val_loss`, chosen by their content, so that
+            images added later change nothing; at least one if above 0. Class images are never held out.
+        validation_data_dir: Folder of images that are held out, with captions, instead of `validation_split`.
         mask_dir: Folder of masks named like the images; white is learned, black is not.
         use_alpha_mask: Take the alpha channel of an image as its mask.
         num_workers: Processes that load images. By default chosen from the cores and caches.
@@ -117,6 +121,8 @@ class ImageCaptionData(LightningDataModule):
         class_data_dir: str | None = None,
         class_prompt: str | None = None,
         prior_ratio: float = 1.0,
+        validation_split: float = 0.0,
+        validation_data_dir: str | None = None,
         mask_dir: str | None = None,
         use_alpha_mask: bool = False,
         num_workers: int | None = None,
@@ -128,17 +134,19 @@ class ImageCaptionData(LightningDataModule):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         check_choices(given)
-        self.train_data_dir, self.dataset_name, self.shards = train_data_dir, dataset_name, shards
-        self.image_column, self.caption_column, self.dataset_split = image_column, caption_column, dataset_split
-        self.caption_extension = caption_extension if caption_extension.startswith(".") else f".{caption_extension}"
+        if not validation_split and validation_data_dir is None:  # then the loader is empty
+            warnings.filterwarnings("ignore", "You passed in a `val_dataloader` but have no `validation_step`")
         self.buckets = BucketSettings(**{f.name: given[f.name] for f in fields(BucketSettings)})
         self.train_batch_size = train_batch_size
         self.options = ItemOptions(**{f.name: given[f.name] for f in fields(ItemOptions)})
         self._given = given
         self.cache_dir = Path(cache_dir or "~/.cache/lightning_aigc").expanduser().absolute()
-        self.class_data_dir, self.prior_ratio, self.mask_dir = class_data_dir, prior_ratio, mask_dir
+        self.prior_ratio = prior_ratio
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
-        self.caches = EncodedCaches(self.cache_dir, cache_latents, cache_text_embeddings, train_batch_size)
+        cached = (self.cache_dir, cache_latents, cache_text_embeddings, train_batch_size)
+        self.caches = EncodedCaches(*cached, random_flip, caption_dropout_rate > 0)
+        self.validation_caches = EncodedCaches(*cached)
+        self._report: DataReport | None = None
         self._index: TrainingIndex | None = None
         self._sampler: BucketBatchSampler | None = None
 
@@ -146,33 +154,46 @@ class ImageCaptionData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Check all pictures in one process per node; the other ranks read the results from the cache folder."""
-        self._build_index()
+        if self._stage != "predict":
+            self._build_index()
 
     def setup(self, stage: str) -> None:
         """Index the pictures and print the report. Raises: DataError for anything that would stop training later."""
-        if stage != "fit":
-            return
-        self._build_index()
-        if self.trainer is None or self.trainer.is_global_zero:
-            print_anywhere(self.report())
+        if stage == "fit":
+            self._build_index()
+            if self.trainer is None or self.trainer.is_global_zero:
+                print_anywhere(self.report())
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """Fill this rank's share of the caches with the Trainer's model, and return this rank's loader."""
-        trainer = self.trainer
-        if trainer is None:
+        if self.trainer is None:
             return self.loader()
-        rank, world_size = trainer.global_rank, trainer.world_size
         if self.caches.wanted:
-            encoder = require_encoder(trainer.lightning_module)
-            if self.caches.wants_text and not can_cache_captions(encoder):
-                raise DataError(
-                    "model.init_args.train_text_encoder changes the embeddings at every step, so they cannot be"
-                    " cached; set data.init_args.cache_text_embeddings: false"
-                )
-            self._fill_caches(encoder, rank, world_size)
-            trainer.strategy.barrier("caches")
-            self.caches.open(encoder, trainer.num_devices)
-        return self.loader(rank, world_size)
+            index = self._build_index()
+            index.report.cache = self.caches.fill_together(self.trainer, index.samples, index.report, "cache")
+        return self.loader(self.trainer.global_rank, self.trainer.world_size)
+
+    def val_dataloader(self) -> Any:
+        """The held-out pictures of this rank, without augmentation; nothing where fit holds none out.
+
+        Raises: DataError where no picture is held out and that is all that was asked for.
+        """
+        index, trainer = self._build_index(), self.trainer
+        if not index.validation:
+            if self._stage in ("validate", "test"):
+                raise DataError(NOTHING_HELD_OUT)
+            return []
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
+        caches, batch_size = self.validation_caches, self.train_batch_size
+        if caches.wanted and trainer is not None:
+            caches.fill_together(trainer, index.validation, index.report, "cache of held-out pictures")
+        settings = self._loader_settings(caches, len(index.validation) // batch_size, world_size)
+        source = (index.validation, self.options, index.has_masks, caches)
+        return validation_loader(*source, batch_size, rank, world_size, settings)
+
+    def test_dataloader(self) -> Any:
+        """The same held-out pictures as `val_dataloader`."""
+        return self.val_dataloader()
 
     # Use without a Trainer
 
@@ -183,6 +204,7 @@ class ImageCaptionData(LightningDataModule):
             ready = require_encoder(encoder)
             self._fill_caches(ready, rank, world_size)
             self.caches.open(ready, world_size)
+            self.validation_caches.open(ready, world_size)
 
     def loader(self, rank: int = 0, world_size: int = 1) -> DataLoader[Batch]:
         """The training loader of one rank. Its sampler shards over ranks, so Lightning does not replace it."""
@@ -193,7 +215,7 @@ class ImageCaptionData(LightningDataModule):
         dataset = BatchDataset(
             index.samples, self.options, self._sampler, index.has_masks, self.caches.latents, self.caches.embeddings
         )
-        settings = self._loader_settings(len(self._sampler), world_size)
+        settings = self._loader_settings(self.caches, len(self._sampler), world_size)
         return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)
 
     def report(self) -> str:
@@ -229,34 +251,31 @@ class ImageCaptionData(LightningDataModule):
             "captions": tuple(index.samples[row].caption for row in sorted(own)),
         }
 
+    def files_written(self) -> tuple[int, int, str]:
+        """Files that this process wrote for this run, their bytes, and the folder that holds them all."""
+        report = self._report
+        return (report.written_files, report.written_bytes, str(self.cache_dir)) if report else (0, 0, "")
+
+    @property
+    def _stage(self) -> str | None:
+        """What the Trainer does: fit, validate, test or predict."""
+        return None if self.trainer is None or self.trainer.state.fn is None else str(self.trainer.state.fn.value)
+
     def _build_index(self) -> TrainingIndex:
         if self._index is None:
             if self.caches.wanted:
                 check_writable(self.cache_dir)
-            same_names = {f.name: self._given[f.name] for f in fields(IndexSettings) if f.name in self._given}
-            own = {
-                "folder": self._picture_folder(),
-                "shown_as": str(self.train_data_dir or self.dataset_name or self.shards),
-                "cache_dir": self.cache_dir,
-                "buckets": self.buckets,
-                "class_folder": _folder(self.class_data_dir),
-                "mask_folder": _folder(self.mask_dir),
-                "caption_extension": self.caption_extension,
-                "caption_key": self.caption_column if self.train_data_dir is not None else "text",
-            }
-            index = build_index(IndexSettings(**same_names | own))
+            try:
+                index = build_index(IndexSettings.of(self._given, self.cache_dir, self.buckets))
+            except DataCheckError as error:
+                self._report = error.report
+                if self.trainer is not None and self.trainer.is_global_zero:
+                    print_anywhere(str(error.report))
+                raise
+            self._report = index.report
             self._complete_report(index)
             self._index = index
         return self._index
-
-    def _picture_folder(self) -> Path:
-        if self.train_data_dir is not None:
-            return resolve(self.train_data_dir).absolute()
-        if self.dataset_name is not None:
-            columns = (self.image_column, self.caption_column)
-            return folder_from_dataset(self.dataset_name, self.dataset_split, *columns, self.cache_dir)
-        assert self.shards is not None
-        return folder_from_shards(self.shards, self.cache_dir, self.caption_extension, self.caption_column)
 
     def _complete_report(self, index: TrainingIndex) -> None:
         world_size = self.trainer.world_size if self.trainer is not None else 1
@@ -270,26 +289,9 @@ class ImageCaptionData(LightningDataModule):
 
     def _fill_caches(self, encoder: Encoder, rank: int, world_size: int) -> None:
         index = self._build_index()
-        index.report.cache = self.caches.fill(encoder, index, self.options, rank, world_size)
-        if rank == 0 and self.trainer is not None:
-            print_anywhere("cache: " + "; ".join(index.report.cache))
+        index.report.cache = self.caches.fill(encoder, index.samples, index.report, rank, world_size)
+        self.validation_caches.fill(encoder, index.validation, index.report, rank, world_size)
 
-    def _loader_settings(self, batches: int, processes: int) -> dict[str, Any]:
-        workers = self.num_workers
-        if workers is None:
-            workers = choose_workers(self.caches.hold_all_in_memory, batches, processes)
-        pin_memory = has_accelerator() if self.pin_memory is None else self.pin_memory
-        if workers == 0:
-            warnings.filterwarnings("ignore", ".*'train_dataloader' does not have many workers.*")
-            return {"pin_memory": pin_memory}
-        prefetch = self.prefetch_factor or 4
-        return {
-            "num_workers": workers,
-            "pin_memory": pin_memory,
-            "prefetch_factor": prefetch,
-            "persistent_workers": True,
-        }
-
-
-def _folder(path: str | None) -> Path | None:
-    return None if path is None else resolve(path).absolute()
+    def _loader_settings(self, caches: EncodedCaches, batches: int, processes: int) -> dict[str, Any]:
+        chosen = (self.num_workers, self.pin_memory, self.prefetch_factor)
+        return loader_settings(*chosen, in_memory=caches.hold_all_in_memory, batches=batches, processes=processes)

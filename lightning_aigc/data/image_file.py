@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 MIN_SIDE_PIXELS = 8
+THUMBNAIL_SIDE = 8
 PICTURE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in (
@@ -43,6 +44,8 @@ class PictureInfo:
     height: int
     content_sha256: str
     notes: tuple[str, ...] = ()
+    thumbnail: bytes = b""
+    """The picture shrunk to THUMBNAIL_SIDE pixels square, RGB, to find pictures that look the same."""
 
 
 def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
@@ -57,12 +60,14 @@ def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
             notes: tuple[str, ...] = ()
             if getattr(image, "n_frames", 1) > 1 and image.format in {"GIF", "PNG", "WEBP", "AVIF"}:
                 notes = ("animated: the first frame is used",)
-            width, height = _to_rgba_or_rgb(_upright(image)).size
+            upright = _to_rgba_or_rgb(_upright(image))
+            width, height = upright.size
+            thumbnail = _thumbnail(upright)
     except PictureRejectedError:
         raise
     except Exception as error:  # a decoder may raise anything on bytes that it did not expect
         raise PictureRejectedError(_reason(error)) from error
-    return PictureInfo(width, height, sha256(content).hexdigest(), notes)
+    return PictureInfo(width, height, sha256(content).hexdigest(), notes, thumbnail)
 
 
 def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[Image.Image, Image.Image | None]:
@@ -78,10 +83,7 @@ def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[
         upright = _to_rgba_or_rgb(_upright(image))
     if upright.mode == "RGB":
         return upright, None
-    alpha = upright.getchannel("A")
-    on_white = Image.new("RGB", upright.size, "white")
-    on_white.paste(upright.convert("RGB"), mask=alpha)
-    return on_white, alpha
+    return _on_white(upright), upright.getchannel("A")
 
 
 def load_mask(path: Path) -> Image.Image:
@@ -144,6 +146,21 @@ def _check_size(size: tuple[int, int], max_image_pixels: int) -> None:
         raise PictureRejectedError(f"{width} x {height} pixels, more than max_image_pixels={max_image_pixels}")
     if min(width, height) < MIN_SIDE_PIXELS:
         raise PictureRejectedError(f"{width} x {height} pixels, a side must have at least {MIN_SIDE_PIXELS}")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    on_white = Image.new("RGB", image.size, "white")
+    on_white.paste(image.convert("RGB"), mask=image.getchannel("A"))
+    return on_white
+
+
+def _thumbnail(image: Image.Image) -> bytes:
+    side = THUMBNAIL_SIDE
+    # Whole blocks are averaged first, which is fast and enough for a comparison.
+    factors = (max(1, image.width // (4 * side)), max(1, image.height // (4 * side)))
+    return _on_white(image.reduce(factors)).resize((side, side), Image.Resampling.BOX).tobytes()
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_aigc.data.buckets import BucketSettings, Placement, bucket_shapes, place, place_in
+from lightning_aigc.data.buckets import Placement, bucket_shapes, place, place_in
 from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word, long_captions
-from lightning_aigc.data.choices import MissingCaptions
+from lightning_aigc.data.checked_folder import CheckedFolder, check_folder
+from lightning_aigc.data.checks import CHECKS
 from lightning_aigc.data.crop import Sample
+from lightning_aigc.data.findings import DataCheckError, Finding
 from lightning_aigc.data.image_file import PictureInfo
+from lightning_aigc.data.index_settings import IndexSettings
 from lightning_aigc.data.masks import find_masks
 from lightning_aigc.data.missing_captions import fill_captions, fill_class_captions
 from lightning_aigc.data.names import printable
 from lightning_aigc.data.prior import assign_class_pictures
 from lightning_aigc.data.report import BucketRow, DataReport
-from lightning_aigc.data.sources import Picture, find_pictures
-from lightning_aigc.data.verify import PictureVerifier
+from lightning_aigc.data.sources import Picture
+from lightning_aigc.data.validation import held_out
 from lightning_aigc.errors import DataError
 
-
-@dataclass(frozen=True)
-class IndexSettings:
-    """The arguments of ImageCaptionData that determine the index, under the same names."""
-
-    folder: Path
-    shown_as: str
-    cache_dir: Path
-    buckets: BucketSettings
-    class_folder: Path | None = None
-    mask_folder: Path | None = None
-    caption_extension: str = ".txt"
-    caption_key: str = "text"
-    caption_separator: str = ","
-    trigger_word: str | None = None
-    class_prompt: str | None = None
-    num_repeats: int = 1
-    missing_captions: MissingCaptions = "error"
-    use_alpha_mask: bool = False
-    max_image_pixels: int = 178_000_000
+Accepted = tuple[Picture, PictureInfo]
 
 
 @dataclass
@@ -51,6 +36,8 @@ class TrainingIndex:
     shapes: list[tuple[int, int]]
     has_masks: bool
     report: DataReport
+    validation: list[Sample] = field(default_factory=list)
+    """The held-out pictures."""
 
     def spread_samples(self, count: int) -> list[Sample]:
         """Up to `count` of the user's samples, evenly spread over the largest bucket, so all have the same size."""
@@ -63,95 +50,120 @@ class TrainingIndex:
 def build_index(settings: IndexSettings) -> TrainingIndex:
     """Find, check and place all pictures; the same folders give the same index on every rank.
 
-    Raises: DataError for a caption without a picture or the reverse, or if no usable picture is left.
+    Raises: DataCheckError with everything that stops the training and the whole report, such as captions without a
+        picture or the reverse; DataError for a split or folder that cannot be.
     """
     report = DataReport(printable(settings.shown_as))
-    user = _accepted(settings, settings.folder, report, is_class=False)
+    report.count_written(*settings.written)
+    folders = _check_folders(settings, report)
+    accepted = {folder.role: folder.accepted for folder in folders}
+    masks = _find_masks(settings, [picture.name for picture, _ in accepted["train"]], report)
+    if stops := [finding for finding in report.findings if finding.stops]:
+        raise DataCheckError(stops, report)
+    _fill_captions(settings, folders, report)
+
+    held = held_out([info.content_sha256 for _, info in accepted["train"]], settings.validation_split)
     shapes_known = bucket_shapes(settings.buckets)
-    placed = [(picture, info, place(info.width, info.height, settings.buckets, shapes_known)) for picture, info in user]
-    shapes = sorted({(placement.width, placement.height) for _, _, placement in placed})
-    masks = find_masks(settings.mask_folder, settings.use_alpha_mask, [p.name for p, _, _ in placed], report)
-
-    samples: list[Sample] = []
-    buckets: list[list[int]] = [[] for _ in shapes]
-    for (picture, info, placement), mask in zip(placed, masks, strict=True):
-        bucket = shapes.index((placement.width, placement.height))
-        caption = add_trigger_word(picture.caption or "", settings.trigger_word, settings.caption_separator)
-        if picture.caption == "" and settings.missing_captions == "empty":
-            caption = ""
-        buckets[bucket] += [len(samples)] * picture.repeats
-        samples.append(_sample(picture, info, placement, bucket, caption, mask))
-        report.repeats[picture.repeats] = report.repeats.get(picture.repeats, 0) + 1
-    report.images_used = len(samples)
-    report.items_per_epoch = sum(map(len, buckets))
-
-    class_buckets: list[list[int]] = [[] for _ in shapes]
-    if settings.class_folder is not None:
-        pictures = _accepted(settings, settings.class_folder, report, is_class=True)
-        report.class_images_used = len(pictures)
-        weights = [len(bucket) for bucket in buckets]
-        sizes = [(info.width, info.height) for _, info in pictures]
-        for position, bucket in assign_class_pictures(sizes, shapes, weights):
-            picture, info = pictures[position]
-            class_buckets[bucket].append(len(samples))
-            placement = place_in(info.width, info.height, shapes[bucket])
-            class_sample = _sample(picture, info, placement, bucket, picture.caption or "", None)
-            samples.append(replace(class_sample, is_prior=True))
-    if count := long_captions([sample.caption for sample in samples]):
+    user, validation = [], []
+    for position, ((picture, info), mask) in enumerate(zip(accepted["train"], masks, strict=True)):
+        sample = _sample(picture, info, place(info.width, info.height, settings.buckets, shapes_known), mask, settings)
+        if position in held:
+            validation.append(sample)
+        else:
+            user.append((sample, picture.repeats))
+    for picture, info in accepted.get("validation", []):
+        placement = place(info.width, info.height, settings.buckets, shapes_known)
+        validation.append(_sample(picture, info, placement, None, settings))
+    index = _in_buckets(user, report)
+    index.validation = validation
+    index.has_masks = settings.mask_folder is not None or settings.use_alpha_mask
+    _add_class_pictures(index, accepted.get("class", []), settings)
+    if count := long_captions([sample.caption for sample in index.samples]):
         report.notes.append(
             f"{count} captions have more than {LONG_CAPTION_WORDS} words; the tokenizer keeps about 75 tokens of each"
         )
-    report.buckets = [_bucket_row(shapes[b], buckets[b], class_buckets[b], samples) for b in range(len(shapes))]
-    has_masks = settings.mask_folder is not None or settings.use_alpha_mask
-    return TrainingIndex(samples, buckets, class_buckets, shapes, has_masks, report)
+    rows = zip(index.shapes, index.buckets, index.class_buckets, strict=True)
+    report.images_held_out = len(validation)
+    report.buckets = [_bucket_row(shape, items, of_class, index.samples) for shape, items, of_class in rows]
+    return index
 
 
-def _accepted(
-    settings: IndexSettings, folder: Path, report: DataReport, is_class: bool
-) -> list[tuple[Picture, PictureInfo]]:
-    """The usable pictures of one folder, each with a caption."""
-    key = "class_data_dir" if is_class else "train_data_dir"
-    others = (settings.class_folder, settings.mask_folder, settings.cache_dir, settings.folder)
-    excluded = tuple(path for path in others if path is not None and path != folder and path.is_relative_to(folder))
-    repeats = 1 if is_class else settings.num_repeats
-    found = find_pictures(folder, settings.caption_extension, settings.caption_key, repeats, excluded)
-    shown = printable(folder)
-    if not found.pictures:
-        other = f" ({found.other_files} other files are there)" if found.other_files else ""
-        raise DataError(f"no pictures in {shown}{other}; put images there or set data.init_args.{key} to their folder")
-    results = PictureVerifier(folder, settings.cache_dir, settings.max_image_pixels).verify(
-        [picture.path for picture in found.pictures], progress=True
-    )
-    accepted: list[tuple[Picture, PictureInfo]] = []
-    rejected: list[tuple[str, str]] = []
-    for picture, result in zip(found.pictures, results, strict=True):
-        if isinstance(result, str):
-            rejected.append((printable(picture.name), printable(result)))
+def _check_folders(settings: IndexSettings, report: DataReport) -> list[CheckedFolder]:
+    """Open every picture of every folder, and run all checks on them."""
+    folders = [check_folder(settings, settings.folder, "train")]
+    if settings.class_folder is not None:
+        folders.append(check_folder(settings, settings.class_folder, "class"))
+    if settings.validation_folder is not None:
+        folders.append(check_folder(settings, settings.validation_folder, "validation"))
+    for folder in folders:
+        report.rejected += folder.rejected
+        report.other_files += folder.found.other_files
+        report.notes += folder.found.notes
+        if folder.written_bytes:
+            report.count_written(1, folder.written_bytes)
+        if folder.role == "train":
+            report.images_found = len(folder.found.pictures)
+            report.captions_matched = sum(picture.caption is not None for picture in folder.used)
+        elif folder.role == "class":
+            report.class_images_found = len(folder.found.pictures)
+            report.class_images_used = len(folder.accepted)
+    report.findings = [finding for check in CHECKS for finding in check(folders, settings)]
+    return folders
+
+
+def _find_masks(settings: IndexSettings, names: Sequence[str], report: DataReport) -> list[Path | None]:
+    if not names:
+        return []
+    try:
+        return find_masks(settings.mask_folder, settings.use_alpha_mask, names, report)
+    except DataError as error:
+        report.findings.append(Finding(str(error), "look at data.init_args.mask_dir", stops=True))
+        return []
+
+
+def _fill_captions(settings: IndexSettings, folders: Sequence[CheckedFolder], report: DataReport) -> None:
+    for folder in folders:
+        if folder.role == "class":
+            fill_class_captions(folder.used, settings.class_prompt)
         else:
-            accepted.append((picture, result))
-            found.notes += [f"{printable(picture.name)}: {note}" for note in result.notes]
-    report.rejected += rejected
-    report.other_files += found.other_files
-    if not accepted:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected[:5])
-        raise DataError(f"none of the {len(rejected)} pictures in {shown} can be used: {reasons}")
-    used = [picture for picture, _ in accepted]
-    if is_class:
-        report.class_images_found = len(found.pictures)
-        fill_class_captions(found, used, settings.missing_captions, settings.class_prompt)
-    else:
-        report.images_found = len(found.pictures)
-        report.captions_matched = sum(picture.caption is not None for picture in used)
-        report.captions_filled = fill_captions(
-            found, used, settings.missing_captions, settings.caption_extension, settings.trigger_word or ""
-        )
-    report.notes += found.notes
-    return accepted
+            report.captions_filled += fill_captions(folder.used, settings.missing_captions, settings.trigger_word or "")
+
+
+def _in_buckets(user: Sequence[tuple[Sample, int]], report: DataReport) -> TrainingIndex:
+    """The user's pictures, each as often as its repeats, in buckets of one shape."""
+    shapes = sorted({(sample.placement.width, sample.placement.height) for sample, _ in user})
+    buckets: list[list[int]] = [[] for _ in shapes]
+    samples = []
+    for row, (sample, repeats) in enumerate(user):
+        bucket = shapes.index((sample.placement.width, sample.placement.height))
+        buckets[bucket] += [row] * repeats
+        samples.append(replace(sample, bucket=bucket))
+        report.repeats[repeats] = report.repeats.get(repeats, 0) + 1
+    report.images_used = len(samples)
+    report.items_per_epoch = sum(map(len, buckets))
+    return TrainingIndex(samples, buckets, [[] for _ in shapes], shapes, False, report)
+
+
+def _add_class_pictures(index: TrainingIndex, pictures: Sequence[Accepted], settings: IndexSettings) -> None:
+    """Class pictures in the buckets of the user's, in proportion."""
+    if not pictures:
+        return
+    sizes = [(info.width, info.height) for _, info in pictures]
+    for position, bucket in assign_class_pictures(sizes, index.shapes, [len(rows) for rows in index.buckets]):
+        picture, info = pictures[position]
+        placement = place_in(info.width, info.height, index.shapes[bucket])
+        sample = _sample(picture, info, placement, None, None)
+        index.class_buckets[bucket].append(len(index.samples))
+        index.samples.append(replace(sample, bucket=bucket, is_prior=True))
 
 
 def _sample(
-    picture: Picture, info: PictureInfo, placement: Placement, bucket: int, caption: str, mask: Path | None
+    picture: Picture, info: PictureInfo, placement: Placement, mask: Path | None, settings: IndexSettings | None
 ) -> Sample:
+    """A sample without its bucket; with `settings` its caption gets the trigger word."""
+    caption = picture.caption or ""
+    if settings is not None and not (picture.caption == "" and settings.missing_captions == "empty"):
+        caption = add_trigger_word(caption, settings.trigger_word, settings.caption_separator)
     return Sample(
         path=picture.path,
         name=printable(picture.name),
@@ -159,7 +171,7 @@ def _sample(
         content_sha256=info.content_sha256,
         original_size=(info.height, info.width),
         placement=placement,
-        bucket=bucket,
+        bucket=0,
         mask=mask,
     )
 

@@ -11,26 +11,29 @@ from typing import Any
 
 from lightning_aigc.data.captions import clean_caption, decode_text
 from lightning_aigc.data.names import comparable, printable
-from lightning_aigc.errors import DataError
 
 
 class ListedCaptions:
-    """Captions by picture name; metadata.jsonl takes precedence over captions.csv."""
+    """Captions by picture name; metadata.jsonl takes precedence over captions.csv.
 
-    def __init__(self, folder: Path, caption_key: str, notes: list[str]) -> None:
+    What cannot be read goes to `problems`, a sentence each, so that one report has all of it.
+    """
+
+    def __init__(self, folder: Path, caption_key: str, notes: list[str], problems: list[str]) -> None:
         self.folder = folder
         self.caption_key = caption_key
         self.notes = notes
+        self.problems = problems
         self._from: list[dict[str, tuple[str, str]]] = [{}, {}]  # jsonl, csv: name -> (caption, where)
         self._taken: set[str] = set()
 
-    def take(self, name: str) -> str | None:
-        """The caption listed for a picture, or None; marks the entry as used."""
+    def take(self, name: str) -> tuple[str, str] | None:
+        """The caption listed for a picture and where it stands, or None; marks the entry as used."""
         found = [entries[key] for entries in self._from if (key := comparable(name)) in entries]
         if not found:
             return None
         self._taken.add(comparable(name))
-        return found[0][0]
+        return found[0]
 
     def unused(self) -> list[str]:
         """Entries that match no picture, each with its file and line."""
@@ -47,19 +50,21 @@ class ListedCaptions:
             try:
                 row: Any = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{printable(where)} in {printable(self.folder)} is not valid JSON: {error}") from error
+                self.problems.append(f"{where} is not valid JSON: {error}")
+                continue
             if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-                raise DataError(
-                    f'{printable(where)}: wanted an object with "file_name" as text, got {line.strip()[:80]!r}'
-                )
+                self.problems.append(f'{where}: wanted an object with "file_name" as text, got {line.strip()[:80]!r}')
+                continue
             caption = row.get(self.caption_key, "")
             if self.caption_key not in row and len(row) > 1:
-                raise DataError(
-                    f"{printable(where)}: no key {self.caption_key!r}, got {sorted(row)}; "
+                self.problems.append(
+                    f"{where}: no key {self.caption_key!r}, got {sorted(row)}; "
                     "set data.init_args.caption_column to the key that holds the caption"
                 )
+                caption = "?"  # the picture is listed; the problem above stops the training
             if not isinstance(caption, str):
-                raise DataError(f"{printable(where)}: {self.caption_key!r} must be text, got {type(caption).__name__}")
+                self.problems.append(f"{where}: {self.caption_key!r} must be text, got {type(caption).__name__}")
+                caption = "?"
             self._add(0, path, row["file_name"], caption, where)
 
     def read_csv(self, path: Path) -> None:
@@ -67,7 +72,8 @@ class ListedCaptions:
         try:
             rows = [row for row in csv.reader(StringIO(self._text(path), newline="")) if any(row)]
         except csv.Error as error:
-            raise DataError(f"{printable(path)} is not a valid CSV file: {error}") from error
+            self.problems.append(f"{path.relative_to(self.folder).as_posix()} is not a valid CSV file: {error}")
+            return
         finally:
             csv.field_size_limit(limit)
         if not rows:
@@ -77,26 +83,31 @@ class ListedCaptions:
             columns = (header.index("file_name"), header.index(self.caption_key))
             rows, first = rows[1:], 2
         elif "file_name" in header:
-            raise DataError(
-                f"{printable(path)} has no column {self.caption_key!r}, its columns are {header}; "
-                "set data.init_args.caption_column to the one that holds the caption"
+            self.problems.append(
+                f"{path.relative_to(self.folder).as_posix()} has no column {self.caption_key!r}, its columns are"
+                f" {header}; set data.init_args.caption_column to the one that holds the caption"
             )
+            return
         else:
             columns, first = (0, 1), 1
         for number, row in enumerate(rows, start=first):
             where = f"{path.relative_to(self.folder).as_posix()} row {number}"
             if len(row) <= max(columns) or (first == 1 and len(row) != 2):
-                raise DataError(
-                    f"{printable(where)} in {printable(self.folder)}: wanted file_name,{self.caption_key} as header "
-                    f'or two columns, got {len(row)} in {row!r:.80}; put captions with commas in "quotes"'
+                self.problems.append(
+                    f"{where}: wanted file_name,{self.caption_key} as header or two columns, got {len(row)} in"
+                    f' {row!r:.80}; put captions with commas in "quotes"'
                 )
+                continue
             self._add(1, path, row[columns[0]].strip(), row[columns[1]], where)
 
     def _text(self, path: Path) -> str:
         try:
             text, note = decode_text(path.read_bytes())
         except OSError as error:
-            raise DataError(f"cannot read {printable(path)}: {error.strerror or error}") from error
+            self.problems.append(
+                f"{path.relative_to(self.folder).as_posix()} cannot be read: {error.strerror or error}"
+            )
+            return ""
         if note:
             self.notes.append(f"{printable(path.relative_to(self.folder).as_posix())}: {note}")
         return text
@@ -107,8 +118,5 @@ class ListedCaptions:
         caption = clean_caption(caption)
         known = self._from[source].get(name)
         if known is not None and known[0] != caption:
-            raise DataError(
-                f"{printable(name)} has two different captions, in {known[1]} and {where} "
-                f"(folder {printable(self.folder)}); keep one"
-            )
+            self.problems.append(f"{name} has two different captions, in {known[1]} and {where}; keep one")
         self._from[source][name] = (caption, where)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,3 +41,23 @@ def choose_workers(in_memory: bool, batches: int, processes: int) -> int:
     if in_memory or batches < 2:
         return 0
     return min(8, max(0, cpu_cores() // max(1, processes) - 1))
+
+
+def loader_settings(
+    workers: int | None,
+    pin_memory: bool | None,
+    prefetch_factor: int | None,
+    *,
+    in_memory: bool,
+    batches: int,
+    processes: int,
+) -> dict[str, Any]:
+    """A DataLoader's arguments; None means chosen for this machine."""
+    if workers is None:
+        workers = choose_workers(in_memory, batches, processes)
+    pin = has_accelerator() if pin_memory is None else pin_memory
+    if workers == 0:
+        warnings.filterwarnings("ignore", ".*_dataloader' does not have many workers.*")
+        return {"pin_memory": pin}
+    prefetch = prefetch_factor or 4
+    return {"num_workers": workers, "pin_memory": pin, "prefetch_factor": prefetch, "persistent_workers": True}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-LISTED = 20
+from lightning_aigc.data.findings import Finding, listed
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class BucketRow:
 
 @dataclass
 class DataReport:
-    """Counts and lists collected before training. `rejected` holds (name, reason)."""
+    """Counts and lists collected before training. `rejected` holds (name, reason), `findings` what each check found."""
 
     folder: str
     images_found: int = 0
@@ -31,26 +31,38 @@ class DataReport:
     images_used: int = 0
     class_images_found: int = 0
     class_images_used: int = 0
+    images_held_out: int = 0
+    """Pictures for `val_loss`, which are not trained on."""
     items_per_epoch: int = 0
     batches_per_epoch: int = 0
     masks: int | None = None
     other_files: int = 0
     repeats: dict[int, int] = field(default_factory=dict)
     rejected: list[tuple[str, str]] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     buckets: list[BucketRow] = field(default_factory=list)
     cache: list[str] = field(default_factory=list)
     loader: str = ""
+    written_files: int = 0
+    """Files that this process wrote for this run, all of them below the cache folder."""
+    written_bytes: int = 0
 
     def count_batches(self, batches: int, items_per_batch: int) -> None:
         """Fill in the number of batches per epoch and per bucket."""
         self.batches_per_epoch = batches
         self.buckets = [replace(row, batches=-(-row.items // items_per_batch)) for row in self.buckets]
 
+    def count_written(self, files: int, size_bytes: int) -> None:
+        """Count files that were written to the cache folder."""
+        self.written_files += files
+        self.written_bytes += size_bytes
+
     def __str__(self) -> str:
         lines = [
             f"data: {self.folder}",
-            f"  images    {self.images_found} found, {self.images_used} used, {len(self.rejected)} rejected",
+            f"  images    {self.images_found} found, {self.images_used} used, {len(self.rejected)} rejected"
+            + (f", {self.images_held_out} held out for val_loss" if self.images_held_out else ""),
             f"  captions  {self.captions_matched} matched"
             + (f", {self.captions_filled} filled in by missing_captions" if self.captions_filled else ""),
         ]
@@ -60,12 +72,16 @@ class DataReport:
             lines.append(f"  masks     {self.masks} of {self.images_used}; an image without one is learned everywhere")
         if set(self.repeats) - {1}:
             lines.append("  repeats   " + ", ".join(f"{n} images x {r}" for r, n in sorted(self.repeats.items())))
-        lines.append(f"  epoch     {self.items_per_epoch} items in {self.batches_per_epoch} batches")
+        if self.buckets:
+            lines.append(f"  epoch     {self.items_per_epoch} items in {self.batches_per_epoch} batches")
         if self.other_files:
             lines.append(f"  ignored   {self.other_files} other files")
-        lines += self._bucket_table()
-        lines += _listed("rejected", [f"{name}: {reason}" for name, reason in self.rejected])
-        lines += _listed("notes", self.notes)
+        if self.buckets:
+            lines += self._bucket_table()
+        for finding in sorted(self.findings, key=lambda f: not f.stops):
+            lines += finding.lines()
+        if self.notes:
+            lines += ["  notes", *listed(self.notes)]
         lines += [f"  cache     {line}" for line in self.cache]
         if self.loader:
             lines.append(f"  loader    {self.loader}")
@@ -80,10 +96,3 @@ class DataReport:
                 f"{row.cropped_percent:>7.1f}%"
             )
         return lines
-
-
-def _listed(title: str, entries: list[str]) -> list[str]:
-    if not entries:
-        return []
-    more = [f"    and {len(entries) - LISTED} more"] if len(entries) > LISTED else []
-    return [f"  {title}", *(f"    {entry}" for entry in entries[:LISTED]), *more]

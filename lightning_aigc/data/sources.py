@@ -25,6 +25,8 @@ class Picture:
     name: str
     caption: str | None = None
     repeats: int = 1
+    empty_caption: str | None = None
+    """Where its caption stands that has no text."""
 
 
 @dataclass
@@ -34,23 +36,30 @@ class FoundPictures:
     folder: Path
     pictures: list[Picture]
     orphan_captions: list[str] = field(default_factory=list)
+    caption_problems: list[str] = field(default_factory=list)
+    """Captions that cannot be read or contradict each other, a sentence each."""
     other_files: int = 0
     notes: list[str] = field(default_factory=list)
 
 
 def find_pictures(
-    folder: Path, caption_extension: str, caption_key: str, num_repeats: int, excluded: tuple[Path, ...] = ()
+    folder: Path,
+    caption_extension: str,
+    caption_key: str,
+    num_repeats: int,
+    excluded: tuple[Path, ...] = (),
+    argument: str = "train_data_dir",
 ) -> FoundPictures:
     """Find all candidate pictures below a folder with their captions, without hidden files and `excluded` folders.
 
-    Raises: DataError for a folder that does not exist, damaged metadata, or two pictures with the same sidecar.
+    Raises: DataError for a folder that does not exist or cannot be listed; `argument` is what set it.
     """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"the picture folder {printable(folder)} {what}; set data.init_args.train_data_dir to a folder")
+        raise DataError(f"the picture folder {printable(folder)} {what}; set data.init_args.{argument} to a folder")
     files = list(_walk(folder, excluded))
     found = FoundPictures(folder, [])
-    captions = ListedCaptions(folder, caption_key, found.notes)
+    captions = ListedCaptions(folder, caption_key, found.notes, found.caption_problems)
     sidecars: dict[str, Path] = {}
     for path in files:
         lower = path.name.lower()
@@ -112,16 +121,18 @@ def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dic
         key = str(picture.path.with_suffix("")) if picture.path.suffix else str(picture.path)
         sidecar = sidecars.get(key, sidecars.get(str(picture.path)))
         if listed is not None:
-            picture.caption = listed or None
+            text, where = listed
         elif sidecar is not None:
             if (other := by_stem.get(str(sidecar))) is not None:
-                raise DataError(
-                    f"{printable(other.name)} and {printable(picture.name)} in {printable(found.folder)} share the "
-                    f"caption file {printable(sidecar.name)}; rename one and give it a caption file as well, "
-                    "or list both in metadata.jsonl"
+                found.caption_problems.append(
+                    f"{other.name} and {picture.name} share the caption file {sidecar.name}; rename one and give it a"
+                    " caption file as well, or list both in metadata.jsonl"
                 )
             by_stem[str(sidecar)] = picture
-            picture.caption = _read_caption(sidecar, found) or None
+            text, where = _read_caption(sidecar, found), sidecar.name
+        else:
+            continue
+        picture.caption, picture.empty_caption = (text, None) if text else (None, where)
     # A sidecar is no orphan if a picture has its name, even if that picture's caption came from another source.
     names = {str(picture.path) for picture in found.pictures}
     names |= {str(picture.path.with_suffix("")) for picture in found.pictures}
@@ -133,7 +144,8 @@ def _read_caption(sidecar: Path, found: FoundPictures) -> str:
     try:
         text, note = decode_text(sidecar.read_bytes())
     except OSError as error:
-        raise DataError(f"cannot read the caption file {printable(sidecar)}: {error.strerror or error}") from error
+        found.caption_problems.append(f"{sidecar.name} cannot be read: {error.strerror or error}")
+        return "?"  # a caption is there; the problem above stops the training
     if note:
         found.notes.append(f"{printable(sidecar.relative_to(found.folder).as_posix())}: {note}")
     return clean_caption(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import PIL
 
@@ -17,7 +19,7 @@ from lightning_aigc.atomic_file import write_text
 from lightning_aigc.data.image_file import PictureInfo, PictureRejectedError, inspect_picture
 from lightning_aigc.data.machine import cpu_cores
 
-_FORMAT = 2
+_FORMAT = 3
 _RECENT_NS = 100_000_000  # a file written this close to the check may change again within one clock tick
 
 _Stamp = list[int]  # size, mtime_ns, ctime_ns
@@ -31,6 +33,8 @@ class PictureVerifier:
         key = f"{os.fspath(folder.absolute())}|{max_image_pixels}|{_FORMAT}|{PIL.__version__}"
         self.memory_file = cache_dir / "pictures" / f"{sha256(os.fsencode(key)).hexdigest()[:32]}.json"
         self._memory = self._load()
+        self.written_bytes = 0
+        """Bytes of the file of results, if this object wrote it."""
 
     def verify(self, paths: Sequence[Path], progress: bool = False) -> list[PictureInfo | str]:
         """For each path its PictureInfo, or the reason why the picture is rejected."""
@@ -70,20 +74,26 @@ class PictureVerifier:
                 if isinstance(result, str):
                     memory[path] = (stamp, result)
                 else:
-                    width, height, content, notes = result
-                    memory[path] = (stamp, PictureInfo(width, height, content, tuple(notes)))
+                    width, height, content, notes, thumbnail = result
+                    info = PictureInfo(width, height, content, tuple(notes), base64.b64decode(thumbnail))
+                    memory[path] = (stamp, info)
         except (OSError, ValueError, TypeError, AttributeError):
             return {}  # absent or damaged: check the pictures again
         return memory
 
     def _save(self) -> None:
         """Write the results; if that fails, the next run checks the pictures again."""
-        rows = {
-            path: [stamp, [r.width, r.height, r.content_sha256, list(r.notes)] if isinstance(r, PictureInfo) else r]
-            for path, (stamp, r) in self._memory.items()
-        }
+        text = json.dumps({path: [stamp, _plain(result)] for path, (stamp, result) in self._memory.items()})
         with contextlib.suppress(OSError):
-            write_text(self.memory_file, json.dumps(rows))
+            write_text(self.memory_file, text)
+            self.written_bytes = len(text)
+
+
+def _plain(result: PictureInfo | str) -> Any:
+    if isinstance(result, str):
+        return result
+    thumbnail = base64.b64encode(result.thumbnail).decode()
+    return [result.width, result.height, result.content_sha256, list(result.notes), thumbnail]
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -16,6 +16,14 @@ def is_schedule_free(optimizer: Any) -> bool:
     return any("train_mode" in group for group in optimizer.param_groups)
 
 
+def loaded_averages(optimizer: Any, checkpoint: dict[str, Any]) -> list[Any]:
+    """The optimizer with its state of a checkpoint, if it is schedule-free and so holds the average; else nothing."""
+    if not is_schedule_free(optimizer) or not checkpoint.get("optimizer_states"):
+        return []
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    return [optimizer]
+
+
 @contextlib.contextmanager
 def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequence[Any]) -> Iterator[None]:
     """Load the average into `trained` until the block ends, then restore the weights bit for bit."""

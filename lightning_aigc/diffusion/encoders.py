@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +49,16 @@ class FrozenEncoders:
         """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
         return encode_prompts(self.parts, list(captions), self.device)
 
-    def latents(self, batch: dict[str, Any]) -> Tensor:
+    def latents(self, batch: dict[str, Any], draw: Callable[[Tensor], Tensor] = torch.randn_like) -> Tensor:
         """Sample the batch's latents [B, C, H, W], scaled as the denoiser expects, from cached moments or pictures.
+
+        `draw` returns Gaussian noise like a tensor.
 
         Raises: ModelError naming the pictures whose latents are not finite.
         """
         moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
         mean, log_variance = moments.to(self.device).chunk(2, dim=1)
-        latents_BCHW = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * torch.randn_like(mean)
+        latents_BCHW = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * draw(mean)
         config = self.parts.vae.config
         shift = getattr(config, "shift_factor", None) or 0.0
         return (latents_BCHW - shift) * float(config.scaling_factor)

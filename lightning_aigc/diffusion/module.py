@@ -18,16 +18,17 @@ from typing import Any, Literal
 
 import torch
 from diffusers.training_utils import EMAModel
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.arguments import check_shared_arguments, check_trained_weights
-from lightning_aigc.diffusion.averaging import averaged, is_schedule_free
+from lightning_aigc.diffusion.averaging import averaged, is_schedule_free, loaded_averages
 from lightning_aigc.diffusion.components import Components, check_source, load_components
 from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.encoders import FrozenEncoders
+from lightning_aigc.diffusion.evaluation import EvaluatedModule
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
@@ -36,10 +37,10 @@ from lightning_aigc.errors import ModelError
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class DiffusionModule(LightningModule):
+class DiffusionModule(EvaluatedModule):
     """Base class of the model families: loss, optimizer, averages, checkpoints, sample pictures and callbacks.
 
-    A family defines `adapt`, `example_losses`, `sample`, and how to save its result.
+    A family defines `adapt`, `example_losses`, `validation_losses`, `sample`, and how to save its result.
 
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint, or
@@ -59,7 +60,7 @@ class DiffusionModule(LightningModule):
         revision: Branch or commit of a hub id.
         variant: Weight variant in the folder, such as fp16.
         validation_prompts: Prompts of the sample pictures and of the final score.
-        validation_steps: Optimizer steps between sample grids.
+        validation_steps: Optimizer steps between sample grids, and between values of `val_loss`.
         num_validation_images: Pictures per prompt.
         validation_seed: Seed of the first picture; the next pictures count up from it.
         checkpointing_steps: Optimizer steps between checkpoints.
@@ -116,8 +117,7 @@ class DiffusionModule(LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
-        self.validation_prompts = list(validation_prompts)
-        self.output_name = output_name
+        self.validation_prompts, self.output_name = list(validation_prompts), output_name
         self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
         self.components: Components | None = None
         """The pipeline's components, not an nn.Module, so that frozen parts stay out of the module tree and DDP."""
@@ -126,16 +126,12 @@ class DiffusionModule(LightningModule):
         """The last batch's weighted losses [B], detached; GradientHealthMonitor groups them by timestep."""
         self.last_timesteps: Tensor | None = None
         """The timesteps of these losses, int64 [B]."""
+        self._loaded_optimizers: list[Any] = []
         self.sampling_limit = TimeLimit(sample_time_limit_s)
         check_source(pretrained_model_name_or_path)
         check_shared_arguments(self.args)
         if isinstance(lr_scheduler, str):
             check_schedule_name(lr_scheduler)  # before weights are read
-
-    @property
-    def args(self) -> Any:
-        """The arguments of `__init__` by name."""
-        return self.hparams
 
     @property
     def strict_loading(self) -> bool:
@@ -204,10 +200,11 @@ class DiffusionModule(LightningModule):
     # Training --------------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        if stage != "fit" or self.args.max_train_steps is None:
+        if stage != "fit":
             return
+        self.schedule_validation()
         loop = self.trainer.fit_loop
-        if loop.max_steps == -1:
+        if loop.max_steps == -1 and self.args.max_train_steps is not None:
             loop.epoch_loop.max_steps = self.args.max_train_steps
             loop.max_epochs = -1
 
@@ -255,6 +252,7 @@ class DiffusionModule(LightningModule):
             torch.manual_seed(torch.initial_seed() + self.global_rank)
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
+        self.validate_untrained()
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:
@@ -272,7 +270,7 @@ class DiffusionModule(LightningModule):
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Swap in averaged weights, from an EMA or a schedule-free optimizer, until the block ends."""
         optimizers = self._trainer.optimizers if self._trainer is not None else []
-        return averaged(self.trainable_parameters(), self.ema, optimizers)
+        return averaged(self.trainable_parameters(), self.ema, optimizers or self._loaded_optimizers)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         names = {name for name, p in self.named_parameters() if p.requires_grad}
@@ -286,6 +284,8 @@ class DiffusionModule(LightningModule):
         check_trained_weights(checkpoint["state_dict"], trained)
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])
+        if self._trainer is not None and not self._trainer.optimizers:  # not in fit, which builds its own
+            self._loaded_optimizers = loaded_averages(self.build_optimizer(self.parameter_groups()), checkpoint)
 
 
 def _merged_signature(cls: type) -> inspect.Signature:

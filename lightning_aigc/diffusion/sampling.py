@@ -74,22 +74,8 @@ def on_device(device: torch.device, *modules: nn.Module) -> Iterator[None]:
             module.to(home)
 
 
-def generate(
-    parts: Components,
-    schedule_config: Mapping[str, Any],
-    prompts: list[str],
-    seeds: list[int],
-    *,
-    device: torch.device,
-    num_inference_steps: int,
-    guidance_scale: float,
-    time_limit: TimeLimit,
-    batch_size: int | None = None,
-) -> Tensor:
-    """Generate pictures, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
-
-    Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
-    """
+def make_pipeline(parts: Components, schedule_config: Mapping[str, Any]) -> Any:
+    """Diffusers' pipeline around these components, with a DDIM scheduler."""
     modules = {
         "unet": parts.unet,
         "vae": parts.vae,
@@ -105,6 +91,27 @@ def generate(
     scheduler = DDIMScheduler.from_config(schedule_config, clip_sample=False)
     pipeline = parts.pipeline_class(**modules, scheduler=scheduler, **extras)
     pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def generate(
+    parts: Components,
+    schedule_config: Mapping[str, Any],
+    prompts: list[str],
+    seeds: list[int],
+    *,
+    device: torch.device,
+    num_inference_steps: int,
+    guidance_scale: float,
+    time_limit: TimeLimit,
+    batch_size: int | None = None,
+    negative_prompt: str | None = None,
+) -> Tensor:
+    """Generate pictures, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
+
+    Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
+    """
+    pipeline = make_pipeline(parts, schedule_config)
     has_mixed_dtypes = len({p.dtype for m in (parts.unet, *parts.text_encoders) for p in m.parameters()}) > 1
     autocast = torch.autocast(device.type, dtype=parts.unet.conv_in.weight.dtype, enabled=has_mixed_dtypes)
     if batch_size is None:
@@ -115,9 +122,11 @@ def generate(
     with on_device(device, *modules_used), evaluating(*modules_used):
         for start in range(0, len(prompts), batch_size):
             generators = [torch.Generator("cpu").manual_seed(s) for s in seeds[start : start + batch_size]]
+            chosen = prompts[start : start + batch_size]
+            negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
             with autocast:
                 latents = pipeline(
-                    prompt=prompts[start : start + batch_size], generator=generators, output_type="latent",
+                    prompt=chosen, negative_prompt=negative, generator=generators, output_type="latent",
                     num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
                     callback_on_step_end=time_limit,
                 ).images  # fmt: skip

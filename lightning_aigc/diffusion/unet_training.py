@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_aigc.diffusion.arguments import check_objective
 from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.evaluation import VALIDATION_TIMESTEPS, SeededNoise
 from lightning_aigc.diffusion.lora_metadata import hash_base_model
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.diffusion.objectives import (
@@ -93,6 +94,26 @@ class UNetTraining(DiffusionModule):
         loss_B = loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
         self.last_example_losses, self.last_timesteps = loss_B.detach(), timesteps_B
         return loss_B
+
+    def validation_losses(self, batch: dict[str, Any], noise: SeededNoise) -> Tensor:
+        """The mean squared error of the prediction, float32 [B], over one timestep in each part of the schedule.
+
+        It is neither weighted by SNR nor Huber, and its noise has no offset, so that runs which differ in these can be
+        compared; where the batch has masks, only their part counts.
+        """
+        encoders = self.encoders
+        assert self.schedule is not None
+        latents_BCHW = encoders.latents(batch, noise.normal_like)
+        condition = encoders.condition(batch, with_gradients=False)
+        losses = []
+        for part in range(VALIDATION_TIMESTEPS):
+            timesteps_B = noise.timesteps(part, VALIDATION_TIMESTEPS, self.num_train_timesteps).to(latents_BCHW.device)
+            noise_BCHW = noise.normal_like(latents_BCHW)
+            noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+            predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
+            target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
+            losses.append(example_losses(predicted_BCHW, target_BCHW, mask_B1HW=batch.get("mask")))
+        return torch.stack(losses).mean(0)
 
     def predict(
         self, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: dict[str, Tensor], batch: dict[str, Any]

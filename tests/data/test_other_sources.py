@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import time
 
 import pytest
 
@@ -62,6 +63,16 @@ def test_shards_are_extracted_once_and_again_when_they_change(tools, make, shard
     assert len(list((tmp_path / "cache" / "shards").iterdir())) == 1
     write_shard(shards / "data-000.tar", [("a.png", encoded(tools, 7)), ("a.txt", b"changed")])
     assert "changed" in captions(make(train_data_dir=None, shards=pattern))
+
+
+def test_the_files_written_for_shards_are_counted(make, shards, tmp_path):
+    for expected in (7, 0):  # six pictures and metadata.jsonl, then nothing
+        data = make(train_data_dir=None, shards=str(shards / "data-*.tar"))
+        data.setup("fit")
+        folder = next((tmp_path / "cache" / "shards").iterdir())
+        assert data._build_index().report.written_files - expected in (0, 1), "and the file of the checks"
+        assert expected in (0, len(list(folder.iterdir())))
+        time.sleep(0.3)
 
 
 def test_members_that_try_to_leave_the_cache_folder_stay_in_it(tools, make, tmp_path):

@@ -1,0 +1,137 @@
+"""`lightning sample`: draw a labelled grid of pictures with a run's LoRA, or another, or none."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.errors import ConfigError
+
+NO_LORA = "none"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments to its parser."""
+    parser.description = "Draw pictures with the base model and the LoRA of a run, as the run itself sampled."
+    parser.add_argument("-c", "--config", type=Path, required=True, help="the run's config.yaml")
+    parser.add_argument("--prompts", nargs="+", default=[], help="one row each; default: the run's validation_prompts")
+    parser.add_argument("--negative_prompt", default=None, help="what the pictures shall not show")
+    parser.add_argument("--lora", default=None, help=f"a .safetensors file, or {NO_LORA}; default: the run's own")
+    parser.add_argument("--weight", nargs="+", type=float, default=[1.0], help="LoRA weights, one column each")
+    parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: the run's validation seeds")
+    parser.add_argument("--num_inference_steps", type=int, default=None, help="default: the run's")
+    parser.add_argument("--guidance_scale", type=float, default=None, help="default: the run's")
+    parser.add_argument("-o", "--output", type=Path, default=Path("grid.png"), help="PNG to write (default: grid.png)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the base as the run did, draw the grid and print its path; returns the exit status.
+
+    Raises: UserError for a config, LoRA or prompts that cannot be used.
+    """
+    settings = _settings(args.config)
+    prompts = args.prompts or list(settings.model.get("validation_prompts") or [])
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise ConfigError('there are no prompts to draw; give some: --prompts "a photo of a zorp mug"')
+    if (args.num_inference_steps or 1) < 1:
+        raise ConfigError(f"--num_inference_steps must be at least 1, got {args.num_inference_steps}")
+    lora = settings.find_lora(args.lora)
+
+    import torch
+
+    from lightning_aigc.callbacks.sampling.png import write_png
+    from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+    from lightning_aigc.diffusion.lora_sampling import LoRASampler
+
+    print(f"drawing with {lora or 'the base model alone'}")
+    seeds = args.seeds or settings.seeds
+    weights = args.weight if lora else [0.0]
+    sampler = LoRASampler(settings.model, settings.precision, settings.accelerator, lora)
+    steps, scale = args.num_inference_steps, args.guidance_scale
+    columns = []
+    for weight in weights:
+        pairs = [(prompt, seed) for prompt in prompts for seed in seeds]
+        columns.append(sampler.sample(pairs, weight, args.negative_prompt, steps, scale))
+    pictures = torch.stack(columns, 1).flatten(0, 1)  # all weights of a prompt and seed side by side
+    named = [f"weight {weight:g}, " if lora else "base, " for weight in weights]
+    captions = [f"{name}seed {seed}\n{prompt}" for prompt in prompts for seed in seeds for name in named]
+    facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or NO_LORA)}
+    try:
+        write_png(args.output, draw_sheet(pictures, captions, len(weights) if len(weights) > 1 else len(seeds)), facts)
+    except OSError as error:
+        raise ConfigError(f"cannot write {args.output}: {error.strerror or error}; give another --output") from error
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _settings(path: Path) -> RunConfig:
+    import yaml
+
+    if path.is_dir():
+        path = path / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no YAML"
+        raise ConfigError(
+            f"the config {path} cannot be read ({reason}); give the run's: -c runs/x/config.yaml"
+        ) from error
+    model = ((config.get("model") or {}) if isinstance(config, dict) else {}).get("init_args") or {}
+    if "pretrained_model_name_or_path" not in model:
+        raise ConfigError(
+            f"the config {path} names no model.init_args.pretrained_model_name_or_path; give the config of a run"
+        )
+    return RunConfig(path, model, config.get("trainer") or {})
+
+
+class RunConfig:
+    """What `sample` needs of a run's config."""
+
+    def __init__(self, path: Path, model: dict[str, Any], trainer: dict[str, Any]) -> None:
+        self.path, self.model, self.trainer = path, model, trainer
+
+    @property
+    def seeds(self) -> list[int]:
+        first = int(self.model.get("validation_seed") or 0)
+        return list(range(first, first + int(self.model.get("num_validation_images") or 4)))
+
+    @property
+    def accelerator(self) -> str:
+        return str(self.trainer.get("accelerator") or "auto")
+
+    @property
+    def precision(self) -> str:
+        """The Trainer's precision, or its precision plugin's."""
+        plugins = self.trainer.get("plugins") or []
+        for plugin in plugins if isinstance(plugins, list) else [plugins]:
+            given = plugin.get("init_args") if isinstance(plugin, dict) else None
+            if isinstance(given, dict) and "precision" in given:
+                return str(given["precision"])
+        return str(self.trainer.get("precision") or "32-true")
+
+    def find_lora(self, given: str | None) -> Path | None:
+        """The LoRA to use, None for none: the given one, or the run's best, its last, or its newest by step.
+
+        Raises: ConfigError if there is no such file.
+        """
+        if given == NO_LORA:
+            return None
+        if given is not None:
+            if not Path(given).is_file():
+                raise ConfigError(f"--lora: there is no file {given}; give a .safetensors file, or {NO_LORA}")
+            return Path(given)
+        name = str(self.model.get("output_name") or "lora")
+        folders = [self.path.parent, Path(self.trainer.get("default_root_dir") or ".")]
+        kinds = [".diffusers.safetensors", ".safetensors"] if self.model.get("use_dora") else [".safetensors"]
+        for folder in folders:
+            for stem in (f"{name}_best", name):
+                for kind in kinds:
+                    if (folder / f"{stem}{kind}").is_file():
+                        return folder / f"{stem}{kind}"
+            if by_step := sorted(folder.glob(f"{name}_step_*[0-9].safetensors")):
+                return by_step[-1]
+        raise ConfigError(
+            f"the run in {folders[-1]} has no LoRA file {name}.safetensors yet; train it first, or give --lora FILE or"
+            f" --lora {NO_LORA}"
+        )

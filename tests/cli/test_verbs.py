@@ -1,0 +1,183 @@
+"""`lightning validate`, `test`, `predict` and `sample` of a run: what they print and write."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion.lora_sampling import LoRASampler
+from lightning_aigc.errors import ModelError
+
+Command = Callable[..., Any]
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders
+
+
+@pytest.fixture
+def quick(quick_config: dict[str, Any], tmp_path: Path) -> Path:
+    """A config of two steps with held-out pictures; its run goes to `tmp_path / "run"`."""
+    quick_config["trainer"]["default_root_dir"] = str(tmp_path / "run")
+    quick_config["trainer"]["callbacks"] = []
+    quick_config["data"]["init_args"]["validation_split"] = 0.3
+    quick_config["model"]["init_args"] |= {"learning_rate": 1e-2, "validation_steps": 1, "lr_warmup_steps": 0}
+    path = tmp_path / "quick.yaml"
+    path.write_text(yaml.safe_dump(quick_config))
+    return path
+
+
+def number(text: str, name: str) -> float:
+    found = re.search(rf"{name}\D+([\d.]+)", text)
+    assert found is not None, text
+    return float(found[1])
+
+
+def test_validate_test_and_predict_use_the_runs_snapshot(command: Command, quick: Path, tmp_path: Path) -> None:
+    untrained = command("validate", "-c", quick)
+    assert untrained.code == 0, untrained.err
+    assert "untrained" in untrained.out and not (tmp_path / "run").exists()
+    assert command("fit", "-c", quick).code == 0
+    config = tmp_path / "run" / "config.yaml"
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    trained = command("validate", "-c", quick)
+    assert trained.code == 0 and "snapshot of step 2" in trained.out, trained.err
+    assert number(trained.out, "val_loss") != number(untrained.out, "val_loss")
+    again = command("validate", "-c", quick, "--ckpt_path", "none")
+    assert number(again.out, "val_loss") == number(untrained.out, "val_loss")
+    tested = command("test", "-c", quick, "--ckpt_path", "latest")
+    assert number(tested.out, "test_loss") == number(trained.out, "val_loss")
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert config in before
+
+    assert command("predict", "-c", quick).code == 0
+    predicted = np.asarray(Image.open(tmp_path / "run" / "predict.png"))
+    last = np.asarray(Image.open(tmp_path / "run" / "samples" / "step_000002.png"))
+    assert np.array_equal(predicted, last), "the same weights, prompts and seeds"
+
+
+def test_validate_without_held_out_pictures_says_what_to_set(command: Command, quick: Path) -> None:
+    said = command("validate", "-c", quick, "--data.init_args.validation_split", "0")
+    assert said.code == 1
+    assert len(said.errors) == 1 and "validation_split" in said.errors[0]
+
+
+def test_latest_without_a_snapshot_is_one_sentence(command: Command, quick: Path) -> None:
+    said = command("validate", "-c", quick, "--ckpt_path", "latest")
+    assert said.code == 1 and len(said.errors) == 1 and "no snapshot" in said.errors[0]
+
+
+def test_both_kinds_of_held_out_pictures_are_one_sentence(command: Command, quick: Path, photos: Path) -> None:
+    said = command("fit", "-c", quick, "--data.init_args.validation_data_dir", photos)
+    assert said.code != 0 and len(said.errors) == 1 and "set only one" in said.errors[0]
+
+
+# sample -------------------------------------------------------------------------------------------------------------
+
+
+def test_sample_draws_what_the_run_drew(command: Command, quick: Path, tmp_path: Path) -> None:
+    assert command("fit", "-c", quick).code == 0
+    config, grid = tmp_path / "run" / "config.yaml", tmp_path / "grid.png"
+    said = command("sample", "-c", config, "--seeds", 0, "-o", grid)
+    assert said.code == 0, said.err
+    assert "zorp.safetensors" in said.out and "grid.png" in said.out
+    facts = Image.open(grid).text  # type: ignore[attr-defined]
+    assert json.loads(facts["prompts"]) == ["a zorp cup"] and json.loads(facts["seeds"]) == [0]
+
+    given = yaml.safe_load(config.read_text())["model"]["init_args"]
+    own = np.asarray(Image.open(tmp_path / "run" / "samples" / "step_000002.png"))
+    drawn = np.asarray(Image.open(grid))
+    top = slice(8, 8 + 160)  # the picture, without what is written under it
+    assert np.abs(own[top, top].astype(int) - drawn[top, top].astype(int)).max() <= 3
+    base = LoRASampler(given, "32-true", "cpu", None).sample([("a zorp cup", 0)])
+    with_lora = LoRASampler(given, "32-true", "cpu", tmp_path / "run" / "zorp.safetensors")
+    full, half, none = (with_lora.sample([("a zorp cup", 0)], weight) for weight in (1.0, 0.5, 0.0))
+    torch.testing.assert_close(none, base, atol=1e-5, rtol=0)
+    assert 1e-3 < (half - base).abs().max() < (full - base).abs().max()
+
+
+def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quick: Path, tmp_path: Path) -> None:
+    assert command("fit", "-c", quick).code == 0
+    run = tmp_path / "run"
+    (run / "zorp_best.safetensors").write_bytes((run / "zorp.safetensors").read_bytes())
+    grid = tmp_path / "grid.png"
+    prompts = ["--prompts", "a zorp cup", "a zorp shoe", "--negative_prompt", "blue"]
+    said = command("sample", "-c", run, *prompts, "--weight", 0.4, 0.8, "--seeds", 1, "-o", grid)
+    assert said.code == 0 and "zorp_best.safetensors" in said.out
+    width, height = Image.open(grid).size
+    assert width == 2 * (160 + 8) + 8 and height > 2 * 160
+    said = command("sample", "-c", run, "--lora", "none", "-o", grid)
+    assert said.code == 0 and "base model" in said.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-c", "nowhere.yaml", "--prompts", "a"], "nowhere.yaml cannot be read"),
+        (["-c", "{config}", "--prompts", "a"], "no LoRA file zorp.safetensors"),
+        (["-c", "{config}", "--prompts", "a", "--lora", "gone.safetensors"], "no file gone.safetensors"),
+        (["-c", "{bare}", "--lora", "none"], "no prompts"),
+        (["-c", "{empty}", "--prompts", "a"], "pretrained_model_name_or_path"),
+        (["-c", "{config}", "--prompts", "a", "--lora", "{config}"], "safetensors"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_sentence(
+    command: Command, quick: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    bare = yaml.safe_load(quick.read_text())
+    bare["model"]["init_args"]["validation_prompts"] = []
+    (tmp_path / "bare.yaml").write_text(yaml.safe_dump(bare))
+    (tmp_path / "empty.yaml").write_text("")
+    places = {"config": str(quick), "bare": str(tmp_path / "bare.yaml"), "empty": str(tmp_path / "empty.yaml")}
+    said = command("sample", *(argument.format(**places) for argument in arguments))
+    assert said.code == 1 and len(said.errors) == 1 and words in said.errors[0]
+
+
+def test_a_lora_of_another_base_is_one_sentence(tmp_path: Path, quick: Path) -> None:
+    module = StableDiffusionLoRA("embedded:sd", rank=2)
+    module.configure_model()
+    module.save_lora(tmp_path / "other.safetensors")
+    given = yaml.safe_load(quick.read_text())["model"]["init_args"]
+    with pytest.raises(ModelError, match=r"is a LoRA of another base model.*use the base"):
+        LoRASampler(given, "32-true", "cpu", tmp_path / "other.safetensors")
+
+
+# dry run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_it_wrote(command: Command, quick: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "own"
+    said = command("fit", "-c", quick, "--dry_run", "--data.init_args.cache_dir", cache)
+    assert said.code == 0, said.err
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert f"wrote {len(files)} files (" in said.out and str(cache) in said.out
+    assert "val_loss" in said.out
+    assert "nothing was written" in command("fit", "-c", quick, "--dry_run", "--data.init_args.cache_dir", cache).out
+
+
+def test_a_dry_run_that_stops_prints_the_whole_report_and_what_it_wrote(
+    command: Command, quick: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (32, 32), (200, 90, 20)).save(folder / f"{name}.png")
+    (folder / "broken.png").write_bytes(b"")
+    (folder / "a.txt").write_text("a cup")
+    (folder / "lost.txt").write_text("a shoe")
+    said = command("fit", "-c", quick, "--dry_run", "--data.init_args.train_data_dir", folder)
+    assert said.code == 1 and len(said.errors) == 1
+    for words in ("broken.png: empty file", "have no caption", "lost.txt", "a.png = b.png", "dry run: stopped"):
+        assert words in said.out, said.out
+    assert "b.png" in said.errors[0] and "lost.txt" in said.errors[0]
