@@ -192,7 +192,11 @@ class CLIPConvergenceGuard(Callback):
             whens = ["before"] * self.num_images + ["after"] * self.num_images
             captions = [f"{when}\n{prompt}" for prompt in self._prompts for when in whens]
             self._show(trainer, draw_sheet(pictures, captions, 2 * self.num_images), "before_after")
-        score, kept = self.best_metric, f", kept in {self.best_file}" if self.best_file else ""
+        score, kept = self.best_metric, f", kept in {self.best_file}: use that file" if self.best_file else ""
+        if self.best_file and self.best_step != trainer.global_step:
+            kept += f", the one without _best holds the last weights, of step {trainer.global_step}"
+        elif self.best_step == 0:
+            kept = ", the untrained model: no check was better"
         is_stopped = trainer.should_stop and self.stop and self.should_stop_early()
         ended = f"stopped at step {trainer.global_step}" if is_stopped else "training ended"
         rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")

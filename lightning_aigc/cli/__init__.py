@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and export, doctor and plan."""
+"""The `lightning` command: fit, validate, test and predict from YAML, and init, export, doctor and plan."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_aigc.errors import UserError
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict")
 OWN_VERBS = {
+    "init": "look at a folder of pictures and write a config for it: lightning init photos/ -o my.yaml",
     "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
@@ -19,6 +20,7 @@ USAGE = """usage: lightning VERB [options]
 
   fit        train:      lightning fit -c configs/sd_lora.yaml [--model.init_args.rank 32 ...]
   validate, test, predict: as Lightning's Trainer does, from the same YAML
+  init       {init}
   export     {export}
   doctor     {doctor}
   plan       {plan}
