@@ -51,7 +51,9 @@ class AdaptiveLR(Callback):
         if search not in (True, False, "auto"):
             raise ConfigError(f"AdaptiveLR search must be true, false or auto, got {search!r}")
         self._is_auto = search == "auto"
-        self.settings = RateSettings(bool(search), grad_norm_threshold, relative, recovery_factor, recovery_steps, max_raise)
+        self.settings = RateSettings(
+            bool(search), grad_norm_threshold, relative, recovery_factor, recovery_steps, max_raise
+        )
         self.changes: list[Change] = []
         """Every decision so far, with its reason; steps count from 1."""
         self._rates: list[AdaptiveRate] = []
@@ -90,7 +92,7 @@ class AdaptiveLR(Callback):
         if not (self._is_auto and sets_own_rate(optimizer)):
             return self.settings
         rank_zero_info(
-            f"AdaptiveLR: no search, {type(optimizer).__name__} sets its own rate; only peaks of the gradient norm cut it"
+            f"AdaptiveLR: no search, {type(optimizer).__name__} sets its own rate; only gradient peaks cut it"
         )
         return replace(self.settings, search=False)
 

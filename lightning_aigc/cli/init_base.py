@@ -69,7 +69,9 @@ def find_base(given: str) -> Base:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         raise ConfigError(f"--base {given} is no folder, no file and no hub id; use sd15, sdxl or a path")
     family = "sdxl" if "xl" in given.casefold() else "sd"
-    return Base(given, family, NATIVE_SIDE[family], f"guessed from the name: {'SDXL' if family == 'sdxl' else 'SD 1.5'}")
+    return Base(
+        given, family, NATIVE_SIDE[family], f"guessed from the name: {'SDXL' if family == 'sdxl' else 'SD 1.5'}"
+    )
 
 
 def is_embedded(base: Base) -> bool:
@@ -97,4 +99,6 @@ def _side_of(pipeline: Path) -> int:
         unet, vae = (json.loads((pipeline / part / "config.json").read_text("utf-8")) for part in ("unet", "vae"))
         return int(unet["sample_size"]) * 2 ** (len(vae["block_out_channels"]) - 1)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"the configs of {pipeline}'s unet/ and vae/ cannot be read ({error}); copy it again") from error
+        raise ModelError(
+            f"the configs of {pipeline}'s unet/ and vae/ cannot be read ({error}); copy it again"
+        ) from error

@@ -146,7 +146,9 @@ def _captions(look: FolderLook) -> Choice:
     if not look.written:
         return Choice(key, "trigger", "no picture has a caption: all learn on the trigger word; captions do better")
     if without or look.orphans:
-        found = [f"{without} of {len(look.sizes)} pictures have no caption and learn on the trigger word"] * bool(without)
+        found = [f"{without} of {len(look.sizes)} pictures have no caption and learn on the trigger word"] * bool(
+            without
+        )
         found += [f"{len(look.orphans)} captions match no picture, such as {look.orphans[0]}"] if look.orphans else []
         return Choice(key, "trigger", "; ".join(found))
     return Choice(key, "error", "every picture has a caption, and training stops if one gets lost")
@@ -169,4 +171,6 @@ def _held_out(look: FolderLook) -> Choice:
     key, count = "data.init_args.validation_split", len(look.sizes)
     if count < HELD_OUT_FROM:
         return Choice(key, 0.0, f"no picture is held out: {count} are too few to spare any")
-    return Choice(key, HELD_OUT, f"{round(count * HELD_OUT)} of {count} pictures are held out: val_loss rises on them first")
+    return Choice(
+        key, HELD_OUT, f"{round(count * HELD_OUT)} of {count} pictures are held out: val_loss rises on them first"
+    )

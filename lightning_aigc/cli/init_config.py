@@ -9,6 +9,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.representer import RoundTripRepresenter
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from yaml import YAMLError, safe_load
 
@@ -70,9 +71,24 @@ def _comment(block: CommentedMap, key: str, text: str) -> None:
     block.yaml_add_eol_comment(text.replace("\n", " ") + ("\n" + after if after else ""), key, COLUMN)
 
 
+class _Representer(RoundTripRepresenter):
+    """Writes numbers and null so that YAML 1.1, which training reads, takes them for numbers and null."""
+
+    def represent_null(self, _: None) -> Any:
+        return self.represent_scalar("tag:yaml.org,2002:null", "null")
+
+    def represent_number(self, value: float) -> Any:
+        text = repr(value)  # 5e-05 has no dot, and would be a text
+        return self.represent_scalar("tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e"))
+
+
+_Representer.add_representer(type(None), _Representer.represent_null)
+_Representer.add_representer(float, _Representer.represent_number)
+
+
 def _yaml() -> YAML:
     yaml = YAML()
+    yaml.Representer = _Representer
     yaml.width = 4096
     yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.representer.add_representer(type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null"))
     return yaml

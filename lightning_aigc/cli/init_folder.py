@@ -60,9 +60,11 @@ def look_at(given: str, cache_dir: Path) -> FolderLook:
         raise ConfigError(f"the picture folder {printable(given)} {what}; give the folder that holds your pictures")
     found = find_pictures(folder.absolute(), ".txt", "text", 1)
     if not found.pictures:
-        files = f"{found.other_files + len(found.orphan_captions)} other files are" if any(folder.iterdir()) else "it is"
-        raise DataError(f"no pictures in {printable(given)} ({files} {'there' if 'files' in files else 'empty'}); put"
-                        " .jpg, .png or .webp pictures of your product there")
+        others = found.other_files + len(found.orphan_captions)
+        there = f"{others} other files are there" if others else "it is empty"
+        raise DataError(
+            f"no pictures in {printable(given)} ({there}); put .jpg, .png or .webp pictures of your product there"
+        )
     results = PictureVerifier(folder.absolute(), cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
     sizes, captions, rejected = [], [], []
     for picture, result in zip(found.pictures, results, strict=True):
