@@ -26,7 +26,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
 )
 from lightning_aigc.callbacks.sampling.png import log_picture, write_png
 from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet
-from lightning_aigc.errors import ConfigError, SamplingTooSlow
+from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA
 
@@ -154,7 +154,12 @@ class CLIPConvergenceGuard(Callback):
                 "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
             )
         self._judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
-        self._judge.check()
+        try:
+            self._judge.check()
+        except ModelError as error:
+            raise ModelError(
+                f"CLIPConvergenceGuard: {error}, or take it out of trainer.callbacks to train without it"
+            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._judge is None:

@@ -26,12 +26,12 @@ CONFIGS = {
 }  # fmt: skip
 MEMORY = {
     ("sd", "8gb"): ("max", "blocks are recomputed in backward"),
-    ("sd", "12gb"): ("lean", "a step of 4 pictures took 2.9 GB on an H100 (docs/first_hour.md)"),
-    ("sd", "24gb"): ("off", "fastest: nothing is recomputed; the U-Net's step of 4 took 5 GB on an H100"),
+    ("sd", "12gb"): ("lean", "a step of 4 pictures took 2.8 GiB on an H100 (docs/first_hour.md)"),
+    ("sd", "24gb"): ("off", "fastest: nothing is recomputed; a step of 4 pictures took 6.3 GiB on an H100"),
     ("sd", "910b"): ("lean", "not run on this chip yet"),
-    ("sdxl", "8gb"): ("max", "the U-Net's step alone took 5.9 GB on an H100; whether 8 GB are enough is not known"),
-    ("sdxl", "12gb"): ("max", "the U-Net's step took 5.9 GB on an H100; lean took 6.8"),
-    ("sdxl", "24gb"): ("lean", "the U-Net's step took 6.8 GB on an H100"),
+    ("sdxl", "8gb"): ("max", "the U-Net's step alone took 5.8 GiB on an H100; whether 8 GB are enough is not known"),
+    ("sdxl", "12gb"): ("max", "the U-Net's step took 5.8 GiB on an H100; lean took 6.6"),
+    ("sdxl", "24gb"): ("lean", "the U-Net's step took 6.6 GiB on an H100"),
     ("sdxl", "910b"): ("lean", "not run on this chip yet"),
 }
 
