@@ -97,7 +97,8 @@ def _side_of(pipeline: Path) -> int:
     """The side of the pictures that a pipeline folder was made for: latents times the autoencoder's step."""
     try:
         unet, vae = (json.loads((pipeline / part / "config.json").read_text("utf-8")) for part in ("unet", "vae"))
-        return int(unet["sample_size"]) * 2 ** (len(vae["block_out_channels"]) - 1)
+        side: int = unet["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+        return side
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"the configs of {pipeline}'s unet/ and vae/ cannot be read ({error}); copy it again"
