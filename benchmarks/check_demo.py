@@ -22,6 +22,11 @@ def failures(summary: dict[str, object]) -> list[str]:
     for key in ("lora_file", "report"):
         if not Path(str(summary[key])).is_file():
             found.append(f"{key} {summary[key]} does not exist")
+    best = Path(str(summary["lora_file"])).with_suffix("").as_posix() + "_best.safetensors"
+    page = Path(str(summary["report"])).with_name("health.html")
+    for path, who in ((Path(best), "the guard kept no best weights"), (page, "the monitor wrote no page")):
+        if not path.is_file():
+            found.append(f"{who}: {path} does not exist")
     return found
 
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import yaml
 
 import lightning_aigc  # noqa: F401  before diffusers
 from lightning_aigc.tiny.embedded import resolve
@@ -71,8 +72,18 @@ def main() -> None:
     if not (pipeline / "model_index.json").is_file():
         build_pipeline(pipeline, getattr(torch, arguments.dtype))
     make_photos(photos)
+    # Without a hub there is no CLIP for the guard; the report says that it has no score and goes on.
+    shipped = yaml.safe_load(Path("configs/sd_lora.yaml").read_text(encoding="utf-8"))
+    kept = [entry for entry in shipped["trainer"]["callbacks"] if entry["class_path"] != "CLIPConvergenceGuard"]
+    mine = {
+        "trainer": {"callbacks": kept},
+        "model": {"init_args": {"validation_prompts": ["a photo of a zorp mug"], "output_name": "real_size"}},
+        "data": {"init_args": {"trigger_word": "zorp"}},
+    }
+    overrides = arguments.workdir / "real_size.yaml"
+    overrides.write_text(yaml.safe_dump(mine), encoding="utf-8")
     command = [
-        sys.executable, "-m", "lightning_aigc", "fit", "-c", "configs/sd_lora.yaml",
+        sys.executable, "-m", "lightning_aigc", "fit", "-c", "configs/sd_lora.yaml", "-c", str(overrides),
         "--model.init_args.pretrained_model_name_or_path", str(pipeline),
         "--data.init_args.train_data_dir", str(photos),
         "--data.init_args.cache_dir", str(arguments.workdir / "cache"), "--trainer.default_root_dir", str(run),

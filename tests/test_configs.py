@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from lightning_aigc.cli import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
-WANTED = {"sd_lora", "sd_lora_demo", "sd_lora_8gb", "sd_lora_ascend", "sdxl_lora"}
+WANTED = {"sd_lora", "sd_lora_demo", "sd_lora_8gb", "sd_lora_ascend", "sd_lora_cluster", "sdxl_lora"}
+REAL = [path for path in FILES if path.stem != "sd_lora_demo"]
+WATCHING = {"GradientHealthMonitor", "CLIPConvergenceGuard", "AdaptiveLR", "RunReport"}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -71,6 +74,88 @@ def test_the_demo_differs_from_the_real_config_in_values_only() -> None:
     assert [c["class_path"] for c in real["trainer"]["callbacks"]] == [
         c["class_path"] for c in demo["trainer"]["callbacks"]
     ]
+
+
+def callbacks_of(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {entry["class_path"]: entry["init_args"] for entry in config["trainer"]["callbacks"]}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_config_watches_the_gradients_keeps_the_best_weights_and_looks_for_the_rate(path: Path) -> None:
+    config = load(path)
+    given = callbacks_of(config)
+    assert given.keys() >= WATCHING
+    guard, report = given["CLIPConvergenceGuard"], given["RunReport"]
+    assert guard["prompts"] is None  # validation_prompts
+    assert (guard["clip_model"], guard["clip_pretrained"]) == (report["clip_model"], report["clip_pretrained"])
+    steps = config["model"]["init_args"]["max_train_steps"]
+    assert steps / 8 <= guard["every_n_steps"] <= steps / 4
+    assert steps / 2 <= guard["patience"] < steps  # it may stop a run, and not in its first half
+    order = list(given)
+    assert order.index("RunReport") > order.index("CLIPConvergenceGuard")  # whose last check it tells of
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_rate_is_searched_only_where_a_step_averages_four_pictures_or_more(path: Path) -> None:
+    config = load(path)
+    pictures = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
+    assert callbacks_of(config)["AdaptiveLR"]["search"] == "auto"
+    assert pictures >= 4
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_an_unedited_config_is_one_sentence_before_anything_is_read(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning"])
+    for reads in ("diffusion.components.load_components", "metrics.clip_model.CLIPModel.__init__"):
+        monkeypatch.setattr(f"lightning_aigc.{reads}", never)
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", str(path), "--trainer.accelerator=cpu", "--dry_run"])
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert stop.value.code == 1
+    for key in ("model.init_args.validation_prompts", "model.init_args.output_name", "data.init_args.trigger_word"):
+        assert key in error
+    assert "YOUR_TRIGGER_WORD and YOUR_LORA_NAME" in error and "lightning init" in error
+    head = path.read_text(encoding="utf-8").partition("seed_everything")[0]
+    assert all(key in head for key in ("trigger_word", "validation_prompts", "output_name"))
+
+
+def never(*_: Any, **__: Any) -> None:
+    raise AssertionError("read")
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning says about precisions and loaders
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_an_edited_config_passes_a_dry_run_on_the_embedded_model(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning"])
+    for number in range(4):
+        Image.new("RGB", (64, 64), (60 * number, 90, 200)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text("a zorp mug")
+    mine = {
+        "trainer": {"accelerator": "cpu", "devices": 1, "default_root_dir": str(tmp_path / "run")},
+        "model": {"init_args": {"pretrained_model_name_or_path": "embedded:sd"}},
+        "data": {"init_args": {"train_data_dir": str(tmp_path), "class_data_dir": None, "resolution": 64}},
+    }
+    mine["data"]["init_args"] |= {"trigger_word": "zorp", "cache_dir": str(tmp_path / "cache"), "num_workers": 0}
+    mine["model"]["init_args"] |= {"validation_prompts": ["a zorp mug"], "output_name": "mug"}
+    if load(path)["trainer"].get("num_nodes", 1) > 1:
+        mine["trainer"]["num_nodes"] = 1
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", "-c", str(path), "-c", str(tmp_path / "mine.yaml"), "--dry_run"])
+    said = capsys.readouterr()
+    assert stop.value.code == 0, said.err
+    assert "4 found, 4 used" in said.out and "one step:" in said.out
+
+
+def test_the_cluster_config_is_for_several_machines_with_slow_links_and_kills() -> None:
+    config = load(CONFIGS / "sd_lora_cluster.yaml")
+    assert config["trainer"]["num_nodes"] > 1
+    assert config["trainer"]["strategy"]["class_path"] == "NPUSparseStrategy"
+    assert callbacks_of(config)["ExactSnapshot"]["on_signal"] is True
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate
+from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
 
 
@@ -27,7 +28,8 @@ class AdaptiveLR(Callback):
     another cut until then. Only a loss that diverges lowers the rate found itself. The schedule is never written to.
 
     Args:
-        search: whether to search for the rate, which takes a copy of the trainable weights until it ends.
+        search: whether to search for the rate, which takes a copy of the trainable weights until it ends; `auto` leaves
+            the search out, and says so, for an optimizer that finds its own rate or averages weights by rates.
         grad_norm_threshold: a global gradient norm, before clipping, above it cuts the rate; null never cuts.
         relative: whether the threshold is a robust z of the log norm among the last 100, or a norm itself.
         recovery_factor: what a cut multiplies the rate by.
@@ -39,14 +41,19 @@ class AdaptiveLR(Callback):
 
     def __init__(
         self,
-        search: bool = True,
+        search: bool | Literal["auto"] = True,
         grad_norm_threshold: float | None = 6.0,
         relative: bool = True,
         recovery_factor: float = 0.5,
         recovery_steps: int = 50,
         max_raise: float = 30.0,
     ) -> None:
-        self.settings = RateSettings(search, grad_norm_threshold, relative, recovery_factor, recovery_steps, max_raise)
+        if search not in (True, False, "auto"):
+            raise ConfigError(f"AdaptiveLR search must be true, false or auto, got {search!r}")
+        self._is_auto = search == "auto"
+        self.settings = RateSettings(
+            bool(search), grad_norm_threshold, relative, recovery_factor, recovery_steps, max_raise
+        )
         self.changes: list[Change] = []
         """Every decision so far, with its reason; steps count from 1."""
         self._rates: list[AdaptiveRate] = []
@@ -68,7 +75,7 @@ class AdaptiveLR(Callback):
                 f"AdaptiveLR found no optimizer: {type(pl_module).__name__}.configure_optimizers returned none; "
                 "return one, or leave AdaptiveLR out"
             )
-        self._rates = [AdaptiveRate(optimizer, self.settings) for optimizer in optimizers]
+        self._rates = [AdaptiveRate(optimizer, self._settings_for(optimizer)) for optimizer in optimizers]
         if not self._is_resumed:
             self.changes = []
             return
@@ -80,6 +87,14 @@ class AdaptiveLR(Callback):
             )
         for rate, state in zip(self._rates, self._states, strict=True):
             rate.load_state_dict(state)
+
+    def _settings_for(self, optimizer: Optimizer) -> RateSettings:
+        if not (self._is_auto and sets_own_rate(optimizer)):
+            return self.settings
+        rank_zero_info(
+            f"AdaptiveLR: no search, {type(optimizer).__name__} sets its own rate; only gradient peaks cut it"
+        )
+        return replace(self.settings, search=False)
 
     def held(self) -> HeldRate | None:
         """The smallest factor on an optimizer's rates and its reason; None before training."""

@@ -26,7 +26,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
 )
 from lightning_aigc.callbacks.sampling.png import log_picture, write_png
 from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet
-from lightning_aigc.errors import ConfigError, SamplingTooSlow
+from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA
 
@@ -154,7 +154,12 @@ class CLIPConvergenceGuard(Callback):
                 "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
             )
         self._judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
-        self._judge.check()
+        try:
+            self._judge.check()
+        except ModelError as error:
+            raise ModelError(
+                f"CLIPConvergenceGuard: {error}, or take it out of trainer.callbacks to train without it"
+            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._judge is None:
@@ -192,7 +197,11 @@ class CLIPConvergenceGuard(Callback):
             whens = ["before"] * self.num_images + ["after"] * self.num_images
             captions = [f"{when}\n{prompt}" for prompt in self._prompts for when in whens]
             self._show(trainer, draw_sheet(pictures, captions, 2 * self.num_images), "before_after")
-        score, kept = self.best_metric, f", kept in {self.best_file}" if self.best_file else ""
+        score, kept = self.best_metric, f", kept in {self.best_file}: use that file" if self.best_file else ""
+        if self.best_file and self.best_step != trainer.global_step:
+            kept += f", the one without _best holds the last weights, of step {trainer.global_step}"
+        elif self.best_step == 0:
+            kept = ", the untrained model: no check was better"
         is_stopped = trainer.should_stop and self.stop and self.should_stop_early()
         ended = f"stopped at step {trainer.global_step}" if is_stopped else "training ended"
         rank_zero_info(f"CLIPConvergenceGuard: {ended}; best {self.metric} {score:.4f} at step {self.best_step}{kept}")

@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and sample, export, doctor and plan."""
+"""The `lightning` command: fit, validate, test and predict from YAML, and init, sample, export, doctor and plan."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning_aigc.errors import UserError
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict")
 OWN_VERBS = {
+    "init": "look at a folder of pictures and write a config for it: lightning init photos/ -o my.yaml",
     "sample": 'draw a grid of pictures with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
     "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
@@ -19,6 +20,7 @@ OWN_VERBS = {
 USAGE = """usage: lightning VERB [options]
 
   fit        train:      lightning fit -c configs/sd_lora.yaml [--model.init_args.rank 32 ...]
+  init       {init}
   validate   print val_loss of the held-out pictures, with the run's newest snapshot; test does the same
   predict    draw the run's validation_prompts with its newest snapshot
   sample     {sample}

@@ -25,6 +25,7 @@ from lightning_aigc.cli.config_errors import first_sentence, readable_config_err
 from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
 from lightning_aigc.cli.kept_traceback import bug_within
+from lightning_aigc.cli.placeholders import refuse_placeholders
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
@@ -171,6 +172,7 @@ class AIGCCLI(LightningCLI):
             refuse_nulls(callback, f"trainer.callbacks[{at}]")
         for key in ("model", "data"):
             refuse_nulls(self._get(self.config, key), key)
+        refuse_placeholders({key: self._get(self.config, key) for key in ("trainer", "model", "data")})
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning 2.6 would silently override the config by the checkpoint's hyperparameters.

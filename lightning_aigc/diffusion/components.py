@@ -177,11 +177,15 @@ def _family_of(pipeline: Any, name: str) -> Family:
     )
 
 
-def _load_single_file(path: Path, dtype: torch.dtype, vae_dtype: torch.dtype) -> tuple[Family, Any]:
+def family_of_checkpoint(path: Path) -> Family:
+    """The family of a single-file checkpoint, from its keys."""
     from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
 
-    kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
-    family: Family = "sdxl" if kind.startswith("xl") else "sd"
+    return "sdxl" if infer_diffusers_model_type(load_single_file_checkpoint(str(path))).startswith("xl") else "sd"
+
+
+def _load_single_file(path: Path, dtype: torch.dtype, vae_dtype: torch.dtype) -> tuple[Family, Any]:
+    family = family_of_checkpoint(path)
     pipeline_class = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
     pipeline = pipeline_class.from_single_file(str(path), dtype=dtype)
     pipeline.vae.to(dtype=vae_dtype)

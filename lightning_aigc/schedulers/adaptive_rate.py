@@ -16,6 +16,11 @@ from lightning_aigc.schedulers.rate_control import Change, RateControl, RateSett
 from lightning_aigc.schedulers.step_statistics import StepStatistics
 
 
+def sets_own_rate(optimizer: Optimizer) -> bool:
+    """Whether the optimizer finds its own rate, or weighs its average by rates: a search for one makes no sense."""
+    return any("d" in group or "train_mode" in group for group in optimizer.param_groups)
+
+
 def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
     """Raises: ConfigError for an optimizer whose rate must not be changed, or cannot be searched."""
     name = type(optimizer).__name__
@@ -25,7 +30,7 @@ def check_optimizer(optimizer: Optimizer, settings: RateSettings) -> None:
         raise ConfigError(
             "LBFGS takes several evaluations a step and searches its own step length; leave AdaptiveLR out"
         )
-    if settings.search and any("d" in group or "train_mode" in group for group in optimizer.param_groups):
+    if settings.search and sets_own_rate(optimizer):
         does = "finds its own rate" if any("d" in g for g in optimizer.param_groups) else "weighs its average by rates"
         raise ConfigError(
             f"{name} {does}, so a search for one makes no sense; set AdaptiveLR's search: false to keep the cuts at "

@@ -254,6 +254,20 @@ def test_optimizers_that_find_their_own_rate_are_refused_before_training_starts(
         with pytest.raises(ConfigError, match=says):
             fit(Optimized(make), [AdaptiveLR()])
     fit(Optimized(Prodigy), [AdaptiveLR(search=False)], steps=3)
+    with pytest.raises(ConfigError, match="search must be true, false or auto, got 'maybe'"):
+        AdaptiveLR(search="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "AdamW"])
+def test_auto_searches_unless_the_optimizer_finds_its_own_rate_and_then_says_so(name: str, caplog: Any) -> None:
+    from prodigyopt import Prodigy
+
+    adaptive = AdaptiveLR(search="auto")
+    with caplog.at_level("INFO"):
+        fit(Optimized({"Prodigy": Prodigy, "AdamW": torch.optim.AdamW}[name]), [adaptive], steps=30)
+    said = [record.message for record in caplog.records if "AdaptiveLR: no search" in record.message]
+    assert len(said) == (name == "Prodigy")
+    assert bool(adaptive.changes) == (name == "AdamW")  # the search changes the rate
 
 
 @pytest.mark.filterwarnings("ignore:.*will run with no optimizer")

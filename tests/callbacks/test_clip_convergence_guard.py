@@ -96,7 +96,7 @@ def test_it_stops_after_its_patience_and_keeps_the_best(tmp_path: Path, caplog: 
     assert watching.best_metric > 0.8 > watching.checks[0].mean("clip_t")
     line = next(r.message for r in caplog.records if "CLIPConvergenceGuard" in r.message)
     assert f"stopped at step {BEST_STEP + 6}; best clip_t {watching.best_metric:.4f} at step {BEST_STEP}" in line
-    assert str(tmp_path / "lora_best.safetensors") in line
+    assert f"{tmp_path / 'lora_best.safetensors'}: use that file, the one without _best holds the last weights" in line
     with safe_open(tmp_path / "lora_best.safetensors", "pt") as file:
         assert file.metadata() == {"step": str(BEST_STEP)}
         assert set(file.keys()) == {"net.0.weight", "net.0.bias"}

@@ -44,7 +44,9 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path)
     run = tmp_path / "run"
     quick = ["--model.init_args.num_validation_images=1", "--model.init_args.num_inference_steps=2"]
     callbacks = yaml.safe_load(DEMO.read_text())["trainer"]["callbacks"]
-    callbacks[0]["init_args"]["num_images"] = 3
+    few = {"RunReport": {"num_images": 3}, "CLIPConvergenceGuard": {"num_images": 1, "every_n_steps": 2}}
+    for callback in callbacks:
+        callback["init_args"] |= few.get(callback["class_path"], {})
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
     done = subprocess.run(
         [
@@ -75,6 +77,8 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path)
     assert not re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?\s*(?:https?:|//)|@import""", page)
     assert Image.open(run / "samples" / "step_000000.png").size[0] > 64
     assert (run / "samples" / "step_000003.png").is_file()
+    assert (run / "health.html").is_file() and (run / "health.jsonl").is_file()
+    assert (run / "guard" / "step_000002.png").is_file() and "CLIPConvergenceGuard: training ended" in done.stderr
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["trainer"]["max_steps"] == 3 and saved["model"]["init_args"]["rank"] == 16
     assert {path.name for path in tmp_path.iterdir()} == {"run", "cache", "few.yaml"}

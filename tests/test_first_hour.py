@@ -1,0 +1,54 @@
+"""docs/first_hour.md: its table is what the script prints, and the rows are what the script counts."""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "benchmarks" / "results" / "expectations.jsonl"
+
+
+@pytest.fixture
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), str(ROOT / "kernels" / "benchmarks"), *sys.path])
+
+
+@pytest.mark.usefixtures("_benchmarks")
+def test_the_rows_are_what_the_script_counts_today_from_configs_results_and_architectures() -> None:
+    from expectations import rows
+
+    assert list(rows()) == [json.loads(line) for line in ROWS.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("_benchmarks")
+def test_the_table_of_the_page_is_printed_from_the_rows_and_marks_every_figure() -> None:
+    from expectations import table
+
+    page = (ROOT / "docs" / "first_hour.md").read_text()
+    printed = table([json.loads(line) for line in ROWS.read_text().splitlines()])
+    assert (
+        re.search(r"<!-- expectations: begin.*-->\n\n(.*)\n\n<!-- expectations: end -->", page, re.DOTALL)[1] == printed
+    )  # type: ignore[index]
+    for line in printed.splitlines()[2:]:
+        download, disk, memory, minutes = (cell.strip() for cell in line.strip("|").split("|")[3:])
+        assert "counted" in download and "counted" in disk and "measured" in memory
+        assert "modelled" in minutes or minutes == "not known"
+
+
+@pytest.mark.usefixtures("_benchmarks")
+def test_the_memory_levels_are_those_that_init_writes() -> None:
+    from expectations import RUNS
+    from lightning_aigc.cli.init_choices import CONFIGS, MEMORY
+
+    for (model, card), (config, level) in RUNS.items():
+        if card != "6 GB":
+            key = ("sdxl" if model == "sdxl" else "sd", card.replace(" ", "").casefold())
+            assert (CONFIGS[key], MEMORY[key][0]) == (config, level)
