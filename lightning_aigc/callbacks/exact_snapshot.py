@@ -17,6 +17,7 @@ from lightning_aigc.checkpoint.coordination import all_agree
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.lightning_loops import LoopHooks, LoopState, State, mute_sigterm_broadcast, run_end_hooks
 from lightning_aigc.checkpoint.preemption import StopPoll, end_run
+from lightning_aigc.checkpoint.reader import find_snapshots
 from lightning_aigc.checkpoint.resume import (
     LATEST,
     ResumeSession,
@@ -29,6 +30,7 @@ from lightning_aigc.checkpoint.run_config import final_facts, finished_sentence,
 from lightning_aigc.checkpoint.snapshot_taker import SnapshotTaker
 from lightning_aigc.checkpoint.training_state import ChangeTracker, LocalBuffers, check_strategy
 from lightning_aigc.errors import ConfigError, SnapshotError
+from lightning_aigc.report.record import Snapshots
 
 Mode = Literal["min", "max"]
 
@@ -199,6 +201,20 @@ class ExactSnapshot(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._finish_copy()
+
+    def report_entries(self) -> dict[str, Any]:
+        """This fit's snapshots and the newest that is complete, for RunReport's page."""
+        if self._taker is None:
+            return {}
+        with contextlib.suppress(SnapshotError):  # a folder in a remote store is not read
+            for newest in find_snapshots(self._taker.writer.directory):
+                size = sum(file.size for file in newest.files.values())
+                return {"snapshots": Snapshots(self.blocked_ms(), str(newest.path), newest.step, size)}
+        return {"snapshots": Snapshots(self.blocked_ms())}
+
+    def blocked_ms(self) -> list[float]:
+        """Milliseconds for which each snapshot of this fit blocked training."""
+        return [round(1000 * seconds, 2) for seconds in self.blocked_s]
 
     def wait(self) -> None:
         """Return when the last snapshot of this run is durable; raises what its writing raised."""

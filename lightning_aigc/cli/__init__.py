@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and export, doctor and plan."""
+"""The `lightning` command: fit, validate, test and predict from YAML, and export, report, doctor and plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ TRAINER_VERBS = ("fit", "validate", "test", "predict")
 OWN_VERBS = {
     "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
+    "report": "compare runs: one page, a Markdown table, and their curves as a picture",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
 }
 USAGE = """usage: lightning VERB [options]
@@ -21,6 +22,7 @@ USAGE = """usage: lightning VERB [options]
   validate, test, predict: as Lightning's Trainer does, from the same YAML
   export     {export}
   doctor     {doctor}
+  report     {report}
   plan       {plan}
 
 lightning VERB --help shows a verb's options; fit takes -c several times, --print_config and --dry_run.
