@@ -206,11 +206,19 @@ class ExactSnapshot(Callback):
         """This fit's snapshots and the newest that is complete, for RunReport's page."""
         if self._taker is None:
             return {}
+        found = Snapshots(len(self.blocked_s), self.blocked_ms())
         with contextlib.suppress(SnapshotError):  # a folder in a remote store is not read
             for newest in find_snapshots(self._taker.writer.directory):
                 size = sum(file.size for file in newest.files.values())
-                return {"snapshots": Snapshots(self.blocked_ms(), str(newest.path), newest.step, size)}
-        return {"snapshots": Snapshots(self.blocked_ms())}
+                return {
+                    "snapshots": Snapshots(len(self.blocked_s), self.blocked_ms(), str(newest.path), newest.step, size)
+                }
+        return {"snapshots": Snapshots(len(self.blocked_s), self.blocked_ms())}
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this fit goes on from a snapshot."""
+        return self._resumed_step >= 0
 
     def blocked_ms(self) -> list[float]:
         """Milliseconds for which each snapshot of this fit blocked training."""

@@ -6,6 +6,7 @@ It samples the same pictures before the first step and after the last, and score
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -317,10 +318,9 @@ class RunReport(Callback):
         }
         record.pictures = self._pictures()
         record.lora = result_file(trainer, pl_module)
-        if record.snapshots is not None and self._earlier_blocked_ms:
-            record.snapshots = type(record.snapshots)(
-                self._blocked_ms(), record.snapshots.newest, record.snapshots.newest_step, record.snapshots.newest_bytes
-            )
+        if record.snapshots is not None and self._snapshots is not None and self._snapshots.is_resumed:
+            taken = len(self._blocked_ms()) + 1  # and the one that this fit goes on from
+            record.snapshots = dataclasses.replace(record.snapshots, taken=taken, blocked_ms=self._blocked_ms())
         return record
 
     def _pictures(self) -> list[Picture]:

@@ -11,7 +11,7 @@ from lightning_aigc.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.description = (
-        "Compare runs by the report.json that RunReport leaves in each run's folder. The Markdown table goes to stdout. "
+        "Compare runs by the report.json that RunReport leaves in each run's folder; a Markdown table goes to stdout. "
         "With one run, --output writes its own page again, also while it trains."
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's trainer.default_root_dir")
@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if args.picture is not None:
             chart = progress_chart(records[0]) if is_single else comparison_chart(records)
             if chart is None:
-                raise ConfigError(
-                    f"there is nothing to draw in {args.picture}: these runs have neither losses nor scores"
-                )
+                raise ConfigError(f"there is nothing to draw in {args.picture}: the runs have no losses and no scores")
             write_picture(chart, args.picture)
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; name another file") from error

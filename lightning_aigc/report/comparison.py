@@ -16,7 +16,7 @@ from lightning_aigc.report.vega import Chart
 from lightning_aigc.report.verdict import judge
 
 HEAD = ("run", "verdict", "steps", "time", "speed", "memory", "CLIP-T", "CLIP-I", "other prompts", "best step")
-ALWAYS_DIFFER = ("trainer.default_root_dir",)
+ALWAYS_DIFFER = ("trainer.default_root_dir", "ckpt_path")
 NOT_SET = "(not set)"
 
 

@@ -62,7 +62,7 @@ def alert_chart(alerts: Sequence[HealthAlert], last_step: int, width: int = 640)
             color=alt.Color("level:N", scale=shades),
             tooltip=["step:Q", "level:N", "layer:N", "message:N", "remedy:N"],
         )
-        .properties(height={"step": 22}, width=width)
+        .properties(height=22 * len({alert.check for alert in alerts}) + 12, width=width)
     )
     return chart
 

@@ -109,7 +109,9 @@ class SyncResult:
 class Snapshots:
     """The snapshots of a run, those before a resume too."""
 
+    taken: int = 0
     blocked_ms: list[float] = field(default_factory=list)
+    """Of those whose time was measured: a run that goes on from a snapshot does not know that one's."""
     newest: str | None = None
     newest_step: int | None = None
     newest_bytes: int | None = None

@@ -170,18 +170,17 @@ def _sync(record: RunRecord) -> str:
     chart = line_chart(record.curves.get("sync_mb", Curve()), "Sent by one rank in a step", "MB")
     ratios = [value for value in record.curves.get("sync_ratio", Curve()).values if math.isfinite(value)]
     share = f", {ratios[-1]:.3f} of a dense float32 ring" if ratios else ""
-    skipped = (
-        f"; {sync.skipped_steps} steps were skipped, because a gradient was not finite" if sync.skipped_steps else ""
-    )
+    count = sync.skipped_steps
+    skipped = f"; {count} step{'s' * (count != 1)} skipped for gradients that were not finite" if count else ""
     said = f"Gradients travelled as {sync.mode} between {sync.world_size} ranks{share}{skipped}."
     return f"<p>{html.escape(said)}</p>" + (chart_html(chart, "bytes sent by step") if chart is not None else "")
 
 
 def _snapshots(record: RunRecord) -> str:
     taken = record.snapshots
-    if taken is None or not (taken.blocked_ms or taken.newest):
+    if taken is None or not (taken.taken or taken.newest):
         return ""
-    facts = {"snapshots taken": str(len(taken.blocked_ms))}
+    facts = {"snapshots taken": str(taken.taken)}
     if taken.blocked_ms:
         facts |= {
             "training waited for one, median": f"{sorted(taken.blocked_ms)[len(taken.blocked_ms) // 2]:.1f} ms",
