@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -210,10 +211,10 @@ class ExactSnapshot(Callback):
         with contextlib.suppress(SnapshotError):  # a folder in a remote store is not read
             for newest in find_snapshots(self._taker.writer.directory):
                 size = sum(file.size for file in newest.files.values())
-                return {
-                    "snapshots": Snapshots(len(self.blocked_s), self.blocked_ms(), str(newest.path), newest.step, size)
-                }
-        return {"snapshots": Snapshots(len(self.blocked_s), self.blocked_ms())}
+                where = str(newest.path)
+                found = dataclasses.replace(found, newest=where, newest_step=newest.step, newest_bytes=size)
+                break
+        return {"snapshots": found}
 
     @property
     def is_resumed(self) -> bool:

@@ -32,9 +32,9 @@ def render_comparison_page(records: Sequence[RunRecord]) -> str:
     ]
     same = note("The configs are the same, but for the folder of the run.")
     parts = [
-        f"<h1>{len(records)} runs</h1>",
+        f"<h1>{len(records)} runs: {html.escape(', '.join(names))}</h1>",
         section("Verdicts", verdicts),
-        section("Scores and cost", table(cells, HEAD)),
+        section("Scores and cost", table(cells, HEAD, wraps=False)),
         section("Curves", chart_html(chart, "scores and losses of all runs by step") if chart is not None else ""),
         section("After training, same prompts and seeds", _pictures(records, names)),
         section("Config keys that differ", table(keys, ("key", *names)) if keys else same),

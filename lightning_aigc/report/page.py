@@ -46,11 +46,12 @@ def section(title: str, *parts: str) -> str:
     return f'<section><h2>{html.escape(title)}</h2><div class="card">{body}</div></section>' if body else ""
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), *, wraps: bool = True) -> str:
     """A table of cells that are HTML already; it scrolls by itself where it is too wide."""
     top = f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>" if head else ""
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table>{top}{body}</table></div>' if rows else ""
+    kind = "" if wraps else ' class="numbers"'
+    return f'<div class="wide"><table{kind}>{top}{body}</table></div>' if rows else ""
 
 
 def code(text: str) -> str:

@@ -29,6 +29,7 @@ table{border-collapse:collapse;width:100%;font-size:.9rem}
 th{text-align:left;color:var(--soft);font-weight:500;font-size:.82rem}
 td,th{padding:.4rem .9rem .4rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
 tr:last-child td{border-bottom:0}
+.numbers td,.numbers th{white-space:nowrap}
 td{font-variant-numeric:tabular-nums}
 code,pre{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:.84rem}
 code{overflow-wrap:anywhere}

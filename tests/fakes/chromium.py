@@ -37,6 +37,8 @@ class Opened:
     """Shapes in each chart."""
     scroll_px: int = 0
     """By how much the page is wider than the window."""
+    chart_width: float = 0.0
+    """Of the widest chart."""
     text: str = ""
     background: str = ""
     screenshot: bytes = b""
@@ -109,6 +111,7 @@ class Chromium:
                 "[...document.querySelectorAll('.chart')].map(c=>c.querySelectorAll('svg path,svg rect').length)"
             ),
             scroll_px=value("document.documentElement.scrollWidth-document.documentElement.clientWidth"),
+            chart_width=value("Math.max(0,...[...document.querySelectorAll('.chart svg')].map(s=>s.clientWidth))"),
             text=value("document.body.innerText"),
             background=value("getComputedStyle(document.body).backgroundColor"),
         )
@@ -124,7 +127,8 @@ class Chromium:
         for event in self._events:
             method, values = event["method"], event["params"]
             if method == "Runtime.exceptionThrown":
-                opened.errors.append(json.dumps(values["exceptionDetails"])[:500])
+                details = values["exceptionDetails"]
+                opened.errors.append(str(details.get("exception", {}).get("description", details))[:500])
             elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "warning"):
                 opened.errors.append(json.dumps(values["args"])[:500])
             elif method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):

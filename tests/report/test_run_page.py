@@ -27,7 +27,8 @@ def test_every_part_of_a_record_is_on_the_page(tmp_path: Path) -> None:
     page = markup(render_run_page(full_record(tmp_path)))
     for said in (
         "0.15 → 0.35", "seed", "0.88 GiB", "AdaptiveLR changed the rate once", "a peak", "1 error",
-        "int3 between 2 ranks", "1 step skipped", "snapshots taken", "zorp.safetensors", "&lt;lora:zorp:0.8&gt;", "a note", "a: 1",
+        "int3 between 2 ranks", "1 step skipped", "snapshots taken", "zorp.safetensors",
+        "&lt;lora:zorp:0.8&gt;", "a note", "a: 1",
     ):  # fmt: skip
         assert said in page, said
 
