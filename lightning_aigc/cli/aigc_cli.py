@@ -119,9 +119,8 @@ class AIGCCLI(LightningCLI):
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
             found.insert(0, ExactSnapshot())
-        if not self._get(self.config, "dry_run"):
-            for line in where_to_look(self.trainer, module):
-                rank_zero_info(line)
+        if self.trainer.is_global_zero and not self._get(self.config, "dry_run"):
+            print("\n".join(where_to_look(self.trainer, module)), flush=True)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand, unless this run has finished: then not even its loggers open a file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,6 @@ def where_to_look(trainer: Any, module: Any) -> list[str]:
         if isinstance(logger, TensorBoardLogger):
             live.append(f"tensorboard --logdir {logger.root_dir}")
         elif isinstance(logger, WandbLogger):
-            is_offline = logger._offline or logger._wandb_init.get("mode") == "offline"
+            is_offline = logger._offline or os.environ.get("WANDB_MODE") == "offline"
             live.append("Weights & Biases, offline: wandb sync afterwards" if is_offline else "Weights & Biases")
     return [*lines, f"live: {', '.join(live)}"] if live else lines

@@ -31,7 +31,8 @@ document.querySelectorAll('.chart').forEach(box=>{
   if(isColumn)spec.vconcat.forEach(panel=>panel.width=room());else spec.width='container';
   vegaEmbed(at,spec,{renderer:'svg',actions:false}).then(({view})=>{
     box.dataset.drawn='yes';
-    if(isColumn)new ResizeObserver(()=>view.width(room()).run()).observe(at);
+    const fit=()=>isColumn?view.width(room()).run():window.dispatchEvent(new Event('resize'));
+    new ResizeObserver(fit).observe(at);
   }).catch(error=>{box.dataset.drawn='no';at.textContent='This chart could not be drawn: '+error;console.error(error)});
 });
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
 import json
 import os
 import re
@@ -12,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch  # noqa: F401 - here, so that its log does not end with the first test's captured output
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
