@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_aigc.callbacks.save_lora import SaveLoRA
+from lightning_aigc.checkpoint.reader import find_snapshots
+from lightning_aigc.errors import SnapshotError
 from lightning_aigc.protocols import AddsToReport, DescribesTrainingData
-from lightning_aigc.report.record import LoRAFile, RunRecord
+from lightning_aigc.report.record import LoRAFile, RunRecord, Snapshots
 
 CONFIG_FILE = "config.yaml"
 
@@ -59,3 +62,17 @@ def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None
     base = pl_module.hparams.get("pretrained_model_name_or_path")
     word = described.get("trigger_phrase")
     return LoRAFile(str(saver.file_path(trainer, pl_module)), str(word) if word else None, str(base) if base else None)
+
+
+def snapshots_in(folder: Any, blocked_s: Sequence[float]) -> Snapshots:
+    """What the report says of a run's snapshots: how long each took, and the newest that is complete."""
+    blocked_ms = in_ms(blocked_s)
+    with contextlib.suppress(SnapshotError):  # a folder in a remote store is not read
+        for newest in find_snapshots(folder):
+            size = sum(file.size for file in newest.files.values())
+            return Snapshots(len(blocked_ms), blocked_ms, str(newest.path), newest.step, size)
+    return Snapshots(len(blocked_ms), blocked_ms)
+
+
+def in_ms(seconds: Sequence[float]) -> list[float]:
+    return [round(1000 * value, 2) for value in seconds]

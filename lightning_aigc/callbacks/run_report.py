@@ -22,27 +22,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc.atomic_file import write_text
+from lightning_aigc.callbacks.before_after import BeforeAfter, as_list
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.hyperparameters import announce_hyperparameters, log_results
 from lightning_aigc.callbacks.run_curves import RunCurves
-from lightning_aigc.callbacks.run_facts import record_of, result_file
+from lightning_aigc.callbacks.run_facts import in_ms, record_of, result_file
 from lightning_aigc.callbacks.run_progress import RunProgress
-from lightning_aigc.callbacks.sampling.pairs import Pair, find_prompts, sample_on_all_ranks, set_references
-from lightning_aigc.callbacks.sampling.thumbnail import data_uri, thumbnail
+from lightning_aigc.callbacks.sampling.pairs import find_prompts, set_references
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
-from lightning_aigc.errors import SamplingTooSlow, SnapshotError, UserError
+from lightning_aigc.errors import SnapshotError, UserError
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import SupportsSampling
 from lightning_aigc.report.paired_scores import Check
-from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, Paired, Picture, RunRecord
+from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, RunRecord
 from lightning_aigc.report.run_page import render_run_page
 from lightning_aigc.report.summary import summary_of, summary_table
 
 REPORT_FILE = "report.html"
 REFERENCE_IMAGES = 64
 """Training pictures that CLIP-I compares with."""
-KINDS = ("", "prior_")
-"""What names of scores and pictures begin with: the prompts, and the unrelated ones."""
 
 
 class RunReport(Callback):
@@ -88,10 +86,8 @@ class RunReport(Callback):
     def _reset(self) -> None:
         self._curves = RunCurves()
         self._grids: list[Check] = []
-        self._images: dict[str, Tensor] = {}
-        """Thumbnails by kind and time, such as `prior_before`."""
-        self._measured: dict[str, list[float]] = {}
-        """Scores of each picture, such as `clip_t_before`."""
+        prompts = {"": self.prompts or (), "prior_": self.prior_prompts}
+        self._pictures = BeforeAfter(prompts, self.num_images, self.seed, self.images_shown)
         self._started_at: float | None = None
         self._earlier_s = self._earlier_peak_mib = 0.0
         self._earlier_blocked_ms: list[float] = []
@@ -101,10 +97,10 @@ class RunReport(Callback):
         self._is_off = stage != "fit" or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if self._is_off:
             return
-        self._reset()  # a report may serve two fits; a checkpoint is loaded after this
         self._move_behind_others(trainer)
         if self.prompts is None:
             self.prompts = find_prompts(pl_module, None)
+        self._reset()  # a report may serve two fits; a checkpoint is loaded after this
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
             judge = self._load_judge()
             # Scores are gathered from all ranks, so all of them need the model, or none.
@@ -152,7 +148,7 @@ class RunReport(Callback):
         if self._is_off:
             return
         if not self._restore(trainer):
-            self._measure(trainer, pl_module, "before")
+            self._pictures.measure(trainer, pl_module, "before", self._judge, self._note)
         reset_peak_memory(pl_module.device)
         self._device, self._started_at = pl_module.device, time.perf_counter()
 
@@ -197,7 +193,7 @@ class RunReport(Callback):
         if isinstance(trainer.progress_bar_callback, RunProgress):
             trainer.progress_bar_callback.finish()
         peak = self._peak_mib(pl_module.device)
-        self._measure(trainer, pl_module, "after")
+        self._pictures.measure(trainer, pl_module, "after", self._judge, self._note)
         if self._snapshots is not None and self._snapshots.blocked_s:
             with contextlib.suppress(SnapshotError):  # ExactSnapshot says it
                 self._snapshots.wait()
@@ -218,35 +214,6 @@ class RunReport(Callback):
         root = Path(trainer.default_root_dir)
         return [] if self._is_off else [root / name for name in (REPORT_FILE, SUMMARY_FILE, RECORD_FILE)]
 
-    def _measure(self, trainer: Trainer, pl_module: LightningModule, when: str) -> None:
-        """Sample and score each set of prompts, and keep the pictures that the page shows. Collective."""
-        if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self._images):
-            return
-        for kind, prompts in zip(KINDS, (self.prompts or [], self.prior_prompts), strict=True):
-            if not prompts:
-                continue
-            try:
-                sampled = sample_on_all_ranks(trainer, pl_module, self._pairs(prompts), self._judge)
-            except SamplingTooSlow as slow:
-                self._note(str(slow))
-                return
-            self._images[kind + when] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
-            for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
-                if scores_N is not None and bool(scores_N.isfinite().all()):
-                    self._measured[f"{kind}{metric}_{when}"] = scores_N.tolist()
-
-    def _pairs(self, prompts: Sequence[str]) -> list[Pair]:
-        """`num_images` pairs, rounded up so that each prompt has as many."""
-        per_prompt = max(1, math.ceil(self.num_images / len(prompts)))
-        repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
-        return [(prompt, self.seed + i) for i, prompt in enumerate(repeated)]
-
-    def _shown(self, prompts: Sequence[str]) -> list[int]:
-        """Which pairs the page shows."""
-        count = len(self._pairs(prompts))
-        per_prompt = count // len(prompts)
-        return [i for i in range(count) if i % per_prompt < self.images_shown]
-
     # Resuming --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,8 +221,8 @@ class RunReport(Callback):
             return {}
         return {
             "asked": self._asked(),
-            "before": {kind: self._images[kind + "before"] for kind in KINDS if kind + "before" in self._images},
-            "measured": self._measured,
+            "before": self._pictures.images_before(),
+            "measured": self._pictures.scores,
             "losses": self._curves.loss_state(),
             "curves": self._curves.state_dict(),
             "scores": [[grid.step, grid.clip_t, grid.clip_i] for grid in self._grids],
@@ -282,16 +249,14 @@ class RunReport(Callback):
         if state is None:
             return False
         self._curves.load_state_dict(state["losses"], state.get("curves", {}))
-        # Older checkpoints have means where newer ones have a score for each picture.
-        self._grids = [Check(int(step), _as_list(t), _as_list(i)) for step, t, i in state["scores"]]
+        self._grids = [Check(int(step), as_list(t), as_list(i)) for step, t, i in state["scores"]]
         self._earlier_s, self._earlier_peak_mib = state["seconds"], state["peak_memory_mib"]
         self._earlier_blocked_ms = list(state.get("blocked_ms", []))
         self._notes += [note for note in state["notes"] if note not in self._notes]
         if state["asked"] != self._asked():
             self._note(f"before was measured at step {trainer.global_step}: other pictures were asked for until there")
             return False
-        self._images = {f"{kind}before": images for kind, images in state["before"].items()}
-        self._measured = {name: _as_list(scores) for name, scores in state["measured"].items()}
+        self._pictures.load(state["before"], state["measured"])
         return True
 
     def _seconds(self) -> float:
@@ -302,7 +267,7 @@ class RunReport(Callback):
         return max(self._earlier_peak_mib, peak_memory_mib(device))
 
     def _blocked_ms(self) -> list[float]:
-        return self._earlier_blocked_ms + (self._snapshots.blocked_ms() if self._snapshots is not None else [])
+        return self._earlier_blocked_ms + (in_ms(self._snapshots.blocked_s) if self._snapshots is not None else [])
 
     # The record ------------------------------------------------------------------------------------------------------
 
@@ -311,29 +276,9 @@ class RunReport(Callback):
         record = record_of(trainer, pl_module)
         record.seconds, record.peak_memory_mib = self._seconds(), self._peak_mib(pl_module.device)
         record.curves, record.grids, record.notes = self._curves.record(), list(self._grids), list(self._notes)
-        measured = {name.rpartition("_")[0] for name in self._measured}
-        record.scores = {
-            name: Paired(self._measured.get(f"{name}_before", []), self._measured.get(f"{name}_after", []))
-            for name in sorted(measured)
-        }
-        record.pictures = self._pictures()
+        record.scores, record.pictures = self._pictures.paired_scores(), self._pictures.pictures()
         record.lora = result_file(trainer, pl_module)
-        if record.snapshots is not None and self._snapshots is not None and self._snapshots.is_resumed:
+        if record.snapshots is not None and self._snapshots is not None and self._snapshots.resumed_step >= 0:
             taken = len(self._blocked_ms()) + 1  # and the one that this fit goes on from
             record.snapshots = dataclasses.replace(record.snapshots, taken=taken, blocked_ms=self._blocked_ms())
         return record
-
-    def _pictures(self) -> list[Picture]:
-        found = []
-        for kind, prompts in zip(KINDS, (self.prompts or [], self.prior_prompts), strict=True):
-            sets = [self._images.get(kind + when) for when in ("before", "after")]
-            pairs = self._pairs(prompts) if prompts else []
-            for place, pair in enumerate(self._shown(prompts) if prompts else []):
-                before, after = (data_uri(images[place]) if images is not None else "" for images in sets)
-                if before or after:
-                    found.append(Picture(*pairs[pair], is_other=bool(kind), before=before, after=after))
-        return found
-
-
-def _as_list(scores: Any) -> list[float]:
-    return list(scores) if isinstance(scores, (list, tuple)) else [] if scores is None else [float(scores)]

@@ -98,23 +98,18 @@ def _progress(record: RunRecord) -> str:
     chart = progress_chart(record)
     if chart is None:
         return ""
-    says = note(
-        "The noise of a score is the standard error of its difference to step 0, over the same prompts and seeds."
-    )
     at = dict(zip(record.curves.get("lr", Curve()).steps, record.curves.get("lr", Curve()).values, strict=True))
     rows = [
         [str(c.step), rate_text(at.get(c.step, math.nan)), f"{c.factor:.3g} ×", html.escape(c.reason)]
         for c in record.rate_changes
     ]
     changes = table(rows, ("step", "rate", "times the schedule", "why"))
+    said = f"AdaptiveLR changed the rate {'once' if len(rows) == 1 else f'{len(rows)} times'}"
     has_scores = bool(record.grids or record.guard)
     return (
         chart_html(chart, "scores, loss and learning rate by step")
-        + (says if has_scores else "")
-        + details(
-            f"AdaptiveLR changed the rate {len(rows)} times" if len(rows) != 1 else "AdaptiveLR changed the rate once",
-            changes,
-        )
+        + (note(NOISE) if has_scores else "")
+        + details(said, changes)
     )
 
 

@@ -20,7 +20,7 @@ letter-spacing:-.01em;overflow-wrap:anywhere}
 .verdict .mark{color:var(--tone);margin-right:.45rem}
 .good{--tone:var(--good)}.mixed{--tone:var(--mixed)}.bad{--tone:var(--bad)}.unknown{--tone:var(--unknown)}
 span.good,span.mixed,span.bad,span.unknown{color:var(--tone);font-weight:500}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.2rem,1fr));gap:.7rem;margin:.9rem 0 0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.8rem,1fr));gap:.7rem;margin:.9rem 0 0}
 .fact{background:var(--card);border:1px solid var(--rule);border-radius:12px;padding:.65rem .85rem}
 .fact b{display:block;font-size:1.12rem;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 .fact span{color:var(--soft);font-size:.82rem}
