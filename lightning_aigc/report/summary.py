@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning_aigc.report.record import Curve, Paired, RunRecord
@@ -43,7 +44,7 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
         **scores,
         "final_loss": _mean_or_none(losses),
         "best_step": guard.best_step if guard is not None else None,
-        "best_file": guard.best_file if guard is not None else None,
+        "best_file": Path(guard.best_file).name if guard is not None and guard.best_file else None,
         "verdict": verdict.sentence,
         "verdict_kind": verdict.kind,
         "lora_file": record.lora.file if record.lora is not None else None,
