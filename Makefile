@@ -12,17 +12,22 @@ export OMP_NUM_THREADS ?= 1
 # Processes of pytest: one a core; `make test PARALLEL=` runs them in one.
 PARALLEL ?= -n auto --dist loadscope
 
-.PHONY: demo test test-long test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels check check-demo \
-	docs embedded clean
+.PHONY: demo test test-long test-pages test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
+	check check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
 
 test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
-	$(BIN)/python -m pytest -q -m "not long and not table" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL)
 
 test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes
 	$(BIN)/python -m pytest -q -m long
+
+test-pages: $(READY)  ## report.html, health.html and a comparison of real runs, opened in Chromium without a window
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y --no-install-recommends chromium; } \
+		|| { echo "Chromium is missing; install it: sudo apt-get install chromium"; exit 1; }
+	$(BIN)/python -m pytest -q -m browser
 
 test-tables: $(READY)  ## every fault and every healthy training that the monitor is held to: half an hour, not in CI
 	$(BIN)/python -m pytest -q -m table
@@ -39,7 +44,7 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long and not table" $(PARALLEL) $(addprefix tests/,precision diffusion checkpoint strategies callbacks)
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL) $(addprefix tests/,precision diffusion checkpoint strategies callbacks)
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes

@@ -167,6 +167,15 @@ class WritesFinalFiles(Protocol):
         ...
 
 
+@runtime_checkable
+class AddsToReport(Protocol):
+    """Has results for RunReport's page: callbacks, and strategies."""
+
+    def report_entries(self) -> Mapping[str, Any]:
+        """Return fields of `report.record.RunRecord` by name, such as `guard`. Starts no collective."""
+        ...
+
+
 # Strategies ---------------------------------------------------------------------------------------------------------
 
 
@@ -187,4 +196,13 @@ class HasSnapshotState(Protocol):
 
     def without_averaging(self) -> AbstractContextManager[object]:
         """Read the parameters in a block without triggering an average over ranks."""
+        ...
+
+
+@runtime_checkable
+class MeasuresSync(Protocol):
+    """Measures how gradients travel between the ranks, for RunReport's curves."""
+
+    def sync_metrics(self) -> Mapping[str, float]:
+        """Return the last step's numbers by the names that loggers get; empty where nothing was sent."""
         ...

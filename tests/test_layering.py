@@ -16,7 +16,7 @@ PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_k
 FLOORS_UPWARDS = [
     {"errors", "renamed", "atomic_file", "protocols", "_registration", "_torchvision_import"},
     {"devices", "rng", "accumulation", "cluster", "_pytorch_lightning"},
-    {"host_state", "evaluation_mode", "schedulers"},
+    {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
     {"accelerators", "strategies", "precision", "checkpoint", "metrics"},
     {"callbacks", "data"},

@@ -39,10 +39,10 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "BringsSnapshots", "CountsWrittenFiles", "DeclaresSnapshotArguments", "DescribesTrainingData",
+        "AddsToReport", "BringsSnapshots", "CountsWrittenFiles", "DeclaresSnapshotArguments", "DescribesTrainingData",
         "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
         "HasPipelineParts", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
-        "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
+        "HasValidationPrompts", "MeasuresSync", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
         "SupportsSampling", "WritesFinalFiles",
     ],
 }  # fmt: skip

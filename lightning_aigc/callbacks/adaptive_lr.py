@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
 
@@ -138,6 +139,10 @@ class AdaptiveLR(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
+
+    def report_entries(self) -> dict[str, Any]:
+        """The changes of the rate, for RunReport's page."""
+        return {"rate_changes": [RateChange(*change) for change in self.changes]}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._states = [rate.state_dict() for rate in self._rates] or self._states

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.callbacks.sampling.checks import check_images
-from lightning_aigc.callbacks.sampling.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
 from lightning_aigc.callbacks.sampling.pairs import (
     Pair,
     SampledPairs,
@@ -29,6 +28,8 @@ from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA
+from lightning_aigc.report.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
+from lightning_aigc.report.record import GuardResult
 
 
 class CLIPConvergenceGuard(Callback):
@@ -99,7 +100,8 @@ class CLIPConvergenceGuard(Callback):
         self._last_images: Tensor | None = None
         self._last_step = -1
         self._last_step_sampled = -1
-        self._too_slow = self._said_memorising = False
+        self._too_slow = False
+        self._memorising: str | None = None
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -114,6 +116,13 @@ class CLIPConvergenceGuard(Callback):
         return (
             bool(self.checks) and self.best_step is not None and self.checks[-1].step - self.best_step >= self.patience
         )
+
+    def report_entries(self) -> dict[str, Any]:
+        """The checks and the best of them, for RunReport's page."""
+        if not self.checks:
+            return {}
+        checks, stopped = list(self.checks), self.stop and self.should_stop_early()
+        return {"guard": GuardResult(self.metric, checks, self.best_step, self.best_file, stopped, self._memorising)}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -271,12 +280,11 @@ class CLIPConvergenceGuard(Callback):
         return next((check for check in self.checks if check.step == self.best_step), None)
 
     def _watch_memorising(self, best: Check | None, check: Check) -> None:
-        if self._said_memorising or len(self.checks) <= MEMORISING_CHECKS:
+        if self._memorising is not None or len(self.checks) <= MEMORISING_CHECKS:
             return
-        sentence = memorising(self.checks[-1 - MEMORISING_CHECKS], check)
-        if sentence is not None:
-            self._said_memorising = True
-            warnings.warn(f"CLIPConvergenceGuard: {sentence}", stacklevel=2)
+        self._memorising = memorising(self.checks[-1 - MEMORISING_CHECKS], check)
+        if self._memorising is not None:
+            warnings.warn(f"CLIPConvergenceGuard: {self._memorising}", stacklevel=2)
 
     # Files -----------------------------------------------------------------------------------------------------------
 

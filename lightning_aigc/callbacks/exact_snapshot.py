@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc.callbacks.run_facts import snapshots_in
 from lightning_aigc.checkpoint import SnapshotWriter
 from lightning_aigc.checkpoint.coordination import all_agree
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
@@ -81,7 +82,8 @@ class ExactSnapshot(Callback):
         self._hooks: LoopHooks | None = None
         self._poll = StopPoll(self.on_signal, self.every_n_seconds)
         self._resuming: ResumeSession | None = None
-        self._resumed_step = -1
+        self.resumed_step = -1
+        """Step of the snapshot that this fit goes on from; -1 without one."""
         self._loop_state: LoopState | None = None
         """The loops' state after the last micro-batch."""
         self._changes = ChangeTracker()
@@ -124,13 +126,13 @@ class ExactSnapshot(Callback):
             stock(None if path == LATEST else path)
         else:
             self._resuming = ResumeSession(trainer, snapshot, is_named=path != LATEST)
-            self._resumed_step = snapshot.step
+            self.resumed_step = snapshot.step
             self._resuming.load()
             self._is_over = trainer.strategy.broadcast(is_over(snapshot, trainer, trainer.lightning_module))
             if self._is_over:
                 rank_zero_info(finished_sentence(snapshot, trainer.default_root_dir))
         if trainer.is_global_zero and not self._is_over:
-            set_aside(directory, self._resumed_step)
+            set_aside(directory, self.resumed_step)
         trainer.strategy.barrier("snapshots")
 
     def _run(self, trainer: Trainer, stock: Callable[[], None]) -> None:
@@ -200,6 +202,10 @@ class ExactSnapshot(Callback):
     ) -> None:
         self._finish_copy()
 
+    def report_entries(self) -> dict[str, Any]:
+        """This fit's snapshots and the newest that is complete, for RunReport's page."""
+        return {} if self._taker is None else {"snapshots": snapshots_in(self._taker.writer.directory, self.blocked_s)}
+
     def wait(self) -> None:
         """Return when the last snapshot of this run is durable; raises what its writing raised."""
         self._opened().writer.wait()
@@ -243,7 +249,7 @@ class ExactSnapshot(Callback):
 
     def _can_save(self, trainer: Trainer, loop_state: LoopState) -> bool:
         """Whether no rank's state has changed since the last complete micro-batch."""
-        is_unchanged = loop_state.step > self._resumed_step and self._changes.none_since_mark()
+        is_unchanged = loop_state.step > self.resumed_step and self._changes.none_since_mark()
         if trainer.world_size == 1:
             return is_unchanged
         vote = f"step {loop_state.step}, batch {trainer.fit_loop.total_batch_idx}" if is_unchanged else None

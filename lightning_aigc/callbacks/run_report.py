@@ -1,10 +1,12 @@
-"""RunReport: what a fit did, as a table in the terminal, `summary.json`, and one `report.html`.
+"""RunReport: what a fit did, as a table in the terminal, `summary.json`, `report.json`, and one `report.html`.
 
 It samples the same pictures before the first step and after the last, and scores them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -14,32 +16,39 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_aigc.atomic_file import write_text
-from lightning_aigc.callbacks.loss_curve import LossCurve
-from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth, thumbnail
-from lightning_aigc.callbacks.report_summary import before_and_after, final_loss, finite_or_none, summary_table
+from lightning_aigc.callbacks.before_after import BeforeAfter, as_list
+from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
+from lightning_aigc.callbacks.hyperparameters import announce_hyperparameters, log_results
+from lightning_aigc.callbacks.run_curves import RunCurves
+from lightning_aigc.callbacks.run_facts import in_ms, record_of, result_file
 from lightning_aigc.callbacks.run_progress import RunProgress
-from lightning_aigc.callbacks.sampling.pairs import Pair, find_prompts, sample_on_all_ranks, set_references
-from lightning_aigc.callbacks.save_lora import SaveLoRA
+from lightning_aigc.callbacks.sampling.pairs import find_prompts, set_references
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
-from lightning_aigc.errors import SamplingTooSlow, UserError
+from lightning_aigc.errors import SnapshotError, UserError
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import SupportsSampling
+from lightning_aigc.report.paired_scores import Check
+from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, RunRecord
+from lightning_aigc.report.run_page import render_run_page
+from lightning_aigc.report.summary import summary_of, summary_table
 
-SUMMARY_FILE, REPORT_FILE = "summary.json", "report.html"
+REPORT_FILE = "report.html"
 REFERENCE_IMAGES = 64
 """Training pictures that CLIP-I compares with."""
 
 
 class RunReport(Callback):
-    """Leaves `summary.json` and `report.html` in the run's `default_root_dir`.
+    """Leaves `summary.json`, `report.json` and `report.html` in the run's `default_root_dir`.
 
     Works with any LightningModule; pictures and scores need `sample(prompts, seeds)`, without which they are left out.
     Each picture is drawn on one of the ranks. A resumed run reports on the whole run: what was measured before it, and
-    all its losses, are in its checkpoints.
+    all its curves, are in its checkpoints. Callbacks and strategies with `report_entries()` add to the page.
 
     Args:
         clip_model: The model that scores: an open_clip name, a folder with open_clip_config.json, or `embedded:clip`;
@@ -75,25 +84,37 @@ class RunReport(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._losses = LossCurve()
-        self._scores: list[tuple[int, float, float]] = []
-        self._before: dict[str, Tensor] = {}
-        self._measured: dict[str, float | None] = {}
+        self._curves = RunCurves()
+        self._grids: list[Check] = []
+        prompts = {"": self.prompts or (), "prior_": self.prior_prompts}
+        self._pictures = BeforeAfter(prompts, self.num_images, self.seed, self.images_shown)
         self._started_at: float | None = None
         self._earlier_s = self._earlier_peak_mib = 0.0
+        self._earlier_blocked_ms: list[float] = []
+        self._snapshots: ExactSnapshot | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._is_off = stage != "fit" or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if self._is_off:
             return
+        self._move_behind_others(trainer)
         if self.prompts is None:
             self.prompts = find_prompts(pl_module, None)
+        self._reset()  # a report may serve two fits; a checkpoint is loaded after this
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
             judge = self._load_judge()
             # Scores are gathered from all ranks, so all of them need the model, or none.
             self._judge = judge if trainer.strategy.reduce_boolean_decision(judge is not None, all=True) else None
             if self._judge is not judge:
                 self._note("no CLIP score: another rank could not load the CLIP model, its log says why")
+        announce_hyperparameters(trainer, pl_module)
+
+    def _move_behind_others(self, trainer: Trainer) -> None:
+        """Read rates after AdaptiveLR set them, and the end after the guard's last check; checkpoints stay last."""
+        found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in found if callback is not self]
+        last = [callback for callback in others if isinstance(callback, Checkpoint)]
+        trainer.callbacks = [*(c for c in others if c not in last), self, *last]  # type: ignore[attr-defined]
 
     def _load_judge(self) -> CLIPSimilarity | None:
         assert self.clip_model is not None
@@ -113,109 +134,85 @@ class RunReport(Callback):
 
     # Measuring -------------------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare for the pictures of step 0, which a SampleGrid may draw before this callback's `on_train_start`."""
         if self._is_off:
             return
-        self._reset()  # a report may serve two fits
+        found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._snapshots = next((callback for callback in found if isinstance(callback, ExactSnapshot)), None)
         if self._judge is not None:
             self._judge.to(pl_module.device)
             set_references(self._judge, trainer, REFERENCE_IMAGES, pl_module.device)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_off:
+            return
         if not self._restore(trainer):
-            self._measure(trainer, pl_module, "before")
+            self._pictures.measure(trainer, pl_module, "before", self._judge, self._note)
         reset_peak_memory(pl_module.device)
         self._device, self._started_at = pl_module.device, time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if not self._is_off:
+            self._curves.before_step(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = None if self._is_off else trainer.callback_metrics.get("loss")
-        if loss is not None:
-            self._losses.add(trainer.global_step, loss)
+        if not self._is_off:
+            self._curves.after_batch(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_off:
+            self._curves.after_validation(trainer)
 
     def on_sample_images(
         self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
     ) -> None:
-        """Score the pictures of a SampleGrid, for the logger and the progress bar."""
-        if self._judge is None:
+        """Score the pictures of a SampleGrid, for the logger and the progress bar, and keep report.json up to date."""
+        if self._is_off:
             return
-        # `scores`, not `compute`: this runs on rank zero alone, where no collective may start.
-        scores = {
-            k: float(v.mean()) for k, v in self._judge.scores(images_N3HW.to(self._judge.device), list(prompts)).items()
-        }
-        self._scores.append((step, scores["clip_t"], scores["clip_i"]))
-        known = {name: value for name, value in scores.items() if math.isfinite(value)}
-        for logger in trainer.loggers:
-            logger.log_metrics(known, step=step)
-        if isinstance(trainer.progress_bar_callback, RunProgress):
-            trainer.progress_bar_callback.show(known)
+        if self._judge is not None:
+            # `scores`, not `compute`: this runs on rank zero alone, where no collective may start.
+            scores = self._judge.scores(images_N3HW.to(self._judge.device), list(prompts))
+            self._grids = [grid for grid in self._grids if grid.step != step]
+            self._grids.append(Check(step, scores["clip_t"].tolist(), scores["clip_i"].tolist()))
+            known = {k: float(v.mean()) for k, v in scores.items() if math.isfinite(float(v.mean()))}
+            for logger in trainer.loggers:
+                logger.log_metrics(known, step=step)
+            if isinstance(trainer.progress_bar_callback, RunProgress):
+                trainer.progress_bar_callback.show(known)
+        if self._started_at is not None:
+            with contextlib.suppress(OSError):  # a full disk is reported by what must be written
+                self._record(trainer, pl_module).write(Path(trainer.default_root_dir))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
             return
-        seconds, peak = self._seconds(), self._peak_mib(pl_module.device)
+        seconds = self._seconds()
         if isinstance(trainer.progress_bar_callback, RunProgress):
             trainer.progress_bar_callback.finish()
-        after = self._measure(trainer, pl_module, "after")
+        peak = self._peak_mib(pl_module.device)
+        self._pictures.measure(trainer, pl_module, "after", self._judge, self._note)
+        if self._snapshots is not None and self._snapshots.blocked_s:
+            with contextlib.suppress(SnapshotError):  # ExactSnapshot says it
+                self._snapshots.wait()
         if not trainer.is_global_zero:
             return
+        record = self._record(trainer, pl_module)
+        record.is_finished, record.seconds, record.peak_memory_mib = True, seconds, peak
         root = Path(trainer.default_root_dir)
-        savers = [c for c in trainer.callbacks if isinstance(c, SaveLoRA)]  # type: ignore[attr-defined]
-        lora_file = savers[0].file_path(trainer, pl_module) if savers else None
-        self.summary = {
-            "steps": trainer.global_step,
-            "seconds": round(seconds, 2),
-            "peak_memory_mib": round(peak, 1),
-            **before_and_after(self._measured, bool(self.prior_prompts)),
-            "final_loss": final_loss(self._losses.packed()),
-            "lora_file": str(lora_file) if lora_file else None,
-            "report": str(root / REPORT_FILE),
-            "notes": self._notes,
-        }
-        write_text(root / REPORT_FILE, self._page(trainer, after))
+        self.summary = {**summary_of(record, bool(self.prior_prompts)), "report": str(root / REPORT_FILE)}
+        record.write(root)
+        write_text(root / REPORT_FILE, render_run_page(record))
         write_text(root / SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")
-        print("\n" + summary_table(self.summary, bool(self.prior_prompts)))
+        log_results(trainer, self.summary)
+        print("\n" + summary_table(record, str(root / REPORT_FILE)))
 
     def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
         """The files that a finished run must have, for ExactSnapshot."""
         root = Path(trainer.default_root_dir)
-        return [] if self._is_off else [root / REPORT_FILE, root / SUMMARY_FILE]
-
-    def _measure(self, trainer: Trainer, pl_module: LightningModule, when: str) -> dict[str, Tensor]:
-        """Sample and score each set of prompts. Collective.
-
-        Returns: the pictures that the page shows, as it shows them.
-        """
-        images: dict[str, Tensor] = {}
-        if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self._before):
-            return images
-        for name, prompts in (("", self.prompts or []), ("prior_", self.prior_prompts)):
-            if not prompts:
-                continue
-            try:
-                sampled = sample_on_all_ranks(trainer, pl_module, self._pairs(prompts), self._judge)
-            except SamplingTooSlow as slow:
-                self._note(str(slow))
-                return images
-            images[name] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
-            for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
-                if scores_N is not None:
-                    mean = float(scores_N.sum() / len(scores_N))
-                    self._measured[f"{name}{metric}_{when}"] = finite_or_none(mean)
-        if when == "before":
-            self._before = images
-        return images
-
-    def _pairs(self, prompts: Sequence[str]) -> list[Pair]:
-        """`num_images` pairs, rounded up so that each prompt has as many."""
-        per_prompt = max(1, math.ceil(self.num_images / len(prompts)))
-        repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
-        return [(prompt, self.seed + i) for i, prompt in enumerate(repeated)]
-
-    def _shown(self, prompts: Sequence[str]) -> list[int]:
-        """Which pairs the page shows."""
-        count = len(self._pairs(prompts))
-        per_prompt = count // len(prompts)
-        return [i for i in range(count) if i % per_prompt < self.images_shown]
+        return [] if self._is_off else [root / name for name in (REPORT_FILE, SUMMARY_FILE, RECORD_FILE)]
 
     # Resuming --------------------------------------------------------------------------------------------------------
 
@@ -224,13 +221,15 @@ class RunReport(Callback):
             return {}
         return {
             "asked": self._asked(),
-            "before": self._before,
-            "measured": self._measured,
-            "losses": self._losses.state_dict(),
-            "scores": [list(score) for score in self._scores],
+            "before": self._pictures.images_before(),
+            "measured": self._pictures.scores,
+            "losses": self._curves.loss_state(),
+            "curves": self._curves.state_dict(),
+            "scores": [[grid.step, grid.clip_t, grid.clip_i] for grid in self._grids],
             "notes": list(self._notes),
             "seconds": self._seconds(),
             "peak_memory_mib": self._peak_mib(self._device),
+            "blocked_ms": self._blocked_ms(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -249,14 +248,15 @@ class RunReport(Callback):
         state, self._resumed = self._resumed, None
         if state is None:
             return False
-        self._losses.load_state_dict(state["losses"])
-        self._scores = [(int(step), t, i) for step, t, i in state["scores"]]
+        self._curves.load_state_dict(state["losses"], state.get("curves", {}))
+        self._grids = [Check(int(step), as_list(t), as_list(i)) for step, t, i in state["scores"]]
         self._earlier_s, self._earlier_peak_mib = state["seconds"], state["peak_memory_mib"]
+        self._earlier_blocked_ms = list(state.get("blocked_ms", []))
         self._notes += [note for note in state["notes"] if note not in self._notes]
         if state["asked"] != self._asked():
             self._note(f"before was measured at step {trainer.global_step}: other pictures were asked for until there")
             return False
-        self._before, self._measured = state["before"], dict(state["measured"])
+        self._pictures.load(state["before"], state["measured"])
         return True
 
     def _seconds(self) -> float:
@@ -266,22 +266,19 @@ class RunReport(Callback):
     def _peak_mib(self, device: torch.device) -> float:
         return max(self._earlier_peak_mib, peak_memory_mib(device))
 
-    # The page --------------------------------------------------------------------------------------------------------
+    def _blocked_ms(self) -> list[float]:
+        return self._earlier_blocked_ms + (in_ms(self._snapshots.blocked_s) if self._snapshots is not None else [])
 
-    def _page(self, trainer: Trainer, after: dict[str, Tensor]) -> str:
-        grids = []
-        for name, title in (("", "prompts"), ("prior_", "other prompts")):
-            prompts = self.prompts if not name else self.prior_prompts
-            for when, images in (("before", self._before), ("after", after)):
-                if name in images and prompts:
-                    pairs = self._pairs(prompts)
-                    shown = [pairs[i][0] for i in self._shown(prompts)]
-                    columns = len(shown) // len(prompts)
-                    grids.append(picture_grid(list(images[name]), shown, columns, f"{title}, {when}"))
-        curves = [curve(smooth(self._losses.points()), "loss, mean of 20 steps")]
-        curves.append(curve([(s, t) for s, t, _ in self._scores], "CLIP-T of the sample grids"))
-        curves.append(curve([(s, i) for s, _, i in self._scores], "CLIP-I of the sample grids"))
-        config_file = Path(trainer.default_root_dir) / "config.yaml"
-        config = config_file.read_text(encoding="utf-8") if config_file.is_file() else ""
-        rows = {k: v for k, v in self.summary.items() if k != "notes" and v is not None}
-        return render_page(Path(trainer.default_root_dir).name, rows, self._notes, grids, curves, config)
+    # The record ------------------------------------------------------------------------------------------------------
+
+    def _record(self, trainer: Trainer, pl_module: LightningModule) -> RunRecord:
+        """What was measured so far. Starts no collective."""
+        record = record_of(trainer, pl_module)
+        record.seconds, record.peak_memory_mib = self._seconds(), self._peak_mib(pl_module.device)
+        record.curves, record.grids, record.notes = self._curves.record(), list(self._grids), list(self._notes)
+        record.scores, record.pictures = self._pictures.paired_scores(), self._pictures.pictures()
+        record.lora = result_file(trainer, pl_module)
+        if record.snapshots is not None and self._snapshots is not None and self._snapshots.resumed_step >= 0:
+            taken = len(self._blocked_ms()) + 1  # and the one that this fit goes on from
+            record.snapshots = dataclasses.replace(record.snapshots, taken=taken, blocked_ms=self._blocked_ms())
+        return record

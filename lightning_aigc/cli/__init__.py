@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and init, sample, export, doctor and plan."""
+"""The `lightning` command: fit, validate, test and predict from YAML, and init, sample, export, report, doctor, plan."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ OWN_VERBS = {
     "sample": 'draw a grid of pictures with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
     "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
+    "report": "compare runs: one page, a Markdown table, and their curves as a picture",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
 }
 USAGE = """usage: lightning VERB [options]
@@ -26,6 +27,7 @@ USAGE = """usage: lightning VERB [options]
   sample     {sample}
   export     {export}
   doctor     {doctor}
+  report     {report}
   plan       {plan}
 
 lightning VERB --help shows a verb's options; fit takes -c several times, --print_config and --dry_run.

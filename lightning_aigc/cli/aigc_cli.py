@@ -26,6 +26,7 @@ from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
 from lightning_aigc.cli.kept_traceback import bug_within
 from lightning_aigc.cli.placeholders import refuse_placeholders
+from lightning_aigc.cli.where_to_look import where_to_look
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
@@ -119,13 +120,15 @@ class AIGCCLI(LightningCLI):
         config.ckpt_path = None if config.dry_run else LATEST
 
     def before_fit(self) -> None:
-        """Add ExactSnapshot for `--resume` if neither the module nor the user provides it."""
+        """Add ExactSnapshot for `--resume` if neither the module nor the user provides it; say where to look."""
         found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         module = self.model
         module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
             found.insert(0, ExactSnapshot())
+        if self.trainer.is_global_zero and not self._get(self.config, "dry_run"):
+            print("\n".join(where_to_look(self.trainer, module)), flush=True)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand, unless this run has finished: then not even its loggers open a file."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_aigc.cli.init_base import Base, Card, is_embedded
 from lightning_aigc.cli.init_folder import FolderLook, made_up_trigger_word, shared_trigger_word
-from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.data.buckets import BucketSettings, bucket_shapes, place
 from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word
 
@@ -76,8 +74,7 @@ def choose(
         )
         if card.kind == "910b":
             chosen.append(Choice("trainer.accelerator", "npu", card.reason))
-    if "validation_split" in inspect.signature(ImageCaptionData).parameters:
-        chosen.append(_held_out(look))
+    chosen.append(_held_out(look))
     if is_embedded(base):
         for callback in ("RunReport", "CLIPConvergenceGuard"):
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))

@@ -24,6 +24,7 @@ from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, wit
 from lightning_aigc.gradient_sync.replica_check import check_equal
 from lightning_aigc.gradient_sync.step_report import describe
 from lightning_aigc.gradient_sync.sync_error import explain, is_of_a_collective
+from lightning_aigc.report.record import SyncResult
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
 from lightning_aigc.strategies.finite_step import skip_unless_finite
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
@@ -221,7 +222,19 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         if trainer is None or sync.report is None or self._optimizer_steps % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         for logger in trainer.loggers:
-            logger.log_metrics(sync_metrics(sync), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(self.sync_metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Return the last step's bytes and times for loggers; empty with one rank, or where auto chose dense."""
+        return {} if self._sync is None else sync_metrics(self._sync)
+
+    def report_entries(self) -> dict[str, Any]:
+        """How gradients travelled, for RunReport's page."""
+        if self.world_size == 1:
+            return {}
+        return {
+            "sync": SyncResult(str(self.mode), self.world_size, 0 if self._sync is None else self._sync.skipped_steps)
+        }
 
     def on_train_end(self) -> None:
         if self._sync is not None:

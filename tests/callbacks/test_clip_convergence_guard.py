@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from fakes.killed_trainings import KillAt, Killed
 from fakes.ranks import meeting_point
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
-from lightning_aigc.callbacks.sampling.paired_scores import Check
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
+from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.tiny.embedded import resolve
 
 BRAND = resolve("embedded:brand")

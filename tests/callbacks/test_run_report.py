@@ -18,10 +18,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fakes.ranks import meeting_point
-from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SaveLoRA
-from lightning_aigc.callbacks.report_page import curve, picture_grid, render_page, smooth
+from lightning_aigc.callbacks import (
+    AdaptiveLR,
+    CLIPConvergenceGuard,
+    ExactSnapshot,
+    GradientHealthMonitor,
+    RunProgress,
+    RunReport,
+    SampleGrid,
+    SaveLoRA,
+)
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.errors import ModelError, SamplingTooSlow, UserError
+from lightning_aigc.report.record import read_run
+from lightning_aigc.report.verdict import judge
 
 KEYS = {
     "steps", "seconds", "peak_memory_mib", "clip_t_before", "clip_t_after", "clip_i_before", "clip_i_after",
@@ -143,9 +153,10 @@ def test_a_resumed_run_reports_on_the_whole_run(tmp_path: Path) -> None:
     assert snapshot.step == 5 and len(module.asked) == 1  # after alone
     same = ("clip_t_before", "clip_t_after", "clip_i_before", "clip_i_after", "final_loss", "steps")
     assert {name: resumed.summary[name] for name in same} == {name: whole.summary[name] for name in same}
-    pages = [(tmp_path / name / "report.html").read_text() for name in ("whole", "run")]
-    found = [re.findall(r'<img src="[^"]*"|<polyline points="[^"]*"', page) for page in pages]
-    assert len(found[0]) == 2 * 2 + 1 and found[0] == found[1]
+    records = [read_run(tmp_path / name) for name in ("whole", "run")]
+    assert records[0].pictures == records[1].pictures and len(records[0].pictures) == 2
+    assert records[0].curves == records[1].curves and records[0].curves["lr"].steps == list(range(1, 10))
+    assert records[1].snapshots.taken == 2  # the one before the kill too
 
 
 def test_a_report_is_kept_in_stock_checkpoints_without_code(tmp_path: Path) -> None:
@@ -183,10 +194,12 @@ def test_the_page_opens_without_a_network_and_shows_pictures_and_curves(tmp_path
     (tmp_path / "config.yaml").write_text("rank: 16  # <script>alert(1)</script>\n")
     fit(tmp_path, RunReport(clip_model="embedded:clip"), steps=8)
     page = (tmp_path / "report.html").read_text()
-    assert not re.findall(r"""(?:src|href)=["']?+(?!data:)""", page)
+    markup = re.sub(r"(?s)<script.*?</script>", "", page)
+    assert not re.findall(r"""(?:src|href)=["']?+(?!data:)""", markup)
     assert page.count('<img src="data:image/png;base64,') == 2 * 8
-    assert "<polyline" in page and "rank: 16" in page
-    assert "<script>" not in page
+    assert 'class="chart"' in page and "rank: 16" in page
+    assert "<script>alert(1)" not in page
+    assert "MiB" not in re.sub(r"(?s)<script.*?</script>", "", page) and "GiB" in page
 
 
 TWO_RANKS = """
@@ -237,9 +250,9 @@ def test_two_ranks_draw_each_picture_once_and_report_what_one_rank_does(tmp_path
     before = [{key: value for key, value in summary.items() if key.endswith("_before")} for summary in summaries]
     assert before[0] == pytest.approx(before[1], abs=2e-4) and len(before[1]) == 3
     assert summaries[0]["clip_t_after"] is not None and summaries[0]["prior_clip_t_after"] is not None
-    pages = [(tmp_path / name / "report.html").read_text() for name in ("run", "alone")]
-    figures = [re.findall(r'<img src="[^"]*"|<div class="prompt">[^<]*<', page.split(", after")[0]) for page in pages]
-    assert figures[0] == figures[1] and len(figures[0]) == 2 + 6  # before training, both have the same model
+    records = [read_run(tmp_path / name) for name in ("run", "alone")]
+    drawn = [[(p.prompt, p.seed, p.is_other, p.before) for p in record.pictures] for record in records]
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 6 + 4  # before training, both have the same model
     slow = json.loads((tmp_path / "slow" / "summary.json").read_text())
     assert (slow["steps"], slow["clip_t_before"], slow["notes"]) == (6, None, ["another rank was too slow"])
     lacking = json.loads((tmp_path / "lacking" / "summary.json").read_text())
@@ -295,18 +308,59 @@ def test_bad_numbers_of_images_are_refused() -> None:
         RunReport(num_images=0)
 
 
-def test_a_curve_leaves_out_what_is_not_finite_and_needs_two_points() -> None:
-    assert curve([(0, float("nan")), (1, 2.0)], "loss") == ""
-    drawn = curve([(0, 1.0), (1, float("inf")), (2, 3.0)], "loss")
-    assert drawn.count(",") >= 2 and "inf" not in drawn and "nan" not in drawn
+def test_the_rate_that_a_step_used_is_what_adaptive_lr_set(tmp_path: Path) -> None:
+    fit(tmp_path, RunReport(), AdaptiveLR(), steps=20)
+    record = read_run(tmp_path)
+    rates = record.curves["lr"].values
+    assert rates[0] == pytest.approx(0.1 * 0.01)  # the search begins at a hundredth of the configured rate
+    assert rates[5] > rates[0] and record.curves["lr"].steps[:2] == [1, 2]
 
 
-def test_smoothing_is_the_mean_of_the_last_values() -> None:
-    assert smooth([(0, 1.0), (1, 3.0), (2, 5.0)], window=2) == [(0, 1.0), (1, 2.0), (2, 4.0)]
+def test_the_grid_of_step_zero_is_scored_whatever_the_order_of_the_callbacks(tmp_path: Path) -> None:
+    for name, order in (("first", 1), ("last", -1)):
+        callbacks = [RunReport(clip_model="embedded:clip", num_images=2), SampleGrid(every_n_steps=3, num_images=1)]
+        fit(tmp_path / name, *callbacks[::order], steps=6)
+        record = read_run(tmp_path / name)
+        assert [grid.step for grid in record.grids] == [0, 3, 6]
+        assert all(len(grid.clip_t) == 2 for grid in record.grids)
 
 
-def test_a_page_escapes_what_users_write() -> None:
-    grid = picture_grid([torch.zeros(3, 8, 8)], ['<b>"prompt"'], 1, "<i>")
-    page = render_page("<u>", {"a": "<s>"}, ["<note>"], [grid], [""], "<cfg>")
-    for raw in ("<b>", "<i>", "<u>", "<s>", "<note>", "<cfg>"):
-        assert raw not in page
+def test_a_run_that_was_killed_has_a_record_of_what_it_measured(tmp_path: Path) -> None:
+    report = RunReport(clip_model="embedded:clip", num_images=2)
+    with pytest.raises(RuntimeError, match="killed"):
+        fit(tmp_path, report, SampleGrid(every_n_steps=3, num_images=1), StopAt(5), steps=9)
+    record = read_run(tmp_path)
+    assert not record.is_finished and record.steps == 3 and [grid.step for grid in record.grids] == [0, 3]
+    assert judge(record).kind == "running"
+
+
+def test_what_other_callbacks_found_is_in_the_record(tmp_path: Path) -> None:
+    guard = CLIPConvergenceGuard(every_n_steps=3, num_images=2, clip_model="embedded:clip")
+    fit(tmp_path, RunReport(), guard, GradientHealthMonitor(every_n_steps=2), ExactSnapshot(3), SaveLoRA(), steps=7)
+    record = read_run(tmp_path)
+    assert record.guard is not None and [c.step for c in record.guard.checks] == [0, 3, 6, 7]  # the last one too
+    assert record.guard.best_step == guard.best_step
+    assert record.health is not None and record.health.steps == [2, 4, 6] and "colour" in record.health.norms
+    assert record.snapshots is not None and record.snapshots.newest_step == 7 and record.snapshots.newest_bytes > 0
+    assert record.lora is not None and Path(record.lora.file).is_file()
+    page = (tmp_path / "report.html").read_text()
+    for title in ("Before and after", "Progress", "Gradients", "Snapshots", "Use the file"):
+        assert f"<h2>{title}</h2>" in page
+
+
+class Validating(Painter):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", (self.colour - batch.view(-1, 1, 1, 1)).square().mean())
+
+
+def test_a_validation_loss_is_a_curve_where_it_is_logged(tmp_path: Path) -> None:
+    loader = DataLoader(torch.linspace(0, 1, 8), batch_size=2)
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": -1}
+    trainer = Trainer(
+        callbacks=[RunReport()], default_root_dir=tmp_path, max_steps=8, val_check_interval=2,
+        enable_checkpointing=False, enable_model_summary=False, num_sanity_val_steps=1, **options,
+    )  # fmt: skip
+    trainer.fit(Validating(), loader, loader)
+    assert read_run(tmp_path).curves["val_loss"].steps == [2, 4, 6, 8]
+    fit(tmp_path / "without", RunReport(), steps=4)
+    assert "val_loss" not in read_run(tmp_path / "without").curves

@@ -73,7 +73,7 @@ def kill_in(phase: str, arguments: list[str], folder: Path) -> None:
 def results(root: Path) -> dict[str, Any]:
     """What a run leaves that does not name a time or its own place."""
     summary = json.loads((root / "summary.json").read_text())
-    for key in ("seconds", "peak_memory_mib", "lora_file", "report"):
+    for key in ("seconds", "steps_a_second", "peak_memory_mib", "lora_file", "report"):
         assert summary.pop(key)
     sheets = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.png")}
     assert {"samples/step_000003.png", "guard/step_000003.png", "guard/before_after.png"} <= sheets.keys()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.callbacks import ExactSnapshot, RunReport, clip_convergence_guard, sample_grid
+from lightning_aigc.callbacks import ExactSnapshot, clip_convergence_guard, run_report, sample_grid
 from lightning_aigc.checkpoint import SnapshotWriter
 from lightning_aigc.diffusion import StableDiffusionLoRA, lora_file
 from lightning_aigc.metrics import CLIPSimilarity
@@ -40,7 +40,7 @@ def tell_phases(path: Path) -> None:
     tell(clip_convergence_guard, "draw_sheet", "sheet")
     tell(StableDiffusionLoRA, "save_lora", "LoRA")
     tell(lora_file, "write_atomically", "LoRA file")
-    tell(RunReport, "_page", "report")
+    tell(run_report, "render_run_page", "report")
     tell(SnapshotWriter, "amend", "mark")
     stock = ExactSnapshot.on_train_end
 

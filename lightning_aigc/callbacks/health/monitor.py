@@ -23,6 +23,7 @@ from lightning_aigc.callbacks.health.files import HealthFiles
 from lightning_aigc.callbacks.health.lazy_remedies import LazyRemedies
 from lightning_aigc.callbacks.health.nan_origin import NanOrigin
 from lightning_aigc.callbacks.health.norm_history import last_norms
+from lightning_aigc.callbacks.health.page import health_of
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
@@ -270,6 +271,11 @@ class GradientHealthMonitor(Callback):
             "median gradient norm": f"{self._diagnostics.history(0).all_norms.median():.3g}",
             "steps skipped by the loss scaler": str(self._diagnostics.check_of(LossScaleCheck).skipped),
         }
+
+    def report_entries(self) -> dict[str, Any]:
+        """Alerts and gradient norms so far, for RunReport's page."""
+        norms = self._diagnostics.norm_history
+        return {"health": health_of(self.alerts, norms)} if norms.steps or self.alerts else {}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

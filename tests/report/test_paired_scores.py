@@ -7,7 +7,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import pytest
 
-from lightning_aigc.callbacks.sampling.paired_scores import improvement
+from lightning_aigc.report.paired_scores import improvement
 
 
 def test_a_score_within_its_own_noise_is_no_better() -> None:

@@ -1,0 +1,108 @@
+"""BeforeAfter: pictures of the same prompts and seeds before and after a training, and their scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_aigc.callbacks.sampling.pairs import Pair, sample_on_all_ranks
+from lightning_aigc.callbacks.sampling.thumbnail import data_uri, thumbnail
+from lightning_aigc.errors import SamplingTooSlow
+from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.protocols import SupportsSampling
+from lightning_aigc.report.record import Paired, Picture
+
+WHENS = ("before", "after")
+
+
+class BeforeAfter:
+    """What one run drew before its first step and after its last.
+
+    Args:
+        prompts: by what names of scores and pictures begin with: `""`, and `prior_` for unrelated prompts.
+        num_images: pictures of each set of prompts, rounded up so that each prompt has as many.
+        seed: the first picture's.
+        images_shown: pictures of each prompt that are kept.
+    """
+
+    def __init__(self, prompts: Mapping[str, Sequence[str]], num_images: int, seed: int, images_shown: int) -> None:
+        self.prompts = {kind: list(found) for kind, found in prompts.items() if found}
+        self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
+        self.images: dict[str, Tensor] = {}
+        """Thumbnails by kind and time, such as `prior_before`."""
+        self.scores: dict[str, list[float]] = {}
+        """Of each picture, such as `clip_t_before`."""
+
+    def measure(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        when: str,
+        judge: CLIPSimilarity | None,
+        note: Callable[[str], None],
+    ) -> None:
+        """Sample and score each set of prompts. Collective.
+
+        Args: note: gets the reason where sampling would take too long; then there are no more pictures.
+        """
+        if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self.images):
+            return
+        for kind, prompts in self.prompts.items():
+            try:
+                sampled = sample_on_all_ranks(trainer, pl_module, self.pairs(prompts), judge)
+            except SamplingTooSlow as slow:
+                note(str(slow))
+                return
+            self.images[kind + when] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
+            for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
+                if scores_N is not None and bool(scores_N.isfinite().all()):
+                    self.scores[f"{kind}{metric}_{when}"] = scores_N.tolist()
+
+    def pairs(self, prompts: Sequence[str]) -> list[Pair]:
+        """Each prompt as often, with seeds that count up."""
+        per_prompt = max(1, math.ceil(self.num_images / len(prompts)))
+        repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
+        return [(prompt, self.seed + i) for i, prompt in enumerate(repeated)]
+
+    def _shown(self, prompts: Sequence[str]) -> list[int]:
+        """Which pairs the page shows."""
+        count = len(self.pairs(prompts))
+        per_prompt = count // len(prompts)
+        return [i for i in range(count) if i % per_prompt < self.images_shown]
+
+    def paired_scores(self) -> dict[str, Paired]:
+        """The scores of both times by name."""
+        names = sorted({name.rpartition("_")[0] for name in self.scores})
+        return {name: Paired(*(self.scores.get(f"{name}_{when}", []) for when in WHENS)) for name in names}
+
+    def pictures(self) -> list[Picture]:
+        """The pictures that the page shows, of both times."""
+        found = []
+        for kind, prompts in self.prompts.items():
+            sets = [self.images.get(kind + when) for when in WHENS]
+            pairs = self.pairs(prompts)
+            for place, pair in enumerate(self._shown(prompts)):
+                before, after = ("" if images is None else data_uri(images[place]) for images in sets)
+                if before or after:
+                    found.append(Picture(*pairs[pair], is_other=bool(kind), before=before, after=after))
+        return found
+
+    # Checkpoints: what was measured before the training
+
+    def images_before(self) -> dict[str, Tensor]:
+        return {kind: self.images[f"{kind}before"] for kind in self.prompts if f"{kind}before" in self.images}
+
+    def load(self, images_before: Mapping[str, Tensor], scores: Mapping[str, Any]) -> None:
+        """Load a checkpoint's; older ones have a mean where newer ones have a score for each picture."""
+        self.images = {f"{kind}before": images for kind, images in images_before.items()}
+        self.scores = {name: as_list(found) for name, found in scores.items()}
+
+
+def as_list(scores: Any) -> list[float]:
+    """Scores of an older checkpoint, a mean or None, as a list."""
+    return list(scores) if isinstance(scores, (list, tuple)) else [] if scores is None else [float(scores)]

@@ -1,0 +1,66 @@
+"""RunCurves: loss, learning rate, validation loss and sent bytes of a run by step, across resumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_aigc.callbacks.step_curve import StepCurve
+from lightning_aigc.protocols import MeasuresSync
+from lightning_aigc.report.record import Curve
+
+NAMES = ("loss", "lr", "val_loss", "sync_mb", "sync_ratio")
+
+
+class RunCurves:
+    """The curves of one run; nothing here waits for the device before they are read."""
+
+    def __init__(self) -> None:
+        self._curves = {name: StepCurve() for name in NAMES}
+
+    @property
+    def losses(self) -> Tensor:
+        """All losses, float32 [steps], on their device."""
+        return self._curves["loss"].packed()
+
+    def before_step(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Take the rate of the coming step; call it after AdaptiveLR has set it."""
+        if optimizer is trainer.optimizers[0]:
+            rate = optimizer.param_groups[0]["lr"]  # a tensor is written to in place
+            self._curves["lr"].add(trainer.global_step + 1, rate.clone() if isinstance(rate, Tensor) else rate)
+
+    def after_batch(self, trainer: Trainer) -> None:
+        loss = trainer.callback_metrics.get("loss")
+        step = trainer.global_step
+        if loss is not None:
+            self._curves["loss"].add(step, loss)
+        strategy: Any = trainer.strategy
+        if isinstance(strategy, MeasuresSync) and step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            sent = strategy.sync_metrics()
+            if sent:
+                kinds = ("values", "index", "protected", "small", "intra_node")
+                self._curves["sync_mb"].add(step, sum(sent.get(f"sync/{kind}_mb", 0.0) for kind in kinds))
+                self._curves["sync_ratio"].add(step, sent["sync/ratio_to_dense"])
+
+    def after_validation(self, trainer: Trainer) -> None:
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None and not trainer.sanity_checking:
+            self._curves["val_loss"].add(trainer.global_step, loss)
+
+    def record(self) -> dict[str, Curve]:
+        """The curves that have points; waits for the device."""
+        return {name: curve.curve() for name, curve in self._curves.items() if curve.steps}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: curve.state_dict() for name, curve in self._curves.items() if name != "loss"}
+
+    def load_state_dict(self, losses: dict[str, Any], others: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, and the losses, which checkpoints have always kept apart."""
+        for name, state in {**others, "loss": losses}.items():
+            self._curves[name].load_state_dict(state)
+
+    def loss_state(self) -> dict[str, Any]:
+        return self._curves["loss"].state_dict()

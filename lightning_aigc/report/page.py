@@ -1,0 +1,66 @@
+"""A page as one HTML file that opens anywhere: its style, its parts, and nothing that asks a network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from lightning_aigc.report.style import STYLE
+
+# Vega builds functions from strings, hence unsafe-eval; no address is allowed, so that nothing can be fetched or sent.
+POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'"
+MARKS = {"good": "✓", "mixed": "–", "bad": "✕", "unknown": "?"}
+
+
+def render_page(title: str, parts: Sequence[str], scripts: str = "") -> str:
+    """The whole page; empty parts are left out."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><style>{STYLE}</style></head><body><main>'
+        f"{''.join(parts)}</main>{scripts}</body></html>\n"
+    )
+
+
+def heading(name: str, tone: str, sentence: str) -> str:
+    """The page's top: whose it is, and the verdict."""
+    return (
+        f'<h1>{html.escape(name)}</h1><p class="card verdict {tone}">'
+        f'<span class="mark" aria-hidden="true">{MARKS[tone]}</span>{html.escape(sentence)}</p>'
+    )
+
+
+def facts_strip(facts: Mapping[str, str]) -> str:
+    """Numbers with what they are, by label."""
+    cells = [
+        f'<div class="fact"><b>{html.escape(value)}</b><span>{html.escape(label)}</span></div>'
+        for label, value in facts.items()
+    ]
+    return f'<div class="facts">{"".join(cells)}</div>' if cells else ""
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and a card; empty where all parts are."""
+    body = "".join(parts)
+    return f'<section><h2>{html.escape(title)}</h2><div class="card">{body}</div></section>' if body else ""
+
+
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), *, wraps: bool = True) -> str:
+    """A table of cells that are HTML already; it scrolls by itself where it is too wide."""
+    top = f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>" if head else ""
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    kind = "" if wraps else ' class="numbers"'
+    return f'<div class="wide"><table{kind}>{top}{body}</table></div>' if rows else ""
+
+
+def code(text: str) -> str:
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def note(text: str) -> str:
+    return f'<p class="soft">{html.escape(text)}</p>'
+
+
+def details(summary: str, body: str) -> str:
+    return f"<details><summary>{html.escape(summary)}</summary>{body}</details>" if body else ""

@@ -1,0 +1,72 @@
+"""A run's summary as summary.json holds it, and the table of it that the terminal shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.report.record import Curve, Paired, RunRecord
+from lightning_aigc.report.units import memory_text, score_text, speed_text, time_text
+from lightning_aigc.report.verdict import change, judge
+
+LAST_LOSSES = 50
+"""Losses whose mean is the final one."""
+SCORES = ("clip_t", "clip_i", "prior_clip_t")
+
+
+def finite_or_none(value: float) -> float | None:
+    """Rounded to four digits; None where JSON could not hold it."""
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
+    """summary.json: scores with the standard error of their paired difference, cost, verdict."""
+    verdict = judge(record)
+    guard, losses = record.guard, record.curves.get("loss", Curve()).values[-LAST_LOSSES:]
+    scores: dict[str, Any] = {}
+    for name in SCORES:
+        if name == "prior_clip_t" and not has_prior_prompts:
+            continue
+        paired = record.scores.get(name, Paired())
+        found = change(paired)
+        scores |= {
+            f"{name}_before": _mean_or_none(paired.before),
+            f"{name}_after": _mean_or_none(paired.after),
+            f"{name}_stderr": None if found is None else finite_or_none(found.stderr),
+        }
+    return {
+        "steps": record.steps,
+        "seconds": round(record.seconds, 2),
+        "steps_a_second": finite_or_none(record.steps / record.seconds) if record.seconds else None,
+        "peak_memory_mib": round(record.peak_memory_mib, 1),
+        **scores,
+        "final_loss": _mean_or_none(losses),
+        "best_step": guard.best_step if guard is not None else None,
+        "best_file": Path(guard.best_file).name if guard is not None and guard.best_file else None,
+        "verdict": verdict.sentence,
+        "verdict_kind": verdict.kind,
+        "lora_file": record.lora.file if record.lora is not None else None,
+        "notes": record.notes,
+    }
+
+
+def summary_table(record: RunRecord, report_file: str) -> str:
+    """The summary for the terminal, one number or file a line."""
+    rows = {
+        "verdict": judge(record).sentence,
+        "steps": f"{record.steps}, {speed_text(record.steps, record.seconds)}",
+        "time": time_text(record.seconds),
+        "peak memory": memory_text(record.peak_memory_mib),
+        "CLIP-T before -> after": score_text(record, "clip_t"),
+        "CLIP-I before -> after": score_text(record, "clip_i"),
+        "CLIP-T of other prompts": score_text(record, "prior_clip_t") if "prior_clip_t" in record.scores else None,
+        "LoRA": record.lora.file if record.lora is not None else "-",
+        "report": report_file,
+    }
+    return "\n".join(f"{name:24} {value}" for name, value in rows.items() if value is not None)
+
+
+def _mean_or_none(values: Sequence[float]) -> float | None:
+    return finite_or_none(sum(values) / len(values)) if values else None

@@ -1,0 +1,57 @@
+"""How to use a trained LoRA file: lines to copy for diffusers, ComfyUI and A1111."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+from lightning_aigc.report.page import code, note
+from lightning_aigc.report.record import LoRAFile
+
+WEIGHT = 0.8
+EMBEDDED = "embedded:"
+
+
+def usage_html(lora: LoRAFile, prompt: str) -> str:
+    """One block for each program, filled with this run's file, trigger word and prompt."""
+    file = Path(lora.file)
+    prompt = _with_trigger(prompt, lora.trigger_word)
+    parts = []
+    if lora.trigger_word:
+        word = html.escape(lora.trigger_word)
+        parts.append(f"<p>Say <code>{word}</code> in the prompt: it is the word this file was trained on.</p>")
+    parts += ["<h3>diffusers</h3>", code(diffusers_snippet(lora, prompt))]
+    if lora.kohya_layout:
+        parts += [
+            "<h3>ComfyUI</h3>",
+            note(f"Copy the file to ComfyUI/models/loras/, add the node “Load LoRA”, weight {WEIGHT} to begin with."),
+            code(f"cp {file} ComfyUI/models/loras/\nprompt: {prompt}"),
+            "<h3>A1111</h3>",
+            note("Copy the file to stable-diffusion-webui/models/Lora/; the weight stands in the prompt."),
+            code(f"cp {file} stable-diffusion-webui/models/Lora/\nprompt: {prompt} <lora:{file.stem}:{WEIGHT}>"),
+        ]
+    return "".join(parts)
+
+
+def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
+    """Python that draws a picture with this file."""
+    file, base = Path(lora.file), lora.base_model or "PATH_OR_HUB_ID_OF_THE_BASE_MODEL"
+    loads, embedded = f'"{base}"', ""
+    if base.startswith(EMBEDDED):
+        embedded = "from lightning_aigc.tiny.embedded import resolve\n"
+        loads = f'resolve("{base}")'
+    loader = "from_single_file" if base.endswith((".safetensors", ".ckpt")) else "from_pretrained"
+    pipeline = "DiffusionPipeline" if loader == "from_pretrained" else "StableDiffusionPipeline"
+    return (
+        f"from diffusers import {pipeline}\n{embedded}\n"
+        f"pipe = {pipeline}.{loader}({loads})\n"
+        f'pipe.load_lora_weights("{file.parent}", weight_name="{file.name}", adapter_name="{file.stem}")\n'
+        f'pipe.set_adapters("{file.stem}", {WEIGHT})\n'
+        f'pipe({prompt!r}).images[0].save("picture.png")'
+    )
+
+
+def _with_trigger(prompt: str, word: str | None) -> str:
+    if not prompt:
+        return f"a photo of {word}" if word else "a photo"
+    return prompt if not word or word in prompt else f"{word} {prompt}"

@@ -1,0 +1,196 @@
+"""The verdict on a run in one sentence: what it learned, forgot and kept, held against the noise of the scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_aigc.report.paired_scores import improvement
+from lightning_aigc.report.record import Curve, Paired, RunRecord
+
+Kind = Literal["learned", "no gain", "worse", "forgotten", "memorised", "diverged", "not scored", "running"]
+Tone = Literal["good", "mixed", "bad", "unknown"]
+
+CLEAR = 2.0
+"""Standard errors of the paired difference beyond which a change is no noise: about 95 %."""
+FORGOTTEN_SHARE = 0.1
+"""A fall of the other prompts' score by more than this share, and beyond the noise, is forgetting."""
+END_SHARE = 0.1
+"""Share of the losses at either end that are compared for divergence."""
+DIVERGED_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: Kind
+    tone: Tone
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a score changed over the training."""
+
+    before: float
+    after: float
+    difference: float
+    stderr: float
+    """Of the difference over pictures of the same prompts and seeds; NaN with one picture."""
+
+    @property
+    def is_rise(self) -> bool:
+        return self.difference > CLEAR * self.stderr  # never with NaN
+
+    @property
+    def is_fall(self) -> bool:
+        return self.difference < -CLEAR * self.stderr
+
+    def numbers(self) -> str:
+        """`0.32 → 0.78 ± 0.02`"""
+        return f"{self.before:.2f} → {self.after:.2f}{noise(self.stderr)}"
+
+
+def noise(stderr: float) -> str:
+    """` ± 0.02`; nothing where it is unknown."""
+    if not math.isfinite(stderr):
+        return ""
+    return f" ± {stderr:.2f}" if stderr >= 0.01 else f" ± {stderr:.3f}"
+
+
+def change(paired: Paired | None) -> Change | None:
+    """The change of a score; None where it was not measured twice."""
+    if paired is None or not paired.after or len(paired.after) != len(paired.before):
+        return None
+    difference, stderr = improvement(paired.after, paired.before)
+    if len(paired.after) < 2:
+        stderr = math.nan
+    if not math.isfinite(difference):
+        return None
+    return Change(_mean(paired.before), _mean(paired.after), difference, stderr)
+
+
+def judge(record: RunRecord) -> Verdict:
+    """The verdict on a run. What is worst comes first: divergence, memorising, forgetting, no gain."""
+    text, image = change(record.scores.get("clip_t")), change(record.scores.get("clip_i"))
+    other = change(record.scores.get("prior_clip_t"))
+    if _has_diverged(record):
+        return Verdict("diverged", "bad", f"Diverged: {_divergence(record)}. Lower the learning rate{_kept(record)}.")
+    if not record.is_finished:
+        return Verdict("running", "unknown", f"Not finished: this is step {record.steps}{_kept(record)}.")
+    if text is None:
+        return Verdict("not scored", "unknown", f"Not scored: {_why_unscored(record)}.")
+    if math.isnan(text.stderr):
+        return Verdict(
+            "not scored", "unknown",
+            f"Not decided: CLIP-T {text.numbers()} on one picture, whose noise is unknown; raise RunReport.num_images.",
+        )  # fmt: skip
+    memory = _memory(record, other)
+    if image is not None and image.is_rise and text.is_fall:
+        return Verdict(
+            "memorised", "bad",
+            f"Memorised: pictures grow like the training pictures (CLIP-I {image.numbers()}) and follow the prompt less"
+            f" (CLIP-T {text.numbers()}){_kept(record)}.",
+        )  # fmt: skip
+    if other is not None and _is_forgotten(other):
+        start = f"{_learned(record, text, image)}, but forgot" if text.is_rise or _rises(image) else "Forgot"
+        return Verdict("forgotten", "bad", f"{start} other things: their CLIP-T {other.numbers()}{_kept(record)}.")
+    if text.is_fall:
+        return Verdict("worse", "bad", f"Got worse: CLIP-T {text.numbers()}{_kept(record)}{memory}.")
+    if not text.is_rise and not _rises(image):
+        return Verdict("no gain", "mixed", f"No gain beyond noise: CLIP-T {text.numbers()}{_kept(record)}{memory}.")
+    warning = record.guard.memorising if record.guard is not None else None
+    tone: Tone = "mixed" if warning else "good"
+    said = "; it began to memorise on the way" if warning else ""
+    return Verdict("learned", tone, f"{_learned(record, text, image)}{_kept(record)}{memory}{said}.")
+
+
+def _learned(record: RunRecord, text: Change, image: Change | None) -> str:
+    word = record.lora.trigger_word if record.lora is not None else None
+    what = f"Learned {word}" if word else "Learned your pictures"
+    if text.is_rise or image is None:
+        return f"{what}: CLIP-T {text.numbers()}"
+    return f"{what}: pictures look more like yours, CLIP-I {image.numbers()}, and follow the prompt as before"
+
+
+def _rises(image: Change | None) -> bool:
+    return image is not None and image.is_rise
+
+
+def _is_forgotten(other: Change) -> bool:
+    return other.is_fall and other.difference < -FORGOTTEN_SHARE * abs(other.before)
+
+
+def _memory(record: RunRecord, other: Change | None) -> str:
+    """Whether the other prompts kept their score."""
+    if other is None:
+        return ""
+    if not other.is_fall:
+        return "; nothing forgotten"
+    return f"; other prompts hardly lower (CLIP-T {other.numbers()})"
+
+
+def _kept(record: RunRecord) -> str:
+    """Where the best weights are."""
+    guard = record.guard
+    if guard is None or guard.best_step is None or len(guard.checks) < 2:
+        return ""
+    kept = ", kept" if guard.best_file else ""
+    if guard.best_step == 0:
+        return "; no check was better than step 0"
+    last = guard.checks[-1]
+    best = next((check for check in guard.checks if check.step == guard.best_step), last)
+    difference, stderr = improvement(last.scores(guard.metric), best.scores(guard.metric))
+    if difference < -CLEAR * stderr and guard.best_file:
+        return f"; the last weights are worse than the best of step {guard.best_step}: use {Path(guard.best_file).name}"
+    return f"; best at step {guard.best_step}{kept}"
+
+
+def _why_unscored(record: RunRecord) -> str:
+    for note in record.notes:
+        if "CLIP" in note or "sampl" in note:
+            return note.rstrip(".")
+    if not record.pictures:
+        return "no pictures were drawn; give the module `sample` and validation_prompts"
+    return "RunReport has no clip_model"
+
+
+# Divergence ----------------------------------------------------------------------------------------------------------
+
+
+def _has_diverged(record: RunRecord) -> bool:
+    curve = record.curves.get("loss", Curve())
+    first, last = _ends(curve.values)
+    if not last:
+        return False
+    if any(not math.isfinite(value) for value in last):
+        return True
+    return len(curve.values) >= 4 / END_SHARE and _median(last) > DIVERGED_FACTOR * _median(first) > 0
+
+
+def _divergence(record: RunRecord) -> str:
+    first, last = _ends(record.curves["loss"].values)
+    bad = sum(not math.isfinite(value) for value in last)
+    if bad:
+        at = next(
+            s
+            for s, v in zip(record.curves["loss"].steps, record.curves["loss"].values, strict=True)
+            if not math.isfinite(v)
+        )
+        return f"the loss is not finite from step {at} on"
+    return f"the loss rose from {_median(first):.3g} to {_median(last):.3g}"
+
+
+def _ends(values: Sequence[float]) -> tuple[list[float], list[float]]:
+    count = max(1, round(END_SHARE * len(values)))
+    return list(values[:count]), list(values[-count:]) if values else []
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,91 @@
+"""The verdict is decided by the noise of what was measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_aigc.report.paired_scores import Check
+from lightning_aigc.report.record import Curve, GuardResult, LoRAFile, Paired, Picture, RunRecord
+from lightning_aigc.report.verdict import judge
+
+LOW, HIGH = [0.30, 0.32, 0.34, 0.32], [0.70, 0.78, 0.82, 0.74]
+SAME = [0.31, 0.31, 0.35, 0.31]
+KEPT = Paired([0.90, 0.88, 0.92, 0.90], [0.89, 0.89, 0.91, 0.91])
+LOST = Paired([0.90, 0.88, 0.92, 0.90], [0.50, 0.55, 0.45, 0.52])
+
+
+def record(text: list[float] | None = None, **more: Any) -> RunRecord:
+    scores = more.pop("scores", {})
+    if text is not None:
+        scores["clip_t"] = Paired(LOW, text)
+    made = RunRecord("run", is_finished=True, steps=300, scores=scores, pictures=[Picture("a mug", 1)])
+    made.curves["loss"] = Curve(list(range(1, 101)), [1.0] * 50 + [0.5] * 50)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def guard(best: int, kept: bool = True) -> GuardResult:
+    checks = [Check(0, LOW, LOW), Check(240, HIGH, HIGH), Check(300, HIGH if best == 300 else SAME, HIGH)]
+    return GuardResult("clip_t", checks, best, "runs/x/zorp_best.safetensors" if kept else None)
+
+
+def test_a_gain_beyond_the_noise_is_learned_with_its_word_step_and_memory() -> None:
+    found = judge(
+        record(HIGH, scores={"prior_clip_t": KEPT}, guard=guard(300), lora=LoRAFile("zorp.safetensors", "zorp"))
+    )
+    assert (found.kind, found.tone) == ("learned", "good")
+    assert found.sentence == "Learned zorp: CLIP-T 0.32 → 0.76 ± 0.02; best at step 300, kept; nothing forgotten."
+
+
+def test_a_gain_within_the_noise_is_none() -> None:
+    found = judge(record([0.35, 0.30, 0.38, 0.28]))
+    assert found.kind == "no gain" and "No gain beyond noise: CLIP-T 0.32 → 0.33 ± 0.02" in found.sentence
+    assert "forgotten" not in found.sentence  # it was not measured
+
+
+def test_pictures_that_look_like_the_training_pictures_count_where_the_text_score_does_not_know_the_word() -> None:
+    assert judge(record(SAME, scores={"clip_i": Paired(LOW, HIGH)})).kind == "learned"
+    assert "CLIP-I 0.32 → 0.76" in judge(record(SAME, scores={"clip_i": Paired(LOW, HIGH)})).sentence
+
+
+def test_forgetting_must_be_clear_and_large() -> None:
+    lost = judge(record(HIGH, scores={"prior_clip_t": LOST}))
+    assert (lost.kind, lost.tone) == ("forgotten", "bad") and "0.90 → 0.51 ± 0.03" in lost.sentence
+    hardly = judge(record(HIGH, scores={"prior_clip_t": Paired([0.9] * 4, [0.88, 0.879, 0.88, 0.881])}))
+    assert hardly.kind == "learned" and "hardly lower" in hardly.sentence
+    unclear = judge(record(HIGH, scores={"prior_clip_t": Paired([0.9] * 4, [0.9, 0.9, 0.9, 0.1])}))
+    assert unclear.kind == "learned"  # one broken picture of four is within its noise
+
+
+def test_pictures_of_the_training_set_that_ignore_the_prompt_are_memorised() -> None:
+    found = judge(record([0.1, 0.12, 0.1, 0.12], scores={"clip_i": Paired(LOW, HIGH)}))
+    assert found.kind == "memorised" and "follow the prompt less" in found.sentence
+
+
+def test_a_fall_is_worse_and_the_best_file_is_named() -> None:
+    found = judge(record([0.1, 0.12, 0.1, 0.12], guard=guard(240)))
+    assert found.kind == "worse" and "of step 240: use zorp_best.safetensors" in found.sentence
+
+
+@pytest.mark.parametrize("end", [[math.nan] * 10, [math.inf] * 10, [9.0] * 10])
+def test_a_loss_that_is_not_finite_or_far_above_its_beginning_has_diverged(end: list[float]) -> None:
+    made = record(HIGH)
+    made.curves["loss"] = Curve(list(range(1, 101)), [1.0] * 90 + end)
+    found = judge(made)
+    assert found.kind == "diverged" and ("step 91" in found.sentence or "from 1 to 9" in found.sentence)
+
+
+def test_without_a_score_it_says_why() -> None:
+    assert "RunReport has no clip_model" in judge(record()).sentence
+    assert "no such judge" in judge(record(notes=["no CLIP score: no such judge"])).sentence
+    assert "no pictures were drawn" in judge(record(pictures=[])).sentence
+    one = record(scores={"clip_t": Paired([0.1], [0.9])})
+    assert judge(one).kind == "not scored" and "one picture" in judge(one).sentence
+
+
+def test_a_run_that_has_not_ended_has_no_verdict() -> None:
+    assert judge(record(HIGH, is_finished=False)).kind == "running"
