@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and init, sample, export, report, doctor, plan."""
+"""The `lightning` command: fit, validate, test and predict from YAML, and verbs of its own such as init and report."""
 
 from __future__ import annotations
 
