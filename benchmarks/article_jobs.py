@@ -15,6 +15,9 @@ from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
 WARMUP_STEPS, SNR_GAMMA, MAX_GRAD_NORM, EMA_DECAY = 10, 5.0, 1.0, 0.98
 TARGETS: tuple[LoRATarget, ...] = ("attention", "feed_forward", "convolutions")
 
+FEW_STEPS = 30
+"""Below, a training only shows that it runs."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -23,7 +26,7 @@ class Job:
     name: str
     is_full: bool
     learning_rate: float
-    steps: int = 300
+    steps: int = 200
     batch: int = 8
     rank: int = 16
     snapshot_steps: int = 50
@@ -31,17 +34,18 @@ class Job:
     guard_images: int = 4
     guard_patience: int = 100
     score_steps: int = 30
-    score_images: int = 16
+    score_images: int = 12
 
     def lora(self) -> Any:
         """peft's configuration of the LoRA."""
         return lora_config(TARGETS, self.rank, float(self.rank))
 
-    def short(self) -> Job:
-        """The same in seconds, for a test."""
-        return replace(
-            self, steps=9, batch=2, snapshot_steps=4, guard_steps=4, guard_images=1, score_steps=6, score_images=1
-        )
+    def of(self, steps: int) -> Job:
+        """The job in so many steps; a few steps get a test's batches, pictures and intervals."""
+        if steps >= FEW_STEPS:
+            return replace(self, steps=steps)
+        often = {"snapshot_steps": 4, "guard_steps": 4, "score_steps": 6}
+        return replace(self, steps=steps, batch=2, guard_images=1, score_images=1, **often)
 
 
 JOBS = {"full": Job("full", is_full=True, learning_rate=1e-4), "lora": Job("lora", is_full=False, learning_rate=1e-3)}

@@ -7,7 +7,7 @@ from typing import Any
 
 Row = dict[str, Any]
 HEAD = (
-    "arm", "seeds", "to plain's best, s", "steps to it", "whole run, s", "s a step", "steps taken", "best CLIP-T",
+    "arm", "seeds", "to plain's best, s", "steps to it", "whole run, s", "before step 1, s", "s a step", "steps taken", "best CLIP-T",
     "kept MiB", "peak RSS MiB", "kB a step",
 )  # fmt: skip
 
@@ -38,7 +38,8 @@ def line(arm: str, rows: list[Row], all_rows: list[Row]) -> str:
         (f"{statistics.mean(seconds):.1f}" if seconds else "never") + (never if seconds else ""),
         f"{statistics.mean(steps):.0f}" if steps else "never",
         f"{mean(rows, 'total_s'):.1f}",
-        f"{statistics.mean(row['total_s'] / row['steps'] for row in rows):.3f}",
+        f"{mean(rows, 'start_s'):.1f}",
+        f"{statistics.mean((row['total_s'] - row['start_s']) / row['steps'] for row in rows):.3f}",
         f"{mean(rows, 'steps'):.0f}",
         f"{statistics.mean(bests):.3f}{spread}",
         f"{mean(rows, 'kept_mib'):.1f}",

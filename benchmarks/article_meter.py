@@ -35,6 +35,8 @@ class Meter:
         self.interface = interface
         self.seconds = 0.0
         self.sent_bytes = 0
+        self.start_s = 0.0
+        """What came before the first step: models, caches, the guard's first check."""
         self.peak_rss_mib = self.first_rss_mib = 0.0
         self._start_s, self._start_bytes = math.nan, 0
 
@@ -46,6 +48,10 @@ class Meter:
         if not self.first_rss_mib:
             self.first_rss_mib = resident_mib("VmRSS")
         self._start_s, self._start_bytes = time.perf_counter(), sent_bytes(self.interface)
+
+    def note_start(self) -> None:
+        """Call it before the first step."""
+        self.start_s = self.start_s or time.perf_counter() - self._start_s
 
     def pause(self) -> None:
         self.seconds += time.perf_counter() - self._start_s
@@ -134,6 +140,7 @@ def measured(meter: Meter, scorer: Scorer, steps: int) -> dict[str, Any]:
     """A run's figures, the larger of the ranks'. Collective; the meter is paused."""
     return {
         "steps": steps,
+        "start_s": round(largest(meter.start_s), 2),
         "total_s": round(largest(meter.seconds), 2),
         "scoring_s": round(largest(scorer.scoring_s), 2),
         "sent_bytes_per_step": round(largest(meter.sent_bytes / max(1, steps))),

@@ -57,6 +57,9 @@ class Look(Callback):
         self.kept_mib = 0.0
         self.trained = self.steps = 0
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.meter.note_start()
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.steps = trainer.global_step
         if self.steps < self.scorer.steps and not trainer.should_stop and self.scorer.is_due(self.steps):

@@ -7,7 +7,7 @@ no caches (plain_stack.py); ours is every part together, and without one of them
 schedule, EMA, snapshots' frequency and the scored pictures are equal. Scoring is not timed or counted; the start of the
 run, ours' caches and the guard's own checks are. One row a training; a row that is there is not made again.
 
-    python benchmarks/article_table.py [--jobs full lora] [--rate 1gbit] [--seeds 0 1 2] [--output FILE] [--short]
+    python benchmarks/article_table.py [--jobs full lora] [--rate 1gbit] [--seeds 0 1 2] [--output FILE] [--steps 200]
     python benchmarks/article_table.py --table [--output FILE]                         # Markdown from the rows
 """
 
@@ -44,7 +44,7 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for arm in options.arms:
             if arm in EVERY_SEED or seed == options.seeds[0]:
                 for job in options.jobs:
-                    yield {"job": job, "arm": arm, "rate": options.rate, "seed": seed, "is_short": options.short}
+                    yield {"job": job, "arm": arm, "rate": options.rate, "seed": seed, "steps": options.steps}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,9 @@ def run_cell(cell: dict[str, Any], port: int) -> dict[str, Any]:
                 process.kill()
                 process.wait()
         if any(codes) or None in codes:
-            tails = "\n".join(f"rank {rank} ({code}):\n{logs[rank].read_text()[-2000:]}" for rank, code in enumerate(codes))
+            tails = "\n".join(
+                f"rank {rank} ({code}):\n{logs[rank].read_text()[-2000:]}" for rank, code in enumerate(codes)
+            )
             raise SystemExit(f"{cell} failed:\n{tails}")
         row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
         return row
@@ -104,7 +106,7 @@ def run_rank(cell: dict[str, Any], folder: Path) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    job = JOBS[cell["job"]].short() if cell["is_short"] else JOBS[cell["job"]]
+    job = JOBS[cell["job"]].of(cell["steps"])
     meter = Meter(os.environ["GLOO_SOCKET_IFNAME"])
     scorer = Scorer(meter, job.score_images, job.score_steps, job.steps)
     meter.resume()
@@ -114,7 +116,7 @@ def run_rank(cell: dict[str, Any], folder: Path) -> None:
         without = cell["arm"].removeprefix("without ") if cell["arm"] != "ours" else None
         found = run_ours(job, cell["seed"], folder / "run", meter, scorer, without)
     row = {"benchmark": "article_table", "date": date.today().isoformat(), **cell}
-    row |= {"planned_steps": job.steps, "batch_per_rank": job.batch, "ranks": 2, "threads": 1, "device": "cpu"}
+    row |= {"planned_steps": cell["steps"], "batch_per_rank": job.batch, "ranks": 2, "threads": 1, "device": "cpu"}
     row |= {"torch": torch.__version__, "python": platform.python_version()}
     row |= measured(meter, scorer, found.pop("done")) | found
     if dist.get_rank() == 0:
@@ -132,7 +134,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it; or loopback")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--short", action="store_true", help="nine steps a training: says nothing, shows that it runs")
+    parser.add_argument("--steps", type=int, default=200, help="of a training; a few only show that it runs")
     parser.add_argument("--table", action="store_true", help="print Markdown from the rows that there are")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -142,7 +144,10 @@ def main() -> int:
     if options.table:
         print(markdown(read_rows(options.output)))
         return 0
-    known = [{key: row[key] for key in ("job", "arm", "rate", "seed", "is_short")} for row in read_rows(options.output)]
+    known = [
+        {key: row[key] for key in ("job", "arm", "rate", "seed")} | {"steps": row["planned_steps"]}
+        for row in read_rows(options.output)
+    ]
     hosts = contextlib.nullcontext() if options.rate == "loopback" else two_hosts(options.rate)
     with hosts:
         for number, cell in enumerate(cells(options)):

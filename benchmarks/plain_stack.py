@@ -87,6 +87,7 @@ def run_plain(job: Job, seed: int, folder: Path, meter: Meter, scorer: Scorer) -
 
     unet.train()
     batches = endless(loader)
+    meter.note_start()
     for step in range(1, job.steps + 1):
         batch = next(batches)
         loss = diffusion_loss(ddp, vae, text_encoder, schedule, batch)

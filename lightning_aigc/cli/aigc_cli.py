@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -23,6 +23,7 @@ from lightning_aigc.checkpoint.run_config import find_finished, finished_sentenc
 from lightning_aigc.cli.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.kept_traceback import bug_within
+from lightning_aigc.cli.rank_agreement import check_ranks_agree
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
 
@@ -56,6 +57,17 @@ class SaveConfig(SaveConfigCallback):
         root = Path(trainer.default_root_dir)
         root.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, str(root / "config.yaml"), skip_none=False, overwrite=True, multifile=False)
+
+
+class CompareRanks(Callback):
+    """Stops a run whose ranks do not agree, once the data module has its pictures and before anything is written."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            check_ranks_agree(trainer, self._config)
 
 
 class AIGCCLI(LightningCLI):
@@ -111,8 +123,9 @@ class AIGCCLI(LightningCLI):
         config.ckpt_path = None if config.dry_run else LATEST
 
     def before_fit(self) -> None:
-        """Add ExactSnapshot for `--resume` if neither the module nor the user provides it."""
+        """Compare the ranks; add ExactSnapshot for `--resume` if neither the module nor the user provides it."""
         found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        found.insert(0, CompareRanks(self.config[str(self.subcommand)]))
         module = self.model
         module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
