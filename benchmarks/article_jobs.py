@@ -44,8 +44,8 @@ class Job:
         """The job in so many steps; a few steps get a test's batches, pictures and intervals."""
         if steps >= FEW_STEPS:
             return replace(self, steps=steps)
-        often = {"snapshot_steps": 4, "guard_steps": 4, "score_steps": 6}
-        return replace(self, steps=steps, batch=2, guard_images=1, score_images=1, **often)
+        few = replace(self, steps=steps, batch=2, guard_images=1, score_images=1)
+        return replace(few, snapshot_steps=4, guard_steps=4, score_steps=6)
 
 
 JOBS = {"full": Job("full", is_full=True, learning_rate=1e-4), "lora": Job("lora", is_full=False, learning_rate=1e-3)}

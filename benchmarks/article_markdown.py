@@ -7,8 +7,8 @@ from typing import Any
 
 Row = dict[str, Any]
 HEAD = (
-    "arm", "seeds", "to plain's best, s", "steps to it", "whole run, s", "before step 1, s", "s a step", "steps taken", "best CLIP-T",
-    "kept MiB", "peak RSS MiB", "kB a step",
+    "arm", "seeds", "to plain's best, s", "steps to it", "whole run, s", "before step 1, s", "s a step", "steps taken",
+    "best CLIP-T", "kept MiB", "peak RSS MiB", "kB a step",
 )  # fmt: skip
 
 
@@ -64,4 +64,4 @@ def reaches_plain(row: Row, rows: list[Row]) -> dict[str, float] | None:
 
 
 def mean(rows: list[Row], key: str) -> float:
-    return statistics.mean(row[key] for row in rows)
+    return float(statistics.mean(row[key] for row in rows))

@@ -1,8 +1,8 @@
 """The plain stack of article_table.py: diffusers' training loop under torch's DDP, as its scripts have it.
 
 Text-to-image's loop with its options for min-SNR, prior preservation (from DreamBooth's script) and EMA, so that the
-objective is the same as ours: pictures are decoded, and encoded by the VAE and the text encoder, at every step; the rate
-follows a fixed schedule; the whole state is saved every N steps by torch.save while the training waits.
+objective is the same as ours: pictures are decoded, and encoded by the VAE and the text encoder, at every step; the
+rate follows a fixed schedule; the whole state is saved every N steps by torch.save while the training waits.
 """
 # mypy: allow-untyped-calls
 

@@ -90,8 +90,8 @@ class DeviceDDPStrategy(DDPStrategy):
             arguments["store"], self._store = PrefixStore("default_pg", self._store), None
         with say_while_waiting(
             f"rank {self.global_rank} of {self.world_size} still waits for the others at "
-            f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}. Did every node start, with this "
-            "MASTER_ADDR and MASTER_PORT? May nodes open connections to one another on any port, and over which "
+            f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}. Did every node start, with "
+            "this MASTER_ADDR and MASTER_PORT? May nodes open connections to one another on any port, and over which "
             "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME)?"
         ):
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
