@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.callbacks.run_facts import snapshots_in
 from lightning_aigc.checkpoint import SnapshotWriter
-from lightning_aigc.checkpoint.coordination import all_agree
+from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.lightning_loops import LoopHooks, LoopState, State, mute_sigterm_broadcast, run_end_hooks
 from lightning_aigc.checkpoint.preemption import StopPoll, end_run
@@ -108,7 +108,7 @@ class ExactSnapshot(Callback):
         )
         self._taker = SnapshotTaker(writer, self.keep_best, self.best_mode, self.blocked_s)
         writer.open()
-        trainer.strategy.barrier("snapshots")
+        check_shared(directory, trainer.strategy)
         self._hooks = LoopHooks(
             trainer,
             on_checkpoint=lambda path, stock: self._start(trainer, path, stock),

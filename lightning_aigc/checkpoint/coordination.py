@@ -16,6 +16,7 @@ import socket
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.errors import SnapshotError
@@ -25,6 +26,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _held: set[int] = set()
 VOTE_WAIT_S = 10.0
 """How long a rank waits for the others' votes; ranks that fail alike are milliseconds to seconds apart."""
+SHARED_WAIT_S = 10.0
 NO = "no"
 YES = "yes"
 
@@ -93,6 +95,27 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def check_shared(directory: str, strategy: Any, wait_s: float = SHARED_WAIT_S) -> None:
+    """Let the ranks meet, and check that all see the folder that rank 0 has opened. Collective.
+
+    Args: wait_s: how long a rank looks again: a network file system may show a new file late.
+    Raises: SnapshotError on every rank, where a rank sees another folder of that name.
+    """
+    strategy.barrier("snapshots")
+    if getattr(strategy, "world_size", 1) == 1:  # strategies of one device have none
+        return
+    run = strategy.broadcast(run_id_of(Path(directory)))
+    end = time.monotonic() + wait_s
+    while not (sees_it := run_id_of(Path(directory)) == run) and time.monotonic() < end:
+        time.sleep(0.1)
+    if not strategy.reduce_boolean_decision(sees_it, all=True):
+        whose = "another rank does not see" if sees_it else f"this rank, on {socket.gethostname()}, does not see"
+        raise SnapshotError(
+            f"{whose} the snapshots of rank 0 in {directory}: the folder is not shared between the nodes; set "
+            "trainer.default_root_dir to a folder on a file system that all nodes mount"
+        )
 
 
 def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wait_s: float | None = None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,6 +26,7 @@ from lightning_aigc.cli.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
 from lightning_aigc.cli.kept_traceback import bug_within
 from lightning_aigc.cli.placeholders import refuse_placeholders
+from lightning_aigc.cli.rank_agreement import check_ranks_agree
 from lightning_aigc.cli.where_to_look import where_to_look
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.errors import ConfigError, UserError
@@ -65,6 +66,17 @@ class SaveConfig(SaveConfigCallback):
         root = Path(trainer.default_root_dir)
         root.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, str(root / "config.yaml"), skip_none=False, overwrite=True, multifile=False)
+
+
+class CompareRanks(Callback):
+    """Stops a run whose ranks do not agree, once the data module has its pictures and before anything is written."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            check_ranks_agree(trainer, self._config)
 
 
 class AIGCCLI(LightningCLI):
@@ -120,8 +132,9 @@ class AIGCCLI(LightningCLI):
         config.ckpt_path = None if config.dry_run else LATEST
 
     def before_fit(self) -> None:
-        """Add ExactSnapshot for `--resume` if neither the module nor the user provides it; say where to look."""
+        """Compare the ranks, say where to look, and add ExactSnapshot for `--resume` if nobody else provides it."""
         found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        found.insert(0, CompareRanks(self.config[str(self.subcommand)]))
         module = self.model
         module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)

@@ -54,9 +54,32 @@ def run_trainer_verb(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 1
+    except RuntimeError as error:
+        sentence = lost_rank_sentence(error)
+        if sentence is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        return 1
     except SystemExit as stop:
         return _status(stop)
     return 0
+
+
+def lost_rank_sentence(error: RuntimeError) -> str | None:
+    """What to say when a collective failed, most often because another rank has ended; None for any other error."""
+    from lightning_aigc.gradient_sync.sync_error import SyncError, is_of_a_collective
+
+    if isinstance(error, SyncError):
+        return str(error)
+    if not is_of_a_collective(error):
+        return None
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "of this process"
+    return (
+        f"rank {rank} lost the others: {said}. Another rank has stopped, hangs or cannot be reached; the first error in"
+        " the ranks' logs says why"
+    )
 
 
 def _without_worker_traceback(message: str) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +23,20 @@ from lightning_aigc.cluster import env_settings
 from lightning_aigc.strategies.device_order import agree_on_order, open_store
 
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+SAY_AFTER_S = 30.0
+"""A rank's imports differ by seconds; more is worth a sentence."""
+
+
+@contextlib.contextmanager
+def say_while_waiting(sentence: str, after_s: float = SAY_AFTER_S) -> Iterator[None]:
+    """Print the sentence to stderr, once, if the block takes longer than `after_s`: ranks may wait for half an hour."""
+    timer = threading.Timer(after_s, lambda: print(f"npu_sparse: {sentence}", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class DeviceDDPStrategy(DDPStrategy):
@@ -70,7 +88,13 @@ class DeviceDDPStrategy(DDPStrategy):
             arguments["device_id"] = self.root_device
         if self._store is not None:
             arguments["store"], self._store = PrefixStore("default_pg", self._store), None
-        _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
+        with say_while_waiting(
+            f"rank {self.global_rank} of {self.world_size} still waits for the others at "
+            f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}. Did every node start, with "
+            "this MASTER_ADDR and MASTER_PORT? May nodes open connections to one another on any port, and over which "
+            "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME)?"
+        ):
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
 
     def _get_process_group_backend(self) -> str:
         return (

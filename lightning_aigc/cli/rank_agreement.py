@@ -1,0 +1,114 @@
+"""Whether all ranks run the same training: equal versions, settings and pictures, compared before the first step.
+
+Ranks that differ would hang at the first collective that only some of them reach, or train apart without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+import lightning_aigc
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.protocols import DescribesTrainingData
+
+PACKAGES = ("torch", "torch_npu", "lightning", "diffusers", "peft", "transformers")
+PER_NODE = frozenset(
+    (
+        "train_data_dir", "class_data_dir", "mask_dir", "cache_dir", "pretrained_model_name_or_path", "num_workers",
+        "prefetch_factor", "pin_memory",
+    )
+)  # fmt: skip
+"""Settings that a node may have of its own: where things are, and how many processes load them."""
+TRAINER = (
+    "max_steps",
+    "max_epochs",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "precision",
+    "plugins",
+    "strategy",
+)
+MOST_SHOWN = 3
+
+
+def check_ranks_agree(trainer: Trainer, config: Mapping[str, Any]) -> None:
+    """Compare this rank's training with the others'. Collective; does nothing with one rank.
+
+    Args: config: the parsed configuration of the subcommand.
+    Raises: ConfigError on every rank, with what differs and where.
+    """
+    if trainer.world_size == 1 or not dist.is_initialized():
+        return
+    own = (socket.gethostname(), dict(facts(trainer, config)))
+    everybody: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(everybody, own)
+    wrong = differences(everybody)
+    if wrong:
+        more = f", and {len(wrong) - MOST_SHOWN} more" if len(wrong) > MOST_SHOWN else ""
+        raise ConfigError(
+            f"the ranks do not run the same training: {'; '.join(wrong[:MOST_SHOWN])}{more}; give every node the same"
+            " command, files and versions"
+        )
+
+
+def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What must be equal on all ranks, by name."""
+    yield "lightning_aigc", lightning_aigc.__version__
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "missing"
+    seed = config.get("seed_everything")
+    if not isinstance(seed, bool):  # true draws a seed
+        yield "seed_everything", repr(seed)
+    for key in ("model", "data"):
+        yield from _flat(config.get(key), key)
+    trainer_config = config.get("trainer") or {}
+    for key in TRAINER:
+        yield from _flat(trainer_config.get(key), f"trainer.{key}")
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, DescribesTrainingData):
+        for name, value in data.lora_metadata().items():
+            if isinstance(value, (tuple, list)):  # the captions, which may be a million
+                digest = hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+                yield f"the pictures' {name}", f"{len(value)} with hash {digest}"
+            else:
+                yield f"the pictures' {name}", repr(value)
+
+
+def differences(everybody: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """A sentence for each fact that is not the same on all ranks: its values, each with the ranks that have it."""
+    found = []
+    for name in dict.fromkeys(name for _, own in everybody for name in own):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, (_, own) in enumerate(everybody):
+            ranks_of.setdefault(own.get(name, "not set"), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{value} on {_ranks(ranks, everybody)}" for value, ranks in ranks_of.items())
+            found.append(f"{name} is {' and '.join(values)}")
+    return found
+
+
+def _ranks(ranks: Sequence[int], everybody: Sequence[tuple[str, Any]]) -> str:
+    first, more = ranks[0], f" and {len(ranks) - 1} more" * (len(ranks) > 1)
+    return f"rank {first}{more} ({everybody[first][0]})"
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Dotted keys with their values, without those that may differ from node to node."""
+    if hasattr(value, "as_dict"):
+        value = value.as_dict()
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if key not in PER_NODE:
+                yield from _flat(part, f"{path}.{key}")
+    else:
+        yield path, repr(value)
