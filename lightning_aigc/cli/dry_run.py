@@ -9,7 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
-from lightning_aigc.protocols import HasPipelineParts
+from lightning_aigc.diffusion.vae_checks import describe_vae
+from lightning_aigc.protocols import HasPipelineParts, HasReferenceImages
+
+PICTURES_ROUND_TRIPPED = 4
 
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
@@ -28,6 +31,10 @@ class DryRun(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         print(memory_table(pl_module))
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        parts: Any = pl_module.components if isinstance(pl_module, HasPipelineParts) else None
+        if parts is not None and isinstance(data, HasReferenceImages):
+            print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED))))
         reset_peak_memory(pl_module.device)
         self._started_at = time.perf_counter()
 

@@ -38,6 +38,7 @@ class DataReport:
     repeats: dict[int, int] = field(default_factory=dict)
     rejected: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     buckets: list[BucketRow] = field(default_factory=list)
     cache: list[str] = field(default_factory=list)
     loader: str = ""
@@ -66,6 +67,7 @@ class DataReport:
         lines += self._bucket_table()
         lines += _listed("rejected", [f"{name}: {reason}" for name, reason in self.rejected])
         lines += _listed("notes", self.notes)
+        lines += _listed("advice", self.advice)
         lines += [f"  cache     {line}" for line in self.cache]
         if self.loader:
             lines.append(f"  loader    {self.loader}")
