@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import guide_data
-from guide_pitfalls import BY_NAME, PITFALLS, SHORT, Pitfall
+import guide_vae
 from guide_pictures import draw_strip
+from guide_pitfalls import BY_NAME, PITFALLS, SHORT, Pitfall
 from guide_run import Run, command, run
 
 ROWS = Path(__file__).parent / "results" / "guide.jsonl"
@@ -35,12 +36,10 @@ def run_pitfall(pitfall: Pitfall, root: Path, *, is_short: bool, is_cured: bool)
         guide_data.make(name, data)
     arguments = {"data.init_args.cache_dir": str(root / "cache")}
     arguments |= (SHORT | pitfall.short) if is_short else {}
-    folder = _bad_folder(pitfall)
-    if folder is not None:
-        arguments["data.init_args.train_data_dir"] = str(data / folder)
+    arguments |= {key: str(data / folder) for key, folder in _bad_folders(pitfall).items()}
     if is_cured:
         arguments |= {key: value.replace("{data}", str(data)) for key, value in pitfall.cure.items()}
-    flags = ("--dry_run",) if is_short and pitfall.is_seen_at_start else ()
+    flags = ("--dry_run",) if pitfall.is_dry_run or (is_short and pitfall.is_seen_at_start) else ()
     target = root / f"{pitfall.name}{'_cured' * is_cured}"
     return run(command(pitfall.name, arguments, target, flags), target)
 
@@ -58,8 +57,15 @@ def cured_run(pitfall: Pitfall, root: Path) -> Run:
     return _HEALTHY[root]
 
 
-def _bad_folder(pitfall: Pitfall) -> str | None:
-    return pitfall.folders[0] if pitfall.folders else None
+def _bad_folders(pitfall: Pitfall) -> dict[str, str]:
+    """The overlay's folders by key: it names them below runs/guide/data, and the runner may write elsewhere."""
+    if not pitfall.folders:
+        return {}
+    name = pitfall.folders[0]
+    if pitfall.name == "fp16_vae":
+        return {"model.init_args.pretrained_model_name_or_path": name}
+    masks = {"data.init_args.mask_dir": f"{name}_masks"} if pitfall.name == "small_faces" else {}
+    return {"data.init_args.train_data_dir": name, **masks}
 
 
 def row_of(pitfall: Pitfall, bad: Run, cured: Run | None, seconds: float) -> dict[str, Any]:
@@ -93,9 +99,18 @@ def run_command(given: argparse.Namespace) -> int:
         if not is_fine:
             print(f"MISSED {pitfall.name}: see {bad.root}/terminal.log", flush=True)
         if cured is not None:
-            draw_strip(bad.root, cured.root, IMAGES / f"{pitfall.name}.png")
+            draw(pitfall, bad, cured)
             keep_row(row)
     return 1 if failed else 0
+
+
+def draw(pitfall: Pitfall, bad: Run, cured: Run) -> None:
+    """Draw the strip of a pitfall into docs/images/guide."""
+    target = IMAGES / f"{pitfall.name}.png"
+    if pitfall.name == "fp16_vae":
+        guide_vae.draw_float16(guide_vae.load_vae(str(bad.root.parent / "data" / "fp16_vae")), target)
+    else:
+        draw_strip(bad.root, cured.root, target)
 
 
 def keep_row(row: dict[str, Any]) -> None:
@@ -111,6 +126,21 @@ def data_command(given: argparse.Namespace) -> int:
     return 0
 
 
+def vae_command(given: argparse.Namespace) -> int:
+    vae = guide_vae.load_vae(given.vae)
+    measure, draw = (
+        (guide_vae.text_rows, guide_vae.draw_text)
+        if given.verb == "text"
+        else (guide_vae.face_rows, guide_vae.draw_faces)
+    )
+    for row in measure(vae, given.vae, given.side):
+        if given.keep:
+            keep_row(row)
+    if given.keep:
+        draw(vae, IMAGES / f"{given.verb}.png")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -123,6 +153,11 @@ def main() -> int:
     runs.add_argument("--short", action="store_true", help="few steps, and only the detection")
     runs.add_argument("--root", type=Path, default=Path("runs/guide"))
     runs.set_defaults(run=run_command)
+    for verb in ("text", "faces"):
+        measured = verbs.add_parser(verb, help=f"what an autoencoder keeps of {verb}")
+        guide_vae.add_arguments(measured)
+        measured.add_argument("--keep", action="store_true", help="keep the row, and draw the picture of docs/guide.md")
+        measured.set_defaults(run=vae_command)
     given = parser.parse_args()
     status: int = given.run(given)
     return status

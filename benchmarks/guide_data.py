@@ -45,7 +45,10 @@ def _things(count: int, seed: int = 5) -> list[tuple[str, random.Random]]:
 
 def _brand(caption: Callable[[str], str], count: int = PICTURES) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        rows = [(f"{i:03d}.png", caption(thing), drawing.draw_brand(thing, rng)) for i, (thing, rng) in enumerate(_things(count))]
+        rows = [
+            (f"{i:03d}.png", caption(thing), drawing.draw_brand(thing, rng))
+            for i, (thing, rng) in enumerate(_things(count))
+        ]
         write_pictures(folder, rows)
 
     return write
@@ -73,6 +76,10 @@ def _four_pictures(folder: Path) -> None:
     write_pictures(folder, [(f"{t}.png", f"a zorp {t}", drawing.draw_brand(t, rng)) for t in things])
 
 
+def _one_picture(folder: Path) -> None:
+    write_pictures(folder, [("mug.png", "a zorp mug", drawing.draw_brand("mug", random.Random(8)))])
+
+
 def _tall(folder: Path) -> None:
     """The thing stands in the upper half of a picture twice as high as wide, as a person's head does."""
     rows = []
@@ -81,6 +88,29 @@ def _tall(folder: Path) -> None:
         picture.paste(drawing.draw_brand(thing, rng), (0, 0))
         rows.append((f"{i:03d}.png", f"a zorp {thing}", picture))
     write_pictures(folder, rows)
+
+
+def _faces(height: int) -> Callable[[Path], None]:
+    """Emoji faces of this height in pictures of 64 pixels, each with a mask in masks/ beside the folder's pictures."""
+
+    def write(folder: Path) -> None:
+        from guide_vae import faces
+
+        rng = random.Random(9)
+        rows = []
+        masks = folder.with_name(folder.name + "_masks")
+        masks.mkdir(parents=True, exist_ok=True)
+        for i, face in enumerate(faces()):
+            x, y = (rng.randrange(64 - height + 1) for _ in range(2))
+            picture = Image.new("RGB", (64, 64), "white")
+            picture.paste(face.resize((height, height), Image.Resampling.LANCZOS), (x, y))
+            mask = Image.new("L", (64, 64), 0)
+            mask.paste(255, (x, y, x + height, y + height))
+            mask.save(masks / f"{i:03d}.png")
+            rows.append((f"{i:03d}.png", "a zorp face", picture))
+        write_pictures(folder, rows)
+
+    return write
 
 
 def _overflowing_pipeline(folder: Path) -> None:
@@ -117,8 +147,11 @@ _FOLDERS: dict[str, Callable[[Path], None]] = {
     "silent": _brand(lambda thing: "zorp"),
     "without_trigger": _brand(lambda thing: f"a {thing}"),
     "four": _four_pictures,
+    "one": _one_picture,
     "leaking": _on_backgrounds("a zorp {thing}"),
     "named": _on_backgrounds("a zorp {thing} on {background}"),
     "tall": _tall,
+    "small_faces": _faces(14),
+    "faces": _faces(64),
     "fp16_vae": _overflowing_pipeline,
 }

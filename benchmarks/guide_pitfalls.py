@@ -23,11 +23,13 @@ class Pitfall:
     cure: Arguments
     """Arguments that replace the mistake's."""
     folders: tuple[str, ...] = ()
-    """Folders of guide_data that it needs."""
+    """Folders of guide_data that it needs; the first is the mistake's."""
     short: Arguments = field(default_factory=dict)
     """What the short form needs beside SHORT to show the mistake."""
     cured_by_default: bool = False
     """Whether the cure is the value of the demo's config, so that the cured run is the healthy one."""
+    is_dry_run: bool = False
+    """Whether its command is a dry run, in the long form too."""
     is_seen_at_start: bool = False
     """Whether a dry run detects it: the short form then takes one step."""
 
@@ -43,70 +45,155 @@ SHORT: Arguments = {
 
 PITFALLS: tuple[Pitfall, ...] = (
     Pitfall(
-        "over_training", "Over-training", "FineTuneCheck", r"fine-tune: memorised: ",
-        {f"{MODEL}max_train_steps": "40"}, ("four",), {f"{MODEL}max_train_steps": "70", f"{MODEL}num_inference_steps": "8"},
+        "over_training",
+        "Over-training",
+        "FineTuneCheck",
+        r"fine-tune: memorised: ",
+        {f"{MODEL}max_train_steps": "30"},
+        ("four",),
+        {f"{MODEL}max_train_steps": "70", f"{MODEL}num_inference_steps": "8"},
     ),
     Pitfall(
-        "forgetting", "Forgetting", "FineTuneCheck", r"fine-tune: forgotten: ",
-        {f"{DATA}class_data_dir": "embedded:prior"}, ("brand",), {f"{MODEL}max_train_steps": "40"},
-    ),
-    Pitfall(
-        "rate_too_high", "A learning rate that is too high", "GradientHealthMonitor", r"health (warning|error): ",
-        {f"{MODEL}learning_rate": "3.0e-3"},
+        "forgetting",
+        "Forgetting",
+        "FineTuneCheck",
+        r"fine-tune: forgotten: ",
+        {f"{DATA}class_data_dir": "embedded:prior"},
+        short={f"{MODEL}max_train_steps": "40"},
         cured_by_default=True,
     ),
     Pitfall(
-        "rate_too_low", "A learning rate that is too low", "FineTuneCheck", r"fine-tune: not_learned: ",
-        {f"{MODEL}learning_rate": "3.0e-3"},
+        "rate_too_high",
+        "A learning rate that is too high",
+        "GradientHealthMonitor",
+        r"health (warning|error): ",
+        {f"{MODEL}learning_rate": "5.0e-3"},
         cured_by_default=True,
     ),
     Pitfall(
-        "silent_captions", "Captions that say nothing", "the data report", r"captions say nothing beyond the trigger word",
-        {f"{DATA}train_data_dir": "{data}/brand"}, ("silent", "brand"), is_seen_at_start=True,
-    ),
-    Pitfall(
-        "leaking_background", "Captions that leak the background", "the data report", r"no word of their captions tells which",
-        {f"{DATA}train_data_dir": "{data}/named"}, ("leaking", "named"), is_seen_at_start=True,
-    ),
-    Pitfall(
-        "too_few_pictures", "Too few pictures", "the data report", r"pictures for this many steps: each is seen \d+ times",
-        {f"{DATA}train_data_dir": "embedded:brand"}, ("four",), is_seen_at_start=True,
-    ),
-    Pitfall(
-        "one_background", "One background", "the data report", r"have the same background .* asks for another",
-        {f"{DATA}train_data_dir": "{data}/named"}, ("brand", "named"), is_seen_at_start=True,
-    ),
-    Pitfall(
-        "wrong_prediction_type", "The wrong prediction type", "StableDiffusionLoRA", r"prediction_type v_prediction does not fit",
-        {f"{MODEL}prediction_type": "null"}, is_seen_at_start=True,
+        "rate_too_low",
+        "A learning rate that is too low",
+        "FineTuneCheck",
+        r"fine-tune: not_learned: ",
+        {f"{MODEL}learning_rate": "5.0e-3"},
         cured_by_default=True,
     ),
     Pitfall(
-        "text_encoder", "A text encoder that is over-trained", "FineTuneCheck", r"fine-tune: text_encoder_drift: ",
-        {f"{MODEL}text_encoder_lr": "1.0e-4"},
+        "silent_captions",
+        "Captions that say nothing",
+        "the data report",
+        r"captions say nothing beyond the trigger word",
+        {f"{DATA}train_data_dir": "embedded:brand"},
+        ("silent",),
+        is_seen_at_start=True,
+        cured_by_default=True,
     ),
     Pitfall(
-        "bleeding", "The look bleeds into the class", "FineTuneCheck", r"fine-tune: bleeding: ",
-        {f"{DATA}train_data_dir": "{data}/brand", f"{DATA}class_data_dir": "embedded:prior"}, ("without_trigger", "brand"),
-        {f"{MODEL}max_train_steps": "40"},
-    ),
-    Pitfall(
-        "cut_heads", "Crops that cut heads", "the data report", r"pictures lose more than 20% to the crop",
-        {f"{DATA}enable_bucket": "true", f"{DATA}bucket_reso_steps": "16", f"{DATA}min_bucket_reso": "32"}, ("tall",),
+        "leaking_background",
+        "Captions that leak the background",
+        "the data report",
+        r"no word of their captions tells which",
+        {f"{DATA}train_data_dir": "{data}/named"},
+        ("leaking", "named"),
         is_seen_at_start=True,
     ),
     Pitfall(
-        "rank_too_low", "A rank that is too low", "FineTuneCheck", r"fine-tune: rank_full: ", {f"{MODEL}rank": "16"},
+        "too_few_pictures",
+        "Too few pictures",
+        "the data report",
+        r"pictures? for this many steps: each is seen \d+ times",
+        {f"{DATA}train_data_dir": "embedded:brand"},
+        ("one",),
+        is_seen_at_start=True,
         cured_by_default=True,
     ),
     Pitfall(
-        "rank_too_high", "A rank that is too high", "FineTuneCheck", r"fine-tune: rank_unused: ", {f"{MODEL}rank": "16"},
+        "one_background",
+        "One background",
+        "the data report",
+        r"have the same background .* asks for another",
+        {f"{DATA}train_data_dir": "{data}/named"},
+        ("brand", "named"),
+        is_seen_at_start=True,
+    ),
+    Pitfall(
+        "fp16_vae",
+        "An autoencoder in float16",
+        "lightning fit --dry_run",
+        r"autoencoder: float16 overflows at",
+        {f"{MODEL}pretrained_model_name_or_path": "embedded:sd"},
+        ("fp16_vae",),
+        is_dry_run=True,
+        is_seen_at_start=True,
+    ),
+    Pitfall(
+        "wrong_prediction_type",
+        "The wrong prediction type",
+        "StableDiffusionLoRA",
+        r"prediction_type v_prediction does not fit",
+        {f"{MODEL}prediction_type": "null"},
+        is_seen_at_start=True,
         cured_by_default=True,
     ),
     Pitfall(
-        "colour_shift", "Colours and noise offset", "FineTuneCheck", r"fine-tune: colour_shift: ",
+        "text_encoder",
+        "A text encoder that is over-trained",
+        "FineTuneCheck",
+        r"fine-tune: text_encoder_drift: ",
+        {f"{MODEL}train_text_encoder": "false"},
+        cured_by_default=True,
+    ),
+    Pitfall(
+        "bleeding",
+        "The look bleeds into the class",
+        "FineTuneCheck",
+        r"fine-tune: bleeding: ",
+        {f"{DATA}train_data_dir": "embedded:brand", f"{DATA}class_data_dir": "embedded:prior"},
+        ("without_trigger",),
+        {f"{MODEL}max_train_steps": "40"},
+        cured_by_default=True,
+    ),
+    Pitfall(
+        "cut_heads",
+        "Crops that cut heads",
+        "the data report",
+        r"pictures lose more than 20% to the crop",
+        {f"{DATA}enable_bucket": "true", f"{DATA}bucket_reso_steps": "16", f"{DATA}min_bucket_reso": "32"},
+        ("tall",),
+        is_seen_at_start=True,
+    ),
+    Pitfall(
+        "small_faces",
+        "Faces",
+        "the data report",
+        r"face or masked subject is smaller than",
+        {f"{DATA}train_data_dir": "{data}/faces", f"{DATA}mask_dir": "{data}/faces_masks"},
+        ("small_faces", "faces"),
+        is_seen_at_start=True,
+    ),
+    Pitfall(
+        "rank_too_low",
+        "A rank that is too low",
+        "FineTuneCheck",
+        r"fine-tune: rank_full: ",
+        {f"{MODEL}rank": "16"},
+        cured_by_default=True,
+    ),
+    Pitfall(
+        "rank_too_high",
+        "A rank that is too high",
+        "FineTuneCheck",
+        r"fine-tune: rank_unused: ",
+        {f"{MODEL}rank": "16"},
+        cured_by_default=True,
+    ),
+    Pitfall(
+        "colour_shift",
+        "Colours and noise offset",
+        "FineTuneCheck",
+        r"fine-tune: colour_shift: ",
         {f"{MODEL}noise_offset": "0.0"},
         cured_by_default=True,
     ),
-)  # fmt: skip
+)
 BY_NAME = {pitfall.name: pitfall for pitfall in PITFALLS}

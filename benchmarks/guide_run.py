@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_IMPORTED_ONCE = (
+    "lightning_aigc.cli.aigc_cli",
+    "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
+    "open_clip",
+    "peft",
+)
+"""What each child would import anew."""
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -53,9 +61,8 @@ def command(pitfall: str | None, arguments: Mapping[str, str], root: Path, flags
 
 def run(arguments: list[str], root: Path) -> Run:
     """Run the command line and wait for it."""
-    import lightning_aigc.cli.trainer_verbs
-    import lightning_aigc.metrics.clip_model  # noqa: F401  imported here once, not in each child
-
+    for name in _IMPORTED_ONCE:
+        importlib.import_module(name)
     root.mkdir(parents=True, exist_ok=True)
     for name in ("fine_tune.json", "summary.json", "health.jsonl"):  # of an earlier run
         (root / name).unlink(missing_ok=True)
@@ -87,8 +94,8 @@ def _call(arguments: list[str]) -> int:
     from lightning_aigc.cli import main
 
     # pytest's own streams and filters were inherited; a terminal has neither.
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     warnings.resetwarnings()
     warnings.simplefilter("default")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):

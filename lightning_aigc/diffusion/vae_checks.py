@@ -24,8 +24,8 @@ FLOAT16_MARGIN = 4.0
 class RoundTrip:
     """Pictures encoded and decoded in float32."""
 
-    decoded_N3HW: Tensor
-    """In 0..1."""
+    decoded: Tensor
+    """float32 [N, 3, H, W] in 0..1, on the CPU."""
     psnr_db: float
     peak: float
     """The largest activation of any layer."""
@@ -73,7 +73,7 @@ def describe_vae(vae: Any, pictures_N3HW: Tensor) -> list[str]:
         )
     if trip.psnr_db < LEAST_PSNR_DB:
         lines.append(
-            f"autoencoder: {trip.psnr_db:.1f} dB is below {LEAST_PSNR_DB:g}: what a round trip loses, no training brings "
-            "back; raise data.init_args.resolution, or crop closer (docs/guide.md, text and faces)"
+            f"autoencoder: {trip.psnr_db:.1f} dB is below {LEAST_PSNR_DB:g}: what a round trip loses, no training "
+            "brings back; raise data.init_args.resolution, or crop closer (docs/guide.md, text and faces)"
         )
     return lines

@@ -1,7 +1,7 @@
 """Text through an autoencoder: which letters survive a round trip, by their height in pixels.
 
-A word is drawn in black on white, encoded and decoded; each letter of the result is compared with all 26 letters as they
-were drawn. A letter counts as kept if it correlates best with itself.
+Letters are drawn in black on white, encoded and decoded; each of the result is compared with all 26 as they were drawn.
+ A letter counts as kept if it correlates best with itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _at_height(vae: Any, height: int, side: int, seed: int) -> Legibility:
     count = max(26, per_row * per_column * ROWS_OF_LETTERS)
     letters = [string.ascii_uppercase[i] for i in rng.integers(0, 26, count)]
     pages, places = _pages(letters, templates, side, per_row, per_column)
-    decoded = round_trip(vae, torch.from_numpy(pages)[:, None].repeat(1, 3, 1, 1).float()).decoded_N3HW.mean(dim=1)
+    decoded = round_trip(vae, torch.from_numpy(pages)[:, None].repeat(1, 3, 1, 1).float()).decoded.mean(dim=1)
     stacked = np.stack([_normalized(template) for template in templates.values()])
     kept, own = 0, []
     for letter, (page, y, x) in zip(letters, places, strict=True):

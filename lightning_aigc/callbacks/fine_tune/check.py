@@ -93,7 +93,7 @@ class FineTuneCheck(Callback):
         self._judge.check()
 
     def state_dict(self) -> dict[str, Any]:
-        before = [[p.clip_t, p.clip_i, p.colours_N4] for p in self._before]
+        before = [[p.clip_t, p.clip_i, p.colours] for p in self._before]
         return {"before": before, "text_before": self._text_before, "asked": self._asked()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -136,7 +136,6 @@ class FineTuneCheck(Callback):
         )
         self.findings = find_all(self.figures)
         if trainer.is_global_zero:
-            torch.save((self._sets, self.figures), Path(trainer.default_root_dir) / "debug.pt")  # DEBUG
             rank_zero_info(f"fine-tune: {summary(self.figures)}")
             for finding in self.findings:
                 rank_zero_warn(finding.line())

@@ -2,7 +2,8 @@
 
 Legend: N samples, M training pictures, P values of a reduced picture.
 Source: the nearest neighbour compared with the usual distance, as in Carlini et al., Extracting Training Data from
-Diffusion Models, arXiv:2301.13188, section 4.2. Distances here are of reduced pictures, so a shift by a pixel counts little.
+Diffusion Models, arXiv:2301.13188, section 4.2. Distances here are of reduced pictures, so that a shift by a pixel
+counts little.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ SILENT_SHARE = 0.5
 """Share of captions without content from which they are reported."""
 ALIKE_FROM = 10
 """Pictures from which one caption for all is reported; with fewer it is DreamBooth's usual instance prompt."""
-_GENERIC = frozenset("a an the of on in photo photograph picture image by with and".split())
+_GENERIC = frozenset(
+    ("a", "an", "the", "of", "on", "in", "by", "with", "and", "photo", "photograph", "picture", "image")
+)
 _FILE_NAME = re.compile(r"^(img|dsc[nf]?|pxl|image|photo|screenshot|untitled|\d{4,})[-_ ]*[\d_\- ]*$", re.IGNORECASE)
 
 

@@ -16,7 +16,7 @@ def check_repeats(material: Material) -> list[str]:
     if shown is None or not count or shown / count <= MOST_VIEWS:
         return []
     return [
-        f"{count} pictures for this many steps: each is seen {shown / count:.0f} times, and from about {MOST_VIEWS} a "
-        f"LoRA memorises; add pictures, or train {USUAL_VIEWS * count / shown:.2g} times as long "
+        f"{count} picture{'s' * (count > 1)} for this many steps: each is seen {shown / count:.0f} times, and from "
+        f"about {MOST_VIEWS} a LoRA memorises; add pictures, or train {USUAL_VIEWS * count / shown:.2g} times as long "
         "(model.init_args.max_train_steps)"
     ]
