@@ -40,7 +40,7 @@ DEFINED = {
     ],
     "lightning_aigc.protocols": [
         "BringsSnapshots", "DeclaresSnapshotArguments", "DescribesTrainingData",
-        "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
+        "EncodesCaptions", "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
         "HasPipelineParts", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
         "HasValidationPrompts", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
         "SupportsSampling", "WritesFinalFiles",

@@ -18,14 +18,15 @@ def effective_ranks(model: nn.Module) -> dict[str, tuple[int, float]]:
         matrices = getattr(module, "lora_A", None)
         if isinstance(matrices, nn.ModuleDict) and len(matrices):
             adapter = next(iter(matrices))
-            values_R = singular_values(matrices[adapter].weight, module.lora_B[adapter].weight)  # type: ignore[arg-type, union-attr, index]
+            a: Tensor = matrices[adapter].weight  # type: ignore[assignment]
+            values_R = singular_values(a, module.lora_B[adapter].weight)  # type: ignore[arg-type, union-attr, index]
             if values_R.sum() > 0:
-                found[name] = (len(values_R), effective_rank(values_R))
+                found[name] = (len(a), effective_rank(values_R))
     return found
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """The R singular values of B @ A from two small QRs, without the product. a: [R, ...], b: [..., R, ...]."""
+    """The singular values of B @ A, at most R, from two small QRs, without the product. a: [R, ...], b: [..., R, ...]."""
     a_RN, b_MR = a.detach().float().cpu().flatten(1), b.detach().float().cpu().flatten(1)
     return torch.linalg.svdvals(torch.linalg.qr(b_MR).R @ torch.linalg.qr(a_RN.T).R.T)
 

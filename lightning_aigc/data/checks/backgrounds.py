@@ -25,7 +25,9 @@ NAMED_SHARE = 0.4
 """Share of the captions that must have a word of their background."""
 PURE_SHARE = 0.9
 """Share of a word's captions that one background must have, for the word to tell which."""
-_PLACE = re.compile(r"\b(on|in|at|under|beside|near|against|inside|outside)\s+\w+", re.IGNORECASE)
+_PLACE = re.compile(
+    r"\b(?:on|in|at|under|beside|near|against|inside|outside)\s+(?:(?:an?|the|some|my)\s+)?(\w+)", re.IGNORECASE
+)
 
 
 def check_backgrounds(material: Material) -> list[str]:
@@ -61,7 +63,7 @@ def _one_background(material: Material, borders: NDArray[np.float64]) -> list[st
     if alike < ALIKE_SHARE:
         return []
     known = {word for sample in material.samples for word in words_of(sample.caption)}
-    elsewhere = [p for p in material.prompts if (place := _PLACE.search(p)) and set(words_of(place[0])[1:]) - known]
+    elsewhere = [p for p in material.prompts if (place := _PLACE.search(p)) and place[1].lower() not in known]
     if not elsewhere:
         return []
     colour = ", ".join(f"{value:.0f}" for value in np.median(usual, axis=0))

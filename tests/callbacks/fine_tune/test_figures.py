@@ -91,4 +91,4 @@ def test_the_effective_rank_is_that_of_the_product() -> None:
     assert torch.allclose(singular_values(a, b), expected, rtol=1e-4)
     assert effective_rank(torch.tensor([1.0, 0.0, 0.0])) == pytest.approx(1.0)
     convolution = nn.Conv2d(4, 8, 3)
-    assert len(singular_values(convolution.weight, torch.randn(6, 8, 1, 1))) == 8
+    assert len(singular_values(convolution.weight, torch.randn(6, 8, 1, 1))) == 6
