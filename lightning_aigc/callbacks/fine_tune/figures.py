@@ -14,7 +14,9 @@ LEAST_LEARNED = 0.02
 """Gain of CLIP-T or CLIP-I, a cosine, below which a run taught its prompts nothing."""
 MOST_FORGOTTEN = 0.1
 """Share of the class prompts' CLIP-T that a run may cost; the demo's bar."""
-MOST_BLED = 0.35
+LEAST_BLED = 0.1
+"""Rise of the class prompts' CLIP-I to the training pictures below which nothing bleeds."""
+MOST_BLED = 0.25
 """Rise of the class prompts' CLIP-I to the training pictures, over that of the trained prompts."""
 COPIED_SHARE = 0.25
 """Share of copies among the samples."""
@@ -133,7 +135,7 @@ def _bled(figures: Figures) -> FineTuneFinding | None:
     if figures.plain is None:
         return None
     (plain, noise), (trained, _) = gain(figures.plain, "clip_i"), gain(figures.trained, "clip_i")
-    if not (plain > 2 * noise and plain > LEAST_LEARNED and trained > 0 and plain > MOST_BLED * trained):
+    if not (plain > 2 * noise and plain > LEAST_BLED and trained > 0 and plain > MOST_BLED * trained):
         return None
     return FineTuneFinding(
         "bleeding",

@@ -26,7 +26,7 @@ def effective_ranks(model: nn.Module) -> dict[str, tuple[int, float]]:
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """The singular values of B @ A, at most R, from two small QRs, without the product. a: [R, ...], b: [..., R, ...]."""
+    """The singular values of B @ A, at most R, by two small QRs, not the product. a: [R, ...], b: [M, R, ...]."""
     a_RN, b_MR = a.detach().float().cpu().flatten(1), b.detach().float().cpu().flatten(1)
     return torch.linalg.svdvals(torch.linalg.qr(b_MR).R @ torch.linalg.qr(a_RN.T).R.T)
 
