@@ -35,7 +35,7 @@ def run_pitfall(pitfall: Pitfall, root: Path, *, is_short: bool, is_cured: bool)
     for name in pitfall.folders:
         guide_data.make(name, data)
     arguments = {"data.init_args.cache_dir": str(root / "cache")}
-    arguments |= (SHORT | pitfall.short) if is_short else {}
+    arguments |= {**SHORT, **pitfall.short} if is_short else {}
     arguments |= {key: str(data / folder) for key, folder in _bad_folders(pitfall).items()}
     if is_cured:
         arguments |= {key: value.replace("{data}", str(data)) for key, value in pitfall.cure.items()}

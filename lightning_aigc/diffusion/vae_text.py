@@ -109,4 +109,5 @@ def _pages(
 
 def _normalized(patch_HW: np.ndarray) -> np.ndarray:
     flat = patch_HW.ravel() - patch_HW.mean()
-    return flat / max(float(np.linalg.norm(flat)), 1e-6)
+    normalized: np.ndarray = flat / max(float(np.linalg.norm(flat)), 1e-6)
+    return normalized

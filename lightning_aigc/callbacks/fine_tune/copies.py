@@ -39,7 +39,8 @@ def copy_ratios(samples_N3HW: Tensor, training_M3HW: Tensor) -> Tensor | None:
     distance_N = torch.minimum(
         torch.cdist(samples_NP, training_MP).min(dim=1).values, torch.cdist(samples_NP, mirrored_MP).min(dim=1).values
     )
-    return distance_N / scale / usual
+    ratios_N: Tensor = distance_N / scale / usual
+    return ratios_N
 
 
 def _reduced(images_N3HW: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def effective_ranks(model: nn.Module) -> dict[str, tuple[int, float]]:
         if isinstance(matrices, nn.ModuleDict) and len(matrices):
             adapter = next(iter(matrices))
             a: Tensor = matrices[adapter].weight  # type: ignore[assignment]
-            values_R = singular_values(a, module.lora_B[adapter].weight)  # type: ignore[arg-type, union-attr, index]
+            values_R = singular_values(a, module.lora_B[adapter].weight)
             if values_R.sum() > 0:
                 found[name] = (len(a), effective_rank(values_R))
     return found
@@ -28,7 +28,8 @@ def effective_ranks(model: nn.Module) -> dict[str, tuple[int, float]]:
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
     """The singular values of B @ A, at most R, by two small QRs, not the product. a: [R, ...], b: [M, R, ...]."""
     a_RN, b_MR = a.detach().float().cpu().flatten(1), b.detach().float().cpu().flatten(1)
-    return torch.linalg.svdvals(torch.linalg.qr(b_MR).R @ torch.linalg.qr(a_RN.T).R.T)
+    values: Tensor = torch.linalg.svdvals(torch.linalg.qr(b_MR).R @ torch.linalg.qr(a_RN.T).R.T)
+    return values
 
 
 def effective_rank(singular_values_R: Tensor) -> float:

@@ -46,7 +46,7 @@ def material_of_run(
 ) -> Material:
     """The material of a TrainingIndex; steps and prompts are the Trainer's and its module's, if there is one."""
     module = getattr(trainer, "lightning_module", None)
-    steps = getattr(module, "hparams", {}).get("max_train_steps") or getattr(trainer, "max_steps", -1)
+    steps: int = getattr(module, "hparams", {}).get("max_train_steps") or int(getattr(trainer, "max_steps", -1))
     at_once = train_batch_size * getattr(trainer, "world_size", 1) * getattr(trainer, "accumulate_grad_batches", 1)
     own = sorted({row for bucket in index.buckets for row in bucket})
     return Material(
