@@ -44,17 +44,19 @@ def run_pitfall(pitfall: Pitfall, root: Path, *, is_short: bool, is_cured: bool)
     return run(command(pitfall.name, arguments, target, flags), target)
 
 
-_HEALTHY: dict[Path, Run] = {}
+_CURED: dict[tuple[Path, str], Run] = {}
 
 
 def cured_run(pitfall: Pitfall, root: Path) -> Run:
-    """The cured run; the healthy one, run once, for pitfalls that the demo's own values cure."""
-    if not pitfall.cured_by_default:
-        return run_pitfall(pitfall, root, is_short=False, is_cured=True)
-    if root not in _HEALTHY:
-        target = root / "healthy"
-        _HEALTHY[root] = run(command(None, {"data.init_args.cache_dir": str(root / "cache")}, target), target)
-    return _HEALTHY[root]
+    """The cured run: the healthy one, run once, where the demo's own values cure; else once for each cure."""
+    key = (root, "healthy" if pitfall.cured_by_default else str(sorted(pitfall.cure.items())))
+    if key not in _CURED:
+        if pitfall.cured_by_default:
+            target = root / "healthy"
+            _CURED[key] = run(command(None, {"data.init_args.cache_dir": str(root / "cache")}, target), target)
+        else:
+            _CURED[key] = run_pitfall(pitfall, root, is_short=False, is_cured=True)
+    return _CURED[key]
 
 
 def _bad_folders(pitfall: Pitfall) -> dict[str, str]:

@@ -66,6 +66,8 @@ def run(arguments: list[str], root: Path) -> Run:
     root.mkdir(parents=True, exist_ok=True)
     for name in ("fine_tune.json", "summary.json", "health.jsonl"):  # of an earlier run
         (root / name).unlink(missing_ok=True)
+    for picture in root.glob("samples/*.png"):
+        picture.unlink()
     log = root / "terminal.log"
     sys.stdout.flush()
     sys.stderr.flush()

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def effective_ranks(model: nn.Module) -> dict[str, tuple[int, float]]:
-    """(rank, effective rank) of each LoRA layer of peft whose change is not zero."""
+    """(rank, effective rank) of each LoRA layer of peft whose change is finite and not zero."""
     found = {}
     for name, module in model.named_modules():
         matrices = getattr(module, "lora_A", None)
         if isinstance(matrices, nn.ModuleDict) and len(matrices):
             adapter = next(iter(matrices))
             a: Tensor = matrices[adapter].weight  # type: ignore[assignment]
-            values_R = singular_values(a, module.lora_B[adapter].weight)
+            b: Tensor = module.lora_B[adapter].weight
+            if not (a.isfinite().all() and b.isfinite().all()):
+                continue
+            values_R = singular_values(a, b)
             if values_R.sum() > 0:
                 found[name] = (len(a), effective_rank(values_R))
     return found

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_aigc.callbacks.fine_tune.copies import copy_ratios
 from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_all, summary
-from lightning_aigc.callbacks.fine_tune.ranks import effective_rank, singular_values
+from lightning_aigc.callbacks.fine_tune.ranks import effective_rank, effective_ranks, singular_values
+from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.tiny import drawing, world
 
 
@@ -82,6 +83,18 @@ def test_copies_need_two_training_pictures_that_differ() -> None:
     one = brand(1, 0)
     assert copy_ratios(one, one) is None
     assert copy_ratios(one, one.repeat(3, 1, 1, 1)) is None
+
+
+def test_layers_that_diverged_or_never_moved_have_no_rank() -> None:
+    module = StableDiffusionLoRA("embedded:sd", rank=4)
+    unet = module.loaded().unet
+    assert effective_ranks(unet) == {}  # B is zero
+    layers = [m for m in unet.modules() if isinstance(getattr(m, "lora_B", None), nn.ModuleDict)]
+    with torch.no_grad():
+        for layer, value in zip(layers[:2], (0.5, torch.nan), strict=True):
+            layer.lora_B["default"].weight.fill_(value)
+    ((rank, used),) = effective_ranks(unet).values()
+    assert rank == 4 and used == pytest.approx(1.0, abs=1e-3)
 
 
 def test_the_effective_rank_is_that_of_the_product() -> None:
