@@ -60,7 +60,6 @@ PITFALLS: tuple[Pitfall, ...] = (
         r"fine-tune: forgotten: ",
         {f"{DATA}class_data_dir": "embedded:prior"},
         short={f"{MODEL}max_train_steps": "40"},
-        cured_by_default=True,
     ),
     Pitfall(
         "rate_too_high",
@@ -105,7 +104,6 @@ PITFALLS: tuple[Pitfall, ...] = (
         {f"{DATA}train_data_dir": "embedded:brand"},
         ("one",),
         is_seen_at_start=True,
-        cured_by_default=True,
     ),
     Pitfall(
         "one_background",
@@ -148,10 +146,13 @@ PITFALLS: tuple[Pitfall, ...] = (
         "The look bleeds into the class",
         "FineTuneCheck",
         r"fine-tune: bleeding: ",
-        {f"{DATA}train_data_dir": "embedded:brand", f"{DATA}class_data_dir": "embedded:prior"},
+        {
+            f"{DATA}train_data_dir": "embedded:brand",
+            f"{DATA}class_data_dir": "embedded:prior",
+            f"{MODEL}validation_prompts": "[a zorp mug, a zorp umbrella, a zorp teapot, a zorp guitar]",
+        },
         ("without_trigger",),
         {f"{MODEL}max_train_steps": "40"},
-        cured_by_default=True,
     ),
     Pitfall(
         "cut_heads",
