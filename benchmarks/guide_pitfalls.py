@@ -149,6 +149,7 @@ PITFALLS: tuple[Pitfall, ...] = (
         {
             f"{DATA}train_data_dir": "embedded:brand",
             f"{DATA}class_data_dir": "embedded:prior",
+            f"{DATA}prior_ratio": "2.0",
             f"{MODEL}validation_prompts": "[a zorp mug, a zorp umbrella, a zorp teapot, a zorp guitar]",
         },
         ("without_trigger",),
