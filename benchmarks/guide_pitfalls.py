@@ -67,6 +67,7 @@ PITFALLS: tuple[Pitfall, ...] = (
         "GradientHealthMonitor",
         r"health (warning|error): ",
         {f"{MODEL}learning_rate": "5.0e-3"},
+        short={f"{MODEL}max_train_steps": "24"},
         cured_by_default=True,
     ),
     Pitfall(
@@ -103,6 +104,7 @@ PITFALLS: tuple[Pitfall, ...] = (
         r"pictures? for this many steps: each is seen \d+ times",
         {f"{DATA}train_data_dir": "embedded:brand"},
         ("one",),
+        {f"{MODEL}max_train_steps": "110"},
         is_seen_at_start=True,
     ),
     Pitfall(

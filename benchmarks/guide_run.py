@@ -98,6 +98,7 @@ def _call(arguments: list[str]) -> int:
     # pytest's own streams and filters were inherited; a terminal has neither.
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    importlib.reload(warnings)  # pytest records warnings instead of showing them
     warnings.resetwarnings()
     warnings.simplefilter("default")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
