@@ -40,6 +40,15 @@ class HasImageRemedies(Protocol):
 
 
 @runtime_checkable
+class EncodesCaptions(Protocol):
+    """Encodes captions, for FineTuneCheck."""
+
+    def encode_captions(self, captions: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return embeddings by batch key, among them `prompt_embeds` [B, T, D]."""
+        ...
+
+
+@runtime_checkable
 class HasPipelineParts(Protocol):
     """Keeps the parts of its pipeline, frozen ones among them, out of the module tree."""
 

@@ -13,8 +13,8 @@ import lightning_aigc
 NAMES = {
     "lightning_aigc.accelerators": ["NPUAccelerator"],
     "lightning_aigc.callbacks": [
-        "AdaptiveLR", "CLIPConvergenceGuard", "ExactSnapshot", "GradientHealthMonitor", "PartialWindowScaling",
-        "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
+        "AdaptiveLR", "CLIPConvergenceGuard", "ExactSnapshot", "FineTuneCheck", "GradientHealthMonitor",
+        "PartialWindowScaling", "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
     ],
     "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
     "lightning_aigc.checkpoint": [
@@ -40,7 +40,7 @@ DEFINED = {
     ],
     "lightning_aigc.protocols": [
         "AddsToReport", "BringsSnapshots", "CountsWrittenFiles", "DeclaresSnapshotArguments", "DescribesTrainingData",
-        "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
+        "EncodesCaptions", "HasDeferredSnapshotKeys", "HasImageRemedies", "HasNoiseSchedule", "HasOutputName",
         "HasPipelineParts", "HasReferenceImages", "HasSnapshotState", "HasTrainBatchSize",
         "HasValidationPrompts", "MeasuresSync", "ReportsExampleLosses", "SavesLoRA", "SeesSampleImages",
         "SupportsSampling", "WritesFinalFiles",
@@ -82,6 +82,9 @@ ARGUMENTS = {
     ],
     ("lightning_aigc.callbacks.health", "Alert"): [
         "step", "check", "layer", "level", "message", "cause", "remedy", "since", "rank",
+    ],
+    ("lightning_aigc.callbacks", "FineTuneCheck"): [
+        "prompts", "class_prompts", "num_images", "seed", "clip_model", "clip_pretrained", "reference_images",
     ],
     ("lightning_aigc.callbacks", "RunReport"): [
         "clip_model", "clip_pretrained", "prompts", "prior_prompts", "num_images", "seed", "images_shown",

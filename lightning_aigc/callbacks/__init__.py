@@ -3,6 +3,7 @@
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.callbacks.clip_convergence_guard import CLIPConvergenceGuard
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
+from lightning_aigc.callbacks.fine_tune import FineTuneCheck
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.partial_window_scaling import PartialWindowScaling
 from lightning_aigc.callbacks.partial_window_scaling import WholeWindows as WholeWindows  # the former name
@@ -15,6 +16,7 @@ __all__ = [
     "AdaptiveLR",
     "CLIPConvergenceGuard",
     "ExactSnapshot",
+    "FineTuneCheck",
     "GradientHealthMonitor",
     "PartialWindowScaling",
     "RunProgress",

@@ -10,7 +10,10 @@ from torch import nn
 
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
-from lightning_aigc.protocols import CountsWrittenFiles, HasPipelineParts
+from lightning_aigc.diffusion.vae_checks import describe_vae
+from lightning_aigc.protocols import CountsWrittenFiles, HasPipelineParts, HasReferenceImages
+
+PICTURES_ROUND_TRIPPED = 4
 
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
@@ -29,6 +32,10 @@ class DryRun(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         print(memory_table(pl_module))
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        parts: Any = pl_module.components if isinstance(pl_module, HasPipelineParts) else None
+        if parts is not None and isinstance(data, HasReferenceImages):
+            print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED))))
         reset_peak_memory(pl_module.device)
         self._started_at = time.perf_counter()
 

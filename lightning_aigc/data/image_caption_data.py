@@ -13,6 +13,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_aigc.data.advice import advice_on
+from lightning_aigc.data.advice.material import material_of_run
 from lightning_aigc.data.buckets import BucketSettings
 from lightning_aigc.data.cache import check_writable
 from lightning_aigc.data.choices import MissingCaptions, check_choices
@@ -280,6 +282,9 @@ class ImageCaptionData(LightningDataModule):
     def _complete_report(self, index: TrainingIndex) -> None:
         world_size = self.trainer.world_size if self.trainer is not None else 1
         index.report.count_batches(len(self._make_sampler(index, 0, world_size)), self.train_batch_size * world_size)
+        index.report.advice = advice_on(
+            material_of_run(index, self.trainer, self.options.trigger_word, self.train_batch_size, self.buckets)
+        )
         wanted = self.caches.wanted
         index.report.cache = [f"{' and '.join(wanted)} in {self.cache_dir}"] if wanted else ["off"]
 

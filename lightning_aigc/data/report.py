@@ -41,6 +41,7 @@ class DataReport:
     rejected: list[tuple[str, str]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     buckets: list[BucketRow] = field(default_factory=list)
     cache: list[str] = field(default_factory=list)
     loader: str = ""
@@ -82,6 +83,8 @@ class DataReport:
             lines += finding.lines()
         if self.notes:
             lines += ["  notes", *listed(self.notes)]
+        if self.advice:
+            lines += ["  advice", *listed(self.advice)]
         lines += [f"  cache     {line}" for line in self.cache]
         if self.loader:
             lines.append(f"  loader    {self.loader}")

@@ -27,8 +27,11 @@ from lightning_aigc.diffusion.objectives import (
     loss_weights,
     training_target,
 )
+from lightning_aigc.diffusion.prediction_check import warn_of_prediction_type
 from lightning_aigc.diffusion.sampling import generate
 from lightning_aigc.errors import ModelError
+from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.rng import isolate_rng
 from lightning_aigc.tiny.embedded import resolve
 
 
@@ -76,6 +79,13 @@ class UNetTraining(DiffusionModule):
         self.loaded()
         assert self.schedule is not None
         return int(self.schedule.config.num_train_timesteps)
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0 and self.global_step == 0:
+            forward_context = self.trainer.precision_plugin.forward_context()
+            with isolate_rng(self.device), evaluating(self), forward_context:
+                warn_of_prediction_type(self, batch)
 
     def example_losses(self, batch: dict[str, Any]) -> Tensor:
         """The weighted diffusion loss of each example, float32 [B]."""

@@ -1,0 +1,28 @@
+"""Advice on training pictures and captions: what they will teach that nobody asked for. Each check is one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_aigc.data.advice.backgrounds import check_backgrounds
+from lightning_aigc.data.advice.captions import check_captions
+from lightning_aigc.data.advice.crops import check_crops
+from lightning_aigc.data.advice.faces import check_faces
+from lightning_aigc.data.advice.material import Material
+from lightning_aigc.data.advice.repeats import check_repeats
+
+CHECKS: tuple[Callable[[Material], list[str]], ...] = (
+    check_captions,
+    check_repeats,
+    check_crops,
+    check_backgrounds,
+    check_faces,
+)
+
+
+def advice_on(material: Material) -> list[str]:
+    """One sentence for each finding of all checks, with its figure and a config line; empty for healthy data."""
+    return [sentence for check in CHECKS for sentence in check(material)]
+
+
+__all__ = ["CHECKS", "Material", "advice_on"]

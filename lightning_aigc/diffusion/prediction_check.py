@@ -1,0 +1,58 @@
+"""Warn of a prediction type that the untrained model does not have.
+
+A model's output at a noisy latent is near its own target (noise, velocity or picture) and far from the others, so the
+loss under each type, from one forward pass, tells which one it was trained for.
+
+Legend: B batch, C channels, H and W latent height and width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_aigc.diffusion.objectives import training_target
+
+TYPES = ("epsilon", "v_prediction", "sample")
+SHARE_OF_NOISE = 0.6
+"""Timestep at which to look, of the schedule's: there the three targets lie far apart."""
+MUCH_LOWER = 3.0
+"""How many times lower another type's loss must be. A random model has about equal losses, a trained one 10 to 1000."""
+LEARNED_LOSS = 0.5
+"""Loss that the other type must reach, where the variance of each target is about 1."""
+
+
+@torch.no_grad()
+def loss_by_type(module: Any, batch: dict[str, Any]) -> dict[str, float]:
+    """The mean loss of the module's output under each prediction type, at one timestep and with fixed noise."""
+    schedule = module.schedule
+    latents_BCHW = module.encoders.latents(batch)
+    generator = torch.Generator("cpu").manual_seed(0)
+    noise_BCHW = torch.randn(latents_BCHW.shape, generator=generator).to(latents_BCHW)
+    steps = schedule.config.num_train_timesteps
+    timesteps_B = torch.full((len(latents_BCHW),), int(SHARE_OF_NOISE * steps), device=latents_BCHW.device)
+    noisy_BCHW = schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+    condition = module.encoders.condition(batch, with_gradients=False)
+    predicted_BCHW: Tensor = module.predict(noisy_BCHW, timesteps_B, condition, batch).float()
+    losses = {}
+    for kind in TYPES:
+        other = DDPMScheduler.from_config(schedule.config, prediction_type=kind)
+        target_BCHW = training_target(other, latents_BCHW, noise_BCHW, timesteps_B)
+        losses[kind] = float((predicted_BCHW - target_BCHW).square().mean())
+    return losses
+
+
+def warn_of_prediction_type(module: Any, batch: dict[str, Any]) -> None:
+    """Warn where another prediction type fits the untrained model far better than the configured one."""
+    losses = loss_by_type(module, batch)
+    configured = module.schedule.config.prediction_type
+    best = min(losses, key=lambda kind: losses[kind])
+    if best != configured and losses[best] < LEARNED_LOSS and losses[configured] > MUCH_LOWER * losses[best]:
+        rank_zero_warn(
+            f"prediction_type {configured} does not fit this model: its loss before training is "
+            f"{losses[configured]:.2f}, and {losses[best]:.3f} as {best}; set model.init_args.prediction_type: {best}"
+        )

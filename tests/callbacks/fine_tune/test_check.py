@@ -1,0 +1,72 @@
+"""FineTuneCheck in real fits of the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_aigc.callbacks import FineTuneCheck
+from lightning_aigc.callbacks.fine_tune.check import _drift
+from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.errors import ConfigError
+
+pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a run has no workers
+    pytest.mark.filterwarnings("ignore:.*module\\(s\\) in eval mode"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+
+def fit(tmp_path: Path, check: FineTuneCheck | None, steps: int = 2, **model: Any) -> StableDiffusionLoRA:
+    torch.manual_seed(0)
+    module = StableDiffusionLoRA(
+        "embedded:sd", rank=4, num_inference_steps=2, validation_prompts=["a zorp mug", "a zorp hat"], **model
+    )
+    data = ImageCaptionData(
+        "embedded:brand", resolution=64, trigger_word="zorp", cache_dir=str(tmp_path / "cache"), train_batch_size=2
+    )
+    trainer = Trainer(
+        max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tmp_path, callbacks=[check] if check else [],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return module
+
+
+def test_a_run_that_learned_nothing_is_named_with_figures_and_a_remedy(tmp_path: Path) -> None:
+    check = FineTuneCheck(num_images=2, clip_model="embedded:clip")
+    with pytest.warns(UserWarning, match=r"fine-tune: not_learned: .* Remedy: .*learning_rate"):
+        fit(tmp_path, check, learning_rate=1e-7)
+    written = json.loads((tmp_path / "fine_tune.json").read_text())
+    assert [finding["check"] for finding in written["findings"]] == ["not_learned"]
+    assert check.figures is not None and check.figures.text_drift == pytest.approx(0, abs=1e-3)
+    assert check.figures.ranks and len(check.figures.copy_ratios) == 4
+    assert check._sets[1] == ["a mug", "a hat"]  # the prompts without the trigger word
+
+
+def test_text_drift_is_none_for_equal_embeddings_and_one_for_exchanged_ones() -> None:
+    torch.manual_seed(0)
+    embeddings_ND = torch.randn(5, 64)
+    assert _drift(embeddings_ND, embeddings_ND) == pytest.approx(0, abs=1e-5)
+    exchanged = _drift(embeddings_ND, embeddings_ND.roll(1, dims=0))
+    assert exchanged is not None and 0.7 < exchanged < 1.3
+    assert _drift(embeddings_ND[:1], embeddings_ND[:1]) is None and _drift(None, None) is None
+
+
+def test_the_training_has_the_same_bits_with_the_check(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="not_learned"):
+        one = fit(tmp_path, FineTuneCheck(num_images=1, clip_model="embedded:clip"), learning_rate=1e-6)
+    other = fit(tmp_path, None, learning_rate=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(one.trainable_parameters(), other.trainable_parameters(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [{"prompts": "a mug"}, {"class_prompts": "a mug"}, {"num_images": 0}])
+def test_bad_arguments_are_one_sentence(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="FineTuneCheck"):
+        FineTuneCheck(**bad)

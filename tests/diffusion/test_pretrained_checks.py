@@ -1,0 +1,110 @@
+"""The checks of the untrained model: its prediction type, and its autoencoder in float16 and on text."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion.prediction_check import loss_by_type
+from lightning_aigc.diffusion.vae_checks import FLOAT16_MAX, describe_vae, round_trip
+from lightning_aigc.diffusion.vae_text import Legibility, least_legible_height, legibility
+
+pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a run has no workers
+    pytest.mark.filterwarnings("ignore:.*module\\(s\\) in eval mode"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
+]
+
+
+def fit(tmp_path: Path, prediction_type: str | None) -> StableDiffusionLoRA:
+    torch.manual_seed(0)
+    module = StableDiffusionLoRA("embedded:sd", rank=4, prediction_type=prediction_type)  # type: ignore[arg-type]
+    data = ImageCaptionData("embedded:brand", resolution=64, cache_dir=str(tmp_path / "cache"))
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return module
+
+
+@pytest.mark.parametrize("wrong", ["v_prediction", "sample"])
+def test_a_wrong_prediction_type_is_named_before_the_first_step(tmp_path: Path, wrong: str) -> None:
+    with pytest.warns(UserWarning, match=rf"prediction_type {wrong} does not fit .*prediction_type: epsilon"):
+        fit(tmp_path, wrong)
+
+
+def test_the_right_one_is_quiet_and_the_check_leaves_the_random_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = fit(tmp_path, None)  # warnings are errors here
+    monkeypatch.setattr("lightning_aigc.diffusion.unet_training.warn_of_prediction_type", lambda *_: None)
+    other = fit(tmp_path, None)
+    assert all(torch.equal(a, b) for a, b in zip(one.trainable_parameters(), other.trainable_parameters(), strict=True))
+
+
+def test_a_random_model_fits_no_prediction_type_much_better_than_another() -> None:
+    torch.manual_seed(0)
+    module = StableDiffusionLoRA("embedded:sd", rank=4)
+    parts = module.loaded()
+    for layer in parts.unet.modules():
+        reset = getattr(layer, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    batch: dict[str, Any] = {"pixel_values": torch.rand(4, 3, 64, 64) * 2 - 1, "captions": ["a mug"] * 4}
+    losses = loss_by_type(module, batch)
+    assert max(losses.values()) < 3 * min(losses.values())
+
+
+@pytest.fixture(scope="module")
+def vae() -> Any:
+    return StableDiffusionLoRA("embedded:sd").loaded().vae
+
+
+@pytest.fixture(scope="module")
+def pictures() -> torch.Tensor:
+    return ImageCaptionData("embedded:brand", resolution=64).reference_images(2)
+
+
+def test_a_healthy_autoencoder_gets_one_line_of_figures(vae: Any, pictures: torch.Tensor) -> None:
+    lines = describe_vae(vae, pictures)
+    assert len(lines) == 1 and "dB PSNR" in lines[0]
+    assert 25 < round_trip(vae, pictures).psnr_db < 40
+
+
+def test_an_activation_beyond_float16_is_found_with_its_layer(vae: Any, pictures: torch.Tensor) -> None:
+    large = copy.deepcopy(vae)
+    with torch.no_grad():
+        large.decoder.mid_block.resnets[0].conv2.weight.mul_(1e6)
+    trip = round_trip(large, pictures)
+    assert trip.peak > FLOAT16_MAX and trip.peak_layer.startswith("decoder.")
+    said = "\n".join(describe_vae(large, pictures))
+    assert f"float16 overflows at {trip.peak_layer}" in said and "vae_dtype: float32" in said
+    with torch.no_grad(), warnings.catch_warnings():
+        half = large.half().decode(torch.randn(1, 4, 16, 16).half()).sample
+    assert not half.isfinite().all()  # the check is right: float16 does not hold it
+
+
+def test_hooks_are_gone_after_the_check(vae: Any, pictures: torch.Tensor) -> None:
+    describe_vae(vae, pictures)
+    assert not any(module._forward_hooks for module in vae.modules())
+
+
+def test_large_letters_survive_the_autoencoder_and_small_ones_do_not(vae: Any) -> None:
+    small, large = legibility(vae, heights=(6, 24))
+    assert small.kept < 0.5 < 0.95 < large.kept
+    assert small.correlation < large.correlation
+
+
+def test_the_least_height_is_that_above_which_all_are_legible() -> None:
+    rows = [Legibility(h, kept, 0.5) for h, kept in ((6, 0.95), (8, 0.5), (10, 0.92), (12, 0.99))]
+    assert least_legible_height(rows) == 10
+    assert least_legible_height(rows[:2]) is None
