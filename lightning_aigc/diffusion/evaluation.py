@@ -54,7 +54,11 @@ class EvaluatedModule(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+        for without_pictures in (
+            "You defined a `validation_step` but have no `val_dataloader`",
+            "Total length of `list`",
+        ):
+            warnings.filterwarnings("ignore", without_pictures)  # holding none out is a choice, and the default
 
     @property
     def args(self) -> Any:
