@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fakes.ranks import meeting_point
+from fakes.ranks import run_ranks
 from lightning_aigc.callbacks.sample_grid import SampleGrid
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
@@ -286,14 +286,14 @@ def test_a_fast_dev_run_draws_nothing(tmp_path: Path) -> None:
     assert module.calls == [] and not (tmp_path / "samples").exists()
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="forks after a backward pass, which a CUDA build refuses")
-def test_with_two_ranks_only_rank_zero_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Counting()
+def train_as_a_rank(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
     grid = SampleGrid(["a"], every_n_steps=2)
-    with meeting_point() as where:
-        for name, value in where.items():
-            monkeypatch.setenv(name, value)
-        make_trainer(tmp_path, grid, max_steps=4, devices=2, strategy="ddp_fork").fit(module, data())
+    make_trainer(Path(folder), grid, max_steps=4, devices=2, strategy="ddp").fit(Counting(), data())
+
+
+def test_with_two_ranks_only_rank_zero_draws(tmp_path: Path) -> None:
+    run_ranks(train_as_a_rank, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
     assert steps_of(tmp_path) == [0, 2, 4]
     assert sorted(path.name for path in tmp_path.glob("*.txt")) == ["rank0.txt", "trained0.txt", "trained1.txt"]
     assert (tmp_path / "rank0.txt").read_text() == "xxx"

@@ -10,7 +10,9 @@ ASCEND = Path(__file__).parents[2] / "configs" / "sd_lora_ascend.yaml"
 
 
 def test_fit_on_an_npu_that_is_not_there_prints_three_commands(command: Callable[..., Any], photos: Path) -> None:
-    said = command("fit", "-c", ASCEND, f"--data.init_args.train_data_dir={photos}")
+    given = ["--data.init_args.trigger_word=zorp", "--model.init_args.output_name=mine"]
+    given += ["--model.init_args.validation_prompts=[a zorp mug]", f"--data.init_args.train_data_dir={photos}"]
+    said = command("fit", "-c", ASCEND, *given)
     assert said.code == 1
     (error,) = said.errors
     assert error.startswith("error: accelerator='npu' needs torch_npu, CANN and an Ascend NPU, got no torch_npu")

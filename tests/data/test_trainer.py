@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from fakes.encoder import FakeEncoder
+from fakes.ranks import run_ranks
+from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.errors import DataError
 
 pytestmark = [
@@ -119,27 +125,24 @@ def test_overfit_batches_repeats_the_same_batches(tools, make, folder, tmp_path)
     assert len(model.seen) == 6 and len({names for _, names, _ in model.seen}) == 2
 
 
-class WriteSeen(Callback):
-    """Each rank writes down what it encoded and saw."""
+def train_as_a_rank(rank, root):
+    warnings.simplefilter("ignore")
+    data = ImageCaptionData(
+        f"{root}/pictures",
+        resolution=64,
+        cache_dir=f"{root}/cache",
+        num_workers=0,
+        cache_latents=True,
+        train_batch_size=1,
+    )
+    model = Model(FakeEncoder())
+    trainer(Path(root), devices=2, strategy="ddp", max_epochs=1).fit(model, datamodule=data)
+    return model.encoder.pictures_encoded, [name for _, batch, _ in model.seen for name in batch]
 
-    def __init__(self, folder):
-        self.folder = folder
 
-    def on_train_end(self, trainer, model):
-        names = [name for _, batch, _ in model.seen for name in batch]
-        (self.folder / f"rank{trainer.global_rank}.json").write_text(
-            json.dumps([model.encoder.pictures_encoded, names])
-        )
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its ranks by fork, to save the imports")
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="forks after a backward pass, which a CUDA build refuses")
-def test_two_ddp_processes_split_the_pictures_and_the_encoding(tools, make, folder, tmp_path):
-    fill(tools, folder, 8)
-    arguments = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 1, "callbacks": [WriteSeen(tmp_path)]}
-    data = make(cache_latents=True, train_batch_size=1)
-    trainer(tmp_path, **arguments).fit(Model(tools.FakeEncoder()), datamodule=data)
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+def test_two_ddp_processes_split_the_pictures_and_the_encoding(tools, tmp_path):
+    fill(tools, tmp_path / "pictures", 8)
+    ranks = run_ranks(train_as_a_rank, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
     assert [encoded for encoded, _ in ranks] == [4, 4]
     assert [len(names) for _, names in ranks] == [4, 4]
     assert sorted(ranks[0][1] + ranks[1][1]) == [f"{number}.png" for number in range(8)]

@@ -349,7 +349,8 @@ def test_the_page_is_written_when_the_training_breaks_off(tmp_path: Path) -> Non
 
     with pytest.raises(KeyError, match="a broken callback"):
         fit(Denoiser(), [GradientHealthMonitor(), Break()], default_root_dir=str(tmp_path))
-    assert "optimizer steps</td><td>4" in (tmp_path / "health.html").read_text(encoding="utf-8")
+    page = (tmp_path / "health.html").read_text(encoding="utf-8")
+    assert "<b>4</b><span>optimizer steps</span>" in page
 
 
 def test_a_batch_that_repeats_its_error_is_run_again_twice_at_most(tmp_path: Path) -> None:
