@@ -59,7 +59,7 @@ def test_the_two_torchrun_commands_train_together(quick_config: dict[str, Any], 
     commands = re.findall(r"^torchrun .*$", PAGE, re.MULTILINE)
     assert [re.search(r"--node_rank (\d)", command).group(1) for command in commands] == ["0", "1"]  # type: ignore[union-attr]
     config, port = write_config(quick_config, tmp_path), free_port()
-    changes = {"10.0.0.1": "127.0.0.1", "29500": str(port), "configs/sd_lora.yaml": str(config), "8": "1"}
+    changes = {"10.0.0.1": "127.0.0.1", "29500": str(port), "my.yaml": str(config), "8": "1"}
     started = []
     for command in commands:
         words = [changes.get(word, word) for word in shlex.split(command)]
