@@ -118,10 +118,12 @@ def _shapes(look: FolderLook, base: Base) -> list[Choice]:
     shapes = bucket_shapes(settings)
     used = {(p.width, p.height) for p in (place(width, height, settings, shapes) for width, height in look.sizes)}
     several = used != {(resolution, resolution)}
+    is_square = all(width == height for width, height in look.sizes)
+    alone = "all are square" if is_square else f"{resolution} x {resolution} is the bucket of each picture"
     listed = ", ".join(f"{width} x {height}" for width, height in sorted(used)[:4]) + (" ..." if len(used) > 4 else "")
     return [
         Choice("data.init_args.resolution", resolution, why),
-        Choice("data.init_args.enable_bucket", several, f"shapes: {listed}" if several else "all are square"),
+        Choice("data.init_args.enable_bucket", several, f"shapes: {listed}" if several else alone),
         Choice("data.init_args.max_bucket_reso", longest, "the longest side that a picture may have"),
     ]
 
