@@ -1,3 +1,26 @@
 """Imported before any test: `lightning_aigc` first, because it mends torchvision's import for everything after it."""
 
 import lightning_aigc  # noqa: F401
+
+# isort: split
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def leave_no_process_group() -> Iterator[None]:
+    """Destroy the process group that a strategy of one rank leaves in this process, and forget where its ranks met."""
+    before = {name: os.environ.get(name) for name in MEETING}
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

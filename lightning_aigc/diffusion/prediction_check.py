@@ -21,14 +21,18 @@ TYPES = ("epsilon", "v_prediction", "sample")
 SHARE_OF_NOISE = 0.6
 """Timestep at which to look, of the schedule's: there the three targets lie far apart."""
 MUCH_LOWER = 3.0
-"""How many times lower another type's loss must be. A random model has about equal losses, a trained one 10 to 1000."""
-LEARNED_LOSS = 0.5
-"""Loss that the other type must reach, where the variance of each target is about 1."""
+"""How many times lower another type's loss must be."""
+LEARNED_SHARE = 0.5
+"""Share of its target's mean square that the other type's loss must be below: predicting zero, as a model of random
+weights about does, is a loss of 1 of it."""
 
 
 @torch.no_grad()
-def loss_by_type(module: Any, batch: dict[str, Any]) -> dict[str, float]:
-    """The mean loss of the module's output under each prediction type, at one timestep and with fixed noise."""
+def loss_by_type(module: Any, batch: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """The mean loss of the module's output under each prediction type, at one timestep and with fixed noise.
+
+    Returns: by type the loss, and the loss over the mean square of the type's target.
+    """
     schedule = module.schedule
     latents_BCHW = module.encoders.latents(batch)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -42,7 +46,8 @@ def loss_by_type(module: Any, batch: dict[str, Any]) -> dict[str, float]:
     for kind in TYPES:
         other = DDPMScheduler.from_config(schedule.config, prediction_type=kind)
         target_BCHW = training_target(other, latents_BCHW, noise_BCHW, timesteps_B)
-        losses[kind] = float((predicted_BCHW - target_BCHW).square().mean())
+        loss = float((predicted_BCHW - target_BCHW).square().mean())
+        losses[kind] = loss, loss / max(float(target_BCHW.square().mean()), 1e-12)
     return losses
 
 
@@ -50,9 +55,10 @@ def warn_of_prediction_type(module: Any, batch: dict[str, Any]) -> None:
     """Warn where another prediction type fits the untrained model far better than the configured one."""
     losses = loss_by_type(module, batch)
     configured = module.schedule.config.prediction_type
-    best = min(losses, key=lambda kind: losses[kind])
-    if best != configured and losses[best] < LEARNED_LOSS and losses[configured] > MUCH_LOWER * losses[best]:
+    best = min(losses, key=lambda kind: losses[kind][1])
+    (loss, share), (least, least_share) = losses[configured], losses[best]
+    if best != configured and least_share < LEARNED_SHARE and share > MUCH_LOWER * least_share:
         rank_zero_warn(
             f"prediction_type {configured} does not fit this model: its loss before training is "
-            f"{losses[configured]:.2f}, and {losses[best]:.3f} as {best}; set model.init_args.prediction_type: {best}"
+            f"{loss:.2f}, and {least:.3f} as {best}; set model.init_args.prediction_type: {best}"
         )
