@@ -236,6 +236,7 @@ class ExactSnapshot(Callback):
         taker, writer, loop_state = self._taker, self._taker.writer, self._loop_state
         try:
             taker.finish_copy()
+            writer.join()  # before the vote: rank 0's commit clears away what looks left over, votes too
             taker.report_failure()
             if loop_state is not None and self._can_save(trainer, loop_state):
                 taker.save_last(trainer, loop_state)

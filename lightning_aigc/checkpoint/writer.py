@@ -136,6 +136,10 @@ class SnapshotWriter:
         if (error := self.error()) is not None:
             raise error
 
+    def join(self) -> None:
+        """Return once nothing is being written; `error` and `wait` still report whether the last snapshot failed."""
+        self._join()
+
     def amend(self, step: int, facts: dict[str, Any]) -> None:
         """Add to the facts of a durable snapshot. Rank 0 alone calls it.
 
