@@ -105,7 +105,7 @@ class SnapshotWriter:
             run=self._lock.run if self._lock else None,
         )
         self._attempts[step] += 1
-        self._join()
+        self.join()
         try:
             work.facts = _checked(facts)
             to_copy = self._lay_out(work, f"rank{self.rank}", own_state)
@@ -132,13 +132,9 @@ class SnapshotWriter:
 
         Raises: SnapshotError with the reason why it, or one before it, is not; once.
         """
-        self._join()
+        self.join()
         if (error := self.error()) is not None:
             raise error
-
-    def join(self) -> None:
-        """Return once nothing is being written; `error` and `wait` still report whether the last snapshot failed."""
-        self._join()
 
     def amend(self, step: int, facts: dict[str, Any]) -> None:
         """Add to the facts of a durable snapshot. Rank 0 alone calls it.
@@ -177,7 +173,8 @@ class SnapshotWriter:
         work.parts.append(Part(stem, tree, layout, buffer))
         return [(buffer, tensor, layout.offset(name)) for name, tensor in tensors.items() if tensor.numel()]
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Return once nothing is being written; `error` and `wait` still report whether the last snapshot failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

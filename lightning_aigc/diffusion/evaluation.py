@@ -70,6 +70,7 @@ class EvaluatedModule(LightningModule):
         raise NotImplementedError
 
     def averaged_weights(self) -> AbstractContextManager[None]:
+        """The weights to validate and sample with, for as long as it is open."""
         raise NotImplementedError
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

@@ -80,11 +80,7 @@ def make_units(
     def close(key: tuple[Kind, torch.dtype]) -> None:
         members, kind = open_units.pop(key), key[0]
         divisor = ranks_inside if kind == "protected" else ALIGNMENT * ranks
-        entries, start = [], 0
-        for name, parameter in members:
-            entries.append(Entry(name, parameter.shape, start))
-            start += _padded(parameter.numel(), START[kind])
-        units.append(FlatUnit(len(units), kind, tuple(entries), _padded(max(start, 1), divisor)))
+        units.append(FlatUnit(len(units), kind, *_lay_out(members, START[kind], divisor)))
 
     for name, parameter in reversed(named):
         kind: Kind = "protected" if protection.covers(name) else "small" if is_small(parameter) else "values"
@@ -99,11 +95,7 @@ def make_units(
 
 def one_unit(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int) -> FlatUnit:
     """Return one unit of all these parameters in their order, whatever their kind, that few-bit integers may hold."""
-    entries, start = [], 0
-    for name, parameter in parameters:
-        entries.append(Entry(name, parameter.shape, start))
-        start += _padded(parameter.numel(), BLOCK)
-    return FlatUnit(0, "values", tuple(entries), _padded(max(start, 1), ALIGNMENT * ranks))
+    return FlatUnit(0, "values", *_lay_out(parameters, BLOCK, ALIGNMENT * ranks))
 
 
 def entry_of_each_block(unit: FlatUnit) -> torch.Tensor:
@@ -119,6 +111,17 @@ def view_of(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 def is_small(parameter: torch.Tensor) -> bool:
     return parameter.dim() < 2 or parameter.numel() < SMALL
+
+
+def _lay_out(
+    members: Iterable[tuple[str, torch.Tensor]], alignment: int, divisor: int
+) -> tuple[tuple[Entry, ...], int]:
+    """Return parameters one after the other, each at a multiple of `alignment`, and a length that `divisor` divides."""
+    entries, start = [], 0
+    for name, parameter in members:
+        entries.append(Entry(name, parameter.shape, start))
+        start += _padded(parameter.numel(), alignment)
+    return tuple(entries), _padded(max(start, 1), divisor)
 
 
 def _padded(length: int, divisor: int) -> int:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from lightning_aigc.report.comparison import HEAD, comparison_chart, config_differences, run_names, table_rows
-from lightning_aigc.report.page import note, render_page, section, table
+from lightning_aigc.report.page import note, picture_figure, picture_figures, render_page, section, table
 from lightning_aigc.report.record import RunRecord
 from lightning_aigc.report.theme import RUN_COLOURS
 from lightning_aigc.report.vega import chart_html, scripts
@@ -61,10 +61,8 @@ def _pictures(records: Sequence[RunRecord], names: Sequence[str]) -> str:
             cells.append(f'<span class="when">{_named(names[place], place)}</span>{row}')
         cells.append('<span class="when">seed</span>' + "".join(f"<span>{seed}</span>" for seed in seeds))
         style = f'style="--columns:{len(seeds)};--label:5.5rem"'
-        figures.append(
-            f'<figure><figcaption>{name}</figcaption><div class="pictures" {style}>{"".join(cells)}</div></figure>'
-        )
-    return f'<div class="prompts">{"".join(figures)}</div>' if figures else ""
+        figures.append(picture_figure(name, cells, style))
+    return picture_figures(figures)
 
 
 def _image(uri: str, name: str) -> str:

@@ -40,6 +40,16 @@ def facts_strip(facts: Mapping[str, str]) -> str:
     return f'<div class="facts">{"".join(cells)}</div>' if cells else ""
 
 
+def picture_figure(name: str, cells: Sequence[str], style: str) -> str:
+    """The pictures of one prompt; `name` and `cells` are HTML, `style` a style attribute with the grid's columns."""
+    return f'<figure><figcaption>{name}</figcaption><div class="pictures" {style}>{"".join(cells)}</div></figure>'
+
+
+def picture_figures(figures: Sequence[str]) -> str:
+    """The figures of all prompts; empty without one."""
+    return f'<div class="prompts">{"".join(figures)}</div>' if figures else ""
+
+
 def section(title: str, *parts: str) -> str:
     """A heading and a card; empty where all parts are."""
     body = "".join(parts)

@@ -14,6 +14,8 @@ from lightning_aigc.report.page import (
     facts_strip,
     heading,
     note,
+    picture_figure,
+    picture_figures,
     render_page,
     section,
     table,
@@ -88,10 +90,8 @@ def pictures_html(pictures: Sequence[Picture]) -> str:
                 cells.append(f'<span class="when">{when}</span>{"".join(images)}')
         cells.append('<span class="when">seed</span>' + "".join(f"<span>{picture.seed}</span>" for picture in found))
         style = f'style="--columns:{len(found)}"'
-        figures.append(
-            f'<figure><figcaption>{name}</figcaption><div class="pictures" {style}>{"".join(cells)}</div></figure>'
-        )
-    return f'<div class="prompts">{"".join(figures)}</div>' if figures else ""
+        figures.append(picture_figure(name, cells, style))
+    return picture_figures(figures)
 
 
 def _progress(record: RunRecord) -> str:

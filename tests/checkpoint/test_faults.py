@@ -151,7 +151,7 @@ def test_a_failure_is_told_once_without_waiting_and_the_next_save_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", broken)
         store.save(2, small_state(2))
-        store._join()
+        store.join()
     error = store.error()
     assert isinstance(error, SnapshotError) and "Input/output error; step 1 is whole" in str(error)
     assert store.error() is None

@@ -71,7 +71,7 @@ class Chromium:
         try:
             self._ask("Browser.close")
             self._process.wait(20)
-        except Exception:
+        except Exception:  # a browser that no longer answers, for whatever reason, must not outlive the test
             self._process.kill()
             self._process.wait()
         os.close(self._to)
