@@ -26,7 +26,7 @@ from torch.func import grad, vmap
 
 from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
 from lightning_aigc.gradient_sync.local_sgd import LocalSGD
-from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
 from toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 from virtual_ranks import RANKS, VirtualGroups, VirtualSync, run_together
 
@@ -55,6 +55,8 @@ MODES: dict[str, dict[str, Any]] = {
     "local 2 int3": {"mode": "local", "local_steps": 2, "average": "int3"},
     "local 4 int3": {"mode": "local", "local_steps": 4, "average": "int3"},
     "local 8 int3": {"mode": "local", "average": "int3"},
+    "local 4 int3, overlapped": {"mode": "local", "local_steps": 4, "average": "int3", "overlap_average": True},
+    "local 8 int3, overlapped": {"mode": "local", "average": "int3", "overlap_average": True},
     "local 4 int4": {"mode": "local", "local_steps": 4, "average": "int4"},
     "local 4 int8": {"mode": "local", "local_steps": 4, "average": "int8"},
 }
@@ -87,15 +89,34 @@ def fine_tune_locally(start: dict[str, Tensor], seed: int, rate: float, options:
     groups = [VirtualGroups(rank) for rank in range(RANKS)]
     named = [list(model.named_parameters()) for model in models]
     syncs = [LocalSGD(of_rank, options, g) for of_rank, g in zip(named, groups, strict=True)]  # type: ignore[arg-type]
+    flight: list[Any] = []
     for step, batch in enumerate(batches_of_ranks(data, seed), 1):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             loss_of(model, tuple(part[rank] for part in batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if step % options.local_steps == 0:
+        if options.overlap_average and (step % options.local_steps == AVERAGE_HOPS or step == STEPS) and flight:
+            land(syncs, *flight)
+            flight = []
+        if step % options.local_steps == 0 and options.overlap_average and step < STEPS:
+            flight = take_off(syncs)
+        elif step % options.local_steps == 0:
             run_together([sync.averaging() for sync in syncs])
     numel = sum(p.numel() for _, p in named[0])
     return evaluate(models[0], data), groups[0].traffic.total() / STEPS / dense_ring_bytes(numel, RANKS)
+
+
+@torch.no_grad()
+def take_off(syncs: list[LocalSGD]) -> list[Any]:
+    """Let an overlapped average leave. Returns: its sums, and the parameters of the ranks by name."""
+    start = [{name: p.detach().clone() for name, p in sync.parameters} for sync in syncs]
+    return [run_together([sync._summing() for sync in syncs]), start]
+
+
+@torch.no_grad()
+def land(syncs: list[LocalSGD], totals: list[Tensor], starts: list[dict[str, Tensor]]) -> None:
+    for sync, total, start in zip(syncs, totals, starts, strict=True):
+        sync._step_outwards(total, start)
 
 
 def batches_of_ranks(data: Latents, seed: int) -> Iterator[tuple[Tensor, ...]]:

@@ -3,6 +3,8 @@
 python benchmarks/guide.py data --output runs/guide/data          # the folders with mistakes
 python benchmarks/guide.py run rate_too_high                      # or: all; draws docs/images/guide/<pitfall>.png
 python benchmarks/guide.py run all --short                        # what the test runs: detection only
+python benchmarks/guide.py seeds 1 2 3                            # other seeds: what is detected, and false alarms
+python benchmarks/guide.py page                                   # writes lines and figures of the rows into the page
 python benchmarks/guide.py text --vae embedded:sd                 # letters that survive the autoencoder
 python benchmarks/guide.py faces --vae embedded:sd                # faces that survive it
 """
@@ -15,28 +17,34 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import guide_data
+import guide_page
 import guide_vae
 from guide_pictures import draw_strip
 from guide_pitfalls import BY_NAME, PITFALLS, SHORT, Pitfall
 from guide_run import Run, command, run
 
 ROWS = Path(__file__).parent / "results" / "guide.jsonl"
+SEED_ROWS = ROWS.with_name("guide_seeds.jsonl")
 IMAGES = Path(__file__).parents[1] / "docs" / "images" / "guide"
 
 
-def run_pitfall(pitfall: Pitfall, root: Path, *, is_short: bool, is_cured: bool) -> Run:
-    """Run a pitfall's command, with its cure or without."""
+def run_pitfall(
+    pitfall: Pitfall, root: Path, *, is_short: bool, is_cured: bool, more: Mapping[str, str] | None = None
+) -> Run:
+    """Run a pitfall's command, with its cure or without, and with more arguments."""
     data = root / "data"
     for name in pitfall.folders:
         guide_data.make(name, data)
-    arguments = {"data.init_args.cache_dir": str(root / "cache")}
-    arguments |= {**SHORT, **pitfall.short} if is_short else {}
+    arguments = {"data.init_args.cache_dir": str(root / "cache"), **(more or {})}
     arguments |= {key: str(data / folder) for key, folder in _bad_folders(pitfall).items()}
+    if is_short:
+        arguments |= {key: value.replace("{data}", str(data)) for key, value in {**SHORT, **pitfall.short}.items()}
     if is_cured:
         arguments |= {key: value.replace("{data}", str(data)) for key, value in pitfall.cure.items()}
     flags = ("--dry_run",) if pitfall.is_dry_run or (is_short and pitfall.is_seen_at_start) else ()
@@ -106,6 +114,35 @@ def run_command(given: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def page_command(given: argparse.Namespace) -> int:
+    rows = {row["pitfall"]: row for row in map(json.loads, ROWS.read_text(encoding="utf-8").splitlines())}
+    text = guide_page.PAGE.read_text(encoding="utf-8")
+    guide_page.PAGE.write_text(guide_page.fill(text, PITFALLS, rows), encoding="utf-8")
+    return 0
+
+
+def seeds_command(given: argparse.Namespace) -> int:
+    """Run what FineTuneCheck detects, and the healthy run, with seeds that no limit was set on; one row a run."""
+    for seed in given.seeds:
+        for pitfall in (None, *(p for p in PITFALLS if p.part == "FineTuneCheck")):
+            name = pitfall.name if pitfall is not None else "healthy"
+            arguments = {"seed_everything": str(seed)}
+            root = given.root / f"seed{seed}"
+            if pitfall is None:
+                arguments["data.init_args.cache_dir"] = str(root / "cache")
+                made = run(command(None, arguments, root / name), root / name)
+            else:
+                made = run_pitfall(pitfall, root, is_short=False, is_cured=False, more=arguments)
+            found = json.loads((made.root / "fine_tune.json").read_text())["findings"]
+            row = {"benchmark": "guide_seeds", "date": date.today().isoformat(), "pitfall": name, "seed": seed}
+            row |= {"wanted": None if pitfall is None else pitfall.detects.split(": ")[1]}
+            row |= {"found": [finding["check"] for finding in found], "figures": made.figures}
+            print(json.dumps(row), flush=True)
+            with SEED_ROWS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    return 0
+
+
 def draw(pitfall: Pitfall, bad: Run, cured: Run) -> None:
     """Draw the strip of a pitfall into docs/images/guide."""
     target = IMAGES / f"{pitfall.name}.png"
@@ -155,6 +192,12 @@ def main() -> int:
     runs.add_argument("--short", action="store_true", help="few steps, and only the detection")
     runs.add_argument("--root", type=Path, default=Path("runs/guide"))
     runs.set_defaults(run=run_command)
+    page = verbs.add_parser("page", help="write the rows into docs/guide.md")
+    page.set_defaults(run=page_command)
+    seeds = verbs.add_parser("seeds", help="detect with other seeds, and look for false alarms")
+    seeds.add_argument("seeds", nargs="+", type=int)
+    seeds.add_argument("--root", type=Path, default=Path("runs/guide"))
+    seeds.set_defaults(run=seeds_command)
     for verb in ("text", "faces"):
         measured = verbs.add_parser(verb, help=f"what an autoencoder keeps of {verb}")
         guide_vae.add_arguments(measured)

@@ -76,6 +76,12 @@ def _four_pictures(folder: Path) -> None:
     write_pictures(folder, [(f"{t}.png", f"a zorp {t}", drawing.draw_brand(t, rng)) for t in things])
 
 
+def _twelve_pictures(folder: Path) -> None:
+    rng = random.Random(8)
+    things = [(f"{thing}_{i}.png", thing) for thing in ("mug", "shirt", "lamp", "chair") for i in range(3)]
+    write_pictures(folder, [(name, f"a zorp {thing}", drawing.draw_brand(thing, rng)) for name, thing in things])
+
+
 def _one_picture(folder: Path) -> None:
     write_pictures(folder, [("mug.png", "a zorp mug", drawing.draw_brand("mug", random.Random(8)))])
 
@@ -147,6 +153,7 @@ _FOLDERS: dict[str, Callable[[Path], None]] = {
     "silent": _brand(lambda thing: "zorp"),
     "without_trigger": _brand(lambda thing: f"a {thing}"),
     "four": _four_pictures,
+    "twelve": _twelve_pictures,
     "one": _one_picture,
     "leaking": _on_backgrounds("a zorp {thing}"),
     "named": _on_backgrounds("a zorp {thing} on {background}"),

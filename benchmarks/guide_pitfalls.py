@@ -25,7 +25,7 @@ class Pitfall:
     folders: tuple[str, ...] = ()
     """Folders of guide_data that it needs; the first is the mistake's."""
     short: Arguments = field(default_factory=dict)
-    """What the short form needs beside SHORT to show the mistake."""
+    """What the short form needs beside SHORT to show the mistake; `{data}` as in the cure."""
     cured_by_default: bool = False
     """Whether the cure is the value of the demo's config, so that the cured run is the healthy one."""
     is_dry_run: bool = False
@@ -49,9 +49,9 @@ PITFALLS: tuple[Pitfall, ...] = (
         "Over-training",
         "FineTuneCheck",
         r"fine-tune: memorised: ",
-        {f"{MODEL}max_train_steps": "30"},
-        ("four",),
-        {f"{MODEL}max_train_steps": "70", f"{MODEL}num_inference_steps": "8"},
+        {f"{MODEL}max_train_steps": "120"},
+        ("twelve", "four"),
+        {f"{MODEL}max_train_steps": "70", f"{MODEL}num_inference_steps": "8", f"{DATA}train_data_dir": "{data}/four"},
     ),
     Pitfall(
         "forgetting",

@@ -76,7 +76,7 @@ def choose(
             chosen.append(Choice("trainer.accelerator", "npu", card.reason))
     chosen.append(_held_out(look))
     if is_embedded(base):
-        for callback in ("RunReport", "CLIPConvergenceGuard"):
+        for callback in ("RunReport", "CLIPConvergenceGuard", "FineTuneCheck"):
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_pretrained", None, "its own weights"))
     return chosen

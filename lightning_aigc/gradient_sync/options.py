@@ -16,11 +16,14 @@ SERVES: dict[str, tuple[str, ...]] = {
     "rank": ("low_rank",),
     "local_steps": ("local",),
     "average": ("local",),
+    "overlap_average": ("local",),
     "outer_learning_rate": ("local",),
     "outer_momentum": ("local",),
 }
 """Options that only some modes read."""
 DEFAULT_PROTECT = ("vae.decoder*", "*mid_block.attentions*")
+AVERAGE_HOPS = 2
+"""local: collectives of an average at the most, the shards and their sums; overlapped, one a step."""
 LORA = ".lora_"
 """A part of the names that peft and diffusers give to a LoRA's parameters."""
 
@@ -61,6 +64,8 @@ class SyncOptions:
     """local: optimizer steps between two averages of the parameters."""
     average: Average = "float32"
     """local: how averages travel; what integers round off is added to the next average."""
+    overlap_average: bool = False
+    """local: step on while an average travels, and take it two steps later; hides a slow link, costs some quality."""
     outer_learning_rate: float = 1.0
     """local: how far the parameters go to the average; 1 is all the way."""
     outer_momentum: float = 0.0
@@ -78,6 +83,11 @@ class SyncOptions:
             )
         if self.average not in AVERAGE_BITS:
             raise ConfigError(f"average must be one of {', '.join(AVERAGE_BITS)}; got {self.average!r}")
+        if self.mode == "local" and self.overlap_average and self.local_steps <= AVERAGE_HOPS:
+            raise ConfigError(
+                f"overlap_average takes an average {AVERAGE_HOPS} steps after it left, so local_steps must be at least "
+                f"{AVERAGE_HOPS + 1}; got {self.local_steps}"
+            )
         if self.hierarchical not in (True, False, "auto"):
             raise ConfigError(f"hierarchical must be true, false or auto; got {self.hierarchical!r}")
         for name in ("warmup_steps", "checksum_every_n_steps"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -25,6 +26,18 @@ _REMEDY = (
     "Offline, give `model` a folder with open_clip_config.json and weights, or `embedded:clip`, "
     "or `pretrained` a weights file"
 )
+
+
+def shared_clip_model(name: str, pretrained: str | None, device: torch.device) -> CLIPModel:
+    """The CLIPModel of these arguments on this device: one in the process, for as long as somebody holds it.
+
+    The callbacks of a run score with the same model; each with its own would cost a card hundreds of MiB.
+    """
+    found = _HELD.get((name, pretrained))
+    if found is None:
+        found = _HELD[name, pretrained] = CLIPModel(name, pretrained, device)
+    found.to(device)
+    return found
 
 
 class CLIPModel:
@@ -93,6 +106,9 @@ class CLIPModel:
                 tokens = self.tokenizer(list(prompts[start : start + batch_size])).to(self.device)
                 parts.append(normalize(self.model.encode_text(tokens).float(), dim=-1))
         return torch.cat(parts)
+
+
+_HELD: weakref.WeakValueDictionary[tuple[str, str | None], CLIPModel] = weakref.WeakValueDictionary()
 
 
 def preprocess(images_N3HW: Tensor, config: dict[str, Any]) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, normalize
 from torchmetrics import Metric
 
 from lightning_aigc.errors import DataError, ImageWarning
-from lightning_aigc.metrics.clip_model import CLIPModel
+from lightning_aigc.metrics.clip_model import CLIPModel, shared_clip_model
 from lightning_aigc.metrics.image_problems import find_image_problems, require_images
 
 _REMEMBERED_PROMPTS = 4096
@@ -131,7 +131,7 @@ class CLIPSimilarity(Metric):
 
     def _clip(self) -> CLIPModel:
         if not self._loaded:
-            self._loaded.append(CLIPModel(self.model, self.pretrained, torch.device(self.device)))
+            self._loaded.append(shared_clip_model(self.model, self.pretrained, torch.device(self.device)))
         self._loaded[0].to(torch.device(self.device))
         return self._loaded[0]
 

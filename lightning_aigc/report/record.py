@@ -97,6 +97,28 @@ class Health:
 
 
 @dataclass(frozen=True)
+class FineTuneFinding:
+    """One thing that FineTuneCheck found wrong with a fine-tune."""
+
+    check: str
+    message: str
+    remedy: str
+    """A config line."""
+
+    def line(self) -> str:
+        """The console's line."""
+        return f"fine-tune: {self.check}: {self.message}. Remedy: {self.remedy}"
+
+
+@dataclass(frozen=True)
+class FineTuneResult:
+    """What FineTuneCheck measured on the last weights."""
+
+    summary: str
+    findings: list[FineTuneFinding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class SyncResult:
     """How gradients travelled between the ranks."""
 
@@ -153,6 +175,7 @@ class RunRecord:
     guard: GuardResult | None = None
     rate_changes: list[RateChange] = field(default_factory=list)
     health: Health | None = None
+    fine_tune: FineTuneResult | None = None
     sync: SyncResult | None = None
     snapshots: Snapshots | None = None
     lora: LoRAFile | None = None

@@ -44,6 +44,7 @@ def render_run_page(record: RunRecord) -> str:
         *(note(text) for text in record.notes),
         section("Before and after", pictures_html([p for p in record.pictures if not p.is_other])),
         section("Other prompts: what it should not forget", pictures_html([p for p in record.pictures if p.is_other])),
+        section("What to mend", _fine_tune(record)),
         section("Progress", _progress(record)),
         section("Gradients", _health(record)),
         section("Between the ranks", _sync(record)),
@@ -111,6 +112,17 @@ def _progress(record: RunRecord) -> str:
         + (note(NOISE) if has_scores else "")
         + details(said, changes)
     )
+
+
+def _fine_tune(record: RunRecord) -> str:
+    """FineTuneCheck's findings with their remedies; nothing where it found none."""
+    if record.fine_tune is None or not record.fine_tune.findings:
+        return ""
+    rows = [
+        [html.escape(f.check), html.escape(f.message), f"<code>{html.escape(f.remedy)}</code>"]
+        for f in record.fine_tune.findings
+    ]
+    return table(rows, ("finding", "what was measured on the last weights", "remedy"))
 
 
 def _health(record: RunRecord) -> str:

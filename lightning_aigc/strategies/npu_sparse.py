@@ -63,6 +63,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         rank: low_rank: columns of the factors.
         local_steps: local: optimizer steps between two averages of the parameters.
         average: local: how averages travel: float32, int8, int4 or int3.
+        overlap_average: local: step on while an average travels, and take it two steps later.
         outer_learning_rate: local: how far the parameters go to the average; 1 is all the way.
         outer_momentum: local: Nesterov momentum over averages.
         checksum_every_n_steps: steps between two comparisons of the ranks' parameters; 0 never compares.
@@ -92,6 +93,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         rank: int = 16,
         local_steps: int = 8,
         average: Average = "float32",
+        overlap_average: bool = False,
         outer_learning_rate: float = 1.0,
         outer_momentum: float = 0.0,
         checksum_every_n_steps: int = 100,

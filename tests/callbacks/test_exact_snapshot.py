@@ -234,9 +234,10 @@ def test_several_loaders_go_on_together(tmp_path: Path) -> None:
 
 def ranks_work(rank: int, folder: str, strategy: str) -> list[Any]:
     def options() -> dict[str, Any]:
-        own: Any = (
-            "ddp" if strategy == "ddp" else NPUSparseStrategy(strategy, process_group_backend="gloo", local_steps=3)
-        )
+        given: dict[str, Any] = {"mode": strategy, "local_steps": 3}
+        if strategy == "overlapped averages":
+            given |= {"mode": "local", "average": "int3", "overlap_average": True}
+        own: Any = "ddp" if strategy == "ddp" else NPUSparseStrategy(process_group_backend="gloo", **given)
         return {"devices": 2, "strategy": own, "accumulate": 2, "module": Net(96)}
 
     root = Path(folder)
@@ -245,7 +246,7 @@ def ranks_work(rank: int, folder: str, strategy: str) -> list[Any]:
     return [plain, train(root, [ExactSnapshot(1)], ckpt_path="latest", **options()).flat()]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "int3", "sparse", "local"])
+@pytest.mark.parametrize("strategy", ["ddp", "int3", "sparse", "local", "overlapped averages"])
 def test_every_rank_goes_on_with_its_own_state(tmp_path: Path, strategy: str) -> None:
     for plain, resumed in run_ranks(ranks_work, 2, tmp_path / "ranks", str(tmp_path), strategy, gloo=False):
         assert torch.equal(plain, resumed)

@@ -61,6 +61,7 @@ BAD = {"NaN at the end of a parameter": ("first", 1550, torch.nan), "infinity at
 RESUMED = {mode: {"mode": mode, "local_steps": 2} for mode in MODES} | {
     "late": {"mode": "int4", "delay_one_step": True},
     "averages in four bits": {"mode": "local", "average": "int4", "local_steps": 2},
+    "overlapped averages": {"mode": "local", "average": "int3", "local_steps": 3, "overlap_average": True},
     "late sparse": {"mode": "sparse", "delay_one_step": True},
 }
 

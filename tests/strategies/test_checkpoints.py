@@ -29,6 +29,7 @@ from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 SHAPES = {"net.0.weight": (64, 40), "net.2.weight": (40, 64), "head.weight": (40, 40)}
 RUNS: dict[str, dict[str, Any]] = {mode: {"mode": mode, "local_steps": 3} for mode in MODES}
 RUNS |= {"local int3": {"mode": "local", "local_steps": 3, "average": "int3"}}
+RUNS |= {"overlapped averages": {"mode": "local", "local_steps": 3, "average": "int3", "overlap_average": True}}
 RUNS |= {"outer momentum": {"mode": "local", "local_steps": 2, "outer_momentum": 0.5}}
 RUNS |= {"late": {"mode": "int4", "delay_one_step": True}, "16-mixed": {"mode": "sparse"}}
 WITH_RESIDUALS = ("int3", "sparse", "low_rank")

@@ -17,7 +17,7 @@ from torch.nn.functional import cosine_similarity
 
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.fine_tune.copies import copy_ratios
-from lightning_aigc.callbacks.fine_tune.figures import Figures, FineTuneFinding, Pictures, find_all, summary
+from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_all, summary
 from lightning_aigc.callbacks.fine_tune.ranks import effective_ranks
 from lightning_aigc.callbacks.sampling.pairs import (
     find_prompts,
@@ -29,6 +29,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import DescribesTrainingData, EncodesCaptions, HasReferenceImages
+from lightning_aigc.report.record import FineTuneFinding, FineTuneResult
 
 FILE = "fine_tune.json"
 
@@ -38,14 +39,15 @@ class FineTuneCheck(Callback):
     colour_shift, text_encoder_drift, rank_unused or rank_full, each with its figure and a config line.
 
     It samples the same prompts and seeds before the first step and after the last, and compares them with one another
-    and with the training pictures. Findings go to the log and to `<default_root_dir>/fine_tune.json`. The training is
-    not disturbed. Works with any LightningModule that has `sample(prompts, seeds)`; what a module or data module
-    cannot give (training pictures, caption embeddings, LoRA layers) is left out.
+    and with the training pictures. Findings go to the log, to RunReport's page and to
+    `<default_root_dir>/fine_tune.json`. The training is not disturbed. Works with any LightningModule that has
+    `sample(prompts, seeds)`; what a module or data module cannot give (training pictures, caption embeddings, LoRA
+    layers) is left out.
 
     Args:
         prompts: Prompts with the trigger word; unset means the module's `validation_prompts`.
         class_prompts: Prompts without it, whose pictures must stay as they were; unset means `prompts` without the
-            trigger word, where the data module knows one.
+            trigger word (`an object` where no other word names the thing), where the data module knows one.
         num_images: Pictures of each prompt.
         seed: The first seed.
         clip_model: The model that scores: an open_clip name, a local folder, or `embedded:clip`.
@@ -142,6 +144,10 @@ class FineTuneCheck(Callback):
             known = {"summary": summary(self.figures), "findings": [dataclasses.asdict(f) for f in self.findings]}
             write_text(Path(trainer.default_root_dir) / FILE, json.dumps(known, indent=2) + "\n")
 
+    def report_entries(self) -> dict[str, Any]:
+        """The findings for RunReport's page; nothing before the end."""
+        return {} if self.figures is None else {"fine_tune": FineTuneResult(summary(self.figures), self.findings)}
+
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> list[tuple[Pictures, Tensor]] | None:
         """Sample and score each set of prompts; None where sampling would take too long. Collective."""
         found = []
@@ -165,7 +171,7 @@ class FineTuneCheck(Callback):
         word = data.lora_metadata().get("trigger_phrase") if isinstance(data, DescribesTrainingData) else None
         if not word:
             return []
-        plain = [" ".join(re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", " ", p, flags=re.I).split()) for p in prompts]
+        plain = [_without(word, prompt) for prompt in prompts]
         return [p for p, original in zip(plain, prompts, strict=True) if p and p != original]
 
     def _copy_ratios(self, trainer: Trainer, images_N3HW: Tensor) -> list[float]:
@@ -181,6 +187,17 @@ class FineTuneCheck(Callback):
         if not prompts or not isinstance(pl_module, EncodesCaptions):
             return None
         return pl_module.encode_captions(prompts)["prompt_embeds"].float().cpu().flatten(1)
+
+
+def _without(word: str, prompt: str) -> str:
+    """The prompt without the trigger word: `a zorp mug` is a mug, and `a photo of zorp in the snow` shows an object."""
+    word = rf"(?<!\w){re.escape(word)}(?!\w)"
+    alone = rf"(?:\b(?:an?|the)\s+)?{word}(?=\s*(?:[,.;:]|$|(?:{'|'.join(_PREPOSITIONS)})\b))"
+    prompt = re.sub(alone, "an object", prompt, flags=re.I)
+    return " ".join(re.sub(word, " ", prompt, flags=re.I).split())
+
+
+_PREPOSITIONS = ("on", "in", "at", "under", "over", "by", "with", "near", "next", "beside", "before", "behind", "and")
 
 
 def _drift(before_ND: Tensor | None, after_ND: Tensor | None) -> float | None:

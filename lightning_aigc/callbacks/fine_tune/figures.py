@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.fine_tune.copies import COPY_RATIO
 from lightning_aigc.report.paired_scores import improvement
+from lightning_aigc.report.record import FineTuneFinding
 
 LEAST_LEARNED = 0.02
 """Gain of CLIP-T or CLIP-I, a cosine, below which a run taught its prompts nothing."""
@@ -50,20 +51,6 @@ class Figures:
     copy_ratios: list[float] = field(default_factory=list)
     text_drift: float | None = None
     ranks: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FineTuneFinding:
-    """One thing that went wrong with a fine-tune."""
-
-    check: str
-    message: str
-    remedy: str
-    """A config line."""
-
-    def line(self) -> str:
-        """The console's line."""
-        return f"fine-tune: {self.check}: {self.message}. Remedy: {self.remedy}"
 
 
 def gain(pictures: tuple[Pictures, Pictures], metric: str) -> tuple[float, float]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
-from lightning_aigc.callbacks import FineTuneCheck
-from lightning_aigc.callbacks.fine_tune.check import _drift
+from lightning_aigc.callbacks import FineTuneCheck, RunReport
+from lightning_aigc.callbacks.fine_tune.check import _drift, _without
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.report.record import read_run
 
 pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a run has no workers
     pytest.mark.filterwarnings("ignore:.*module\\(s\\) in eval mode"),
@@ -23,7 +25,9 @@ pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a ru
 ]
 
 
-def fit(tmp_path: Path, check: FineTuneCheck | None, steps: int = 2, **model: Any) -> StableDiffusionLoRA:
+def fit(
+    tmp_path: Path, check: FineTuneCheck | None, steps: int = 2, more: Sequence[Callback] = (), **model: Any
+) -> StableDiffusionLoRA:
     torch.manual_seed(0)
     module = StableDiffusionLoRA(
         "embedded:sd", rank=4, num_inference_steps=2, validation_prompts=["a zorp mug", "a zorp hat"], **model
@@ -33,7 +37,7 @@ def fit(tmp_path: Path, check: FineTuneCheck | None, steps: int = 2, **model: An
     )
     trainer = Trainer(
         max_steps=steps, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        default_root_dir=tmp_path, callbacks=[check] if check else [],
+        default_root_dir=tmp_path, callbacks=[*([check] if check else []), *more],
     )  # fmt: skip
     trainer.fit(module, data)
     return module
@@ -48,6 +52,31 @@ def test_a_run_that_learned_nothing_is_named_with_figures_and_a_remedy(tmp_path:
     assert check.figures is not None and check.figures.text_drift == pytest.approx(0, abs=1e-3)
     assert check.figures.ranks and len(check.figures.copy_ratios) == 4
     assert check._sets[1] == ["a mug", "a hat"]  # the prompts without the trigger word
+
+
+@pytest.mark.parametrize(
+    ("prompt", "plain"),
+    [
+        ("a zorp mug on white", "a mug on white"),
+        ("a photo of zorp on a wooden table", "a photo of an object on a wooden table"),
+        ("a drawing of a Zorp", "a drawing of an object"),
+        ("zorp", "an object"),
+        ("a zorpian mug", "a zorpian mug"),
+    ],
+)
+def test_a_prompt_without_the_trigger_word_still_names_a_thing(prompt: str, plain: str) -> None:
+    assert _without("zorp", prompt) == plain
+
+
+def test_the_finding_and_its_remedy_are_on_the_page_of_the_run(tmp_path: Path) -> None:
+    check = FineTuneCheck(num_images=1, clip_model="embedded:clip")
+    report = RunReport("embedded:clip", num_images=2)
+    with pytest.warns(UserWarning, match="not_learned"):
+        fit(tmp_path, check, learning_rate=1e-7, more=[report])
+    finding = read_run(tmp_path).fine_tune.findings[0]  # type: ignore[union-attr]
+    page = (tmp_path / "report.html").read_text()
+    assert finding.remedy in page and "What to mend" in page
+    assert check._judge._clip() is report._judge._clip()  # type: ignore[union-attr] - one CLIP model on the card
 
 
 def test_text_drift_is_none_for_equal_embeddings_and_one_for_exchanged_ones() -> None:
