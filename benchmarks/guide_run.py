@@ -61,8 +61,7 @@ def command(pitfall: str | None, arguments: Mapping[str, str], root: Path, flags
 
 def run(arguments: list[str], root: Path) -> Run:
     """Run the command line and wait for it."""
-    for name in _IMPORTED_ONCE:
-        importlib.import_module(name)
+    import_once()
     root.mkdir(parents=True, exist_ok=True)
     for name in ("fine_tune.json", "summary.json", "health.jsonl"):  # of an earlier run
         (root / name).unlink(missing_ok=True)
@@ -87,6 +86,12 @@ def run(arguments: list[str], root: Path) -> Run:
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.split("\r")[-1] for line in text.splitlines()]
     return Run(root, os.waitstatus_to_exitcode(status), "\n".join(line.rstrip() for line in lines))
+
+
+def import_once() -> None:
+    """Import what every forked process would import anew."""
+    for name in _IMPORTED_ONCE:
+        importlib.import_module(name)
 
 
 def _call(arguments: list[str]) -> int:

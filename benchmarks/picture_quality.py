@@ -12,16 +12,33 @@ are real processes of one thread on loopback; each bit travels. A row that is th
 
 from __future__ import annotations
 
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
 import argparse
 import json
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from article_jobs import FEW_STEPS, TARGETS
+from article_ours import LoRA, WholeUNet
+from guide_run import import_once
+from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks, set_references
+from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.diffusion.unet_training import UNetTraining
+from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.strategies import NPUSparseStrategy
 
 RESULTS = Path(__file__).parent / "results" / "picture_quality.jsonl"
 MODES: dict[str, dict[str, Any]] = {
@@ -42,28 +59,12 @@ RATES = {"full": 5e-4, "lora": 3e-3}
 BATCH = 4
 PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]
 IMAGES = 24
+"""Of each prompt; one in a training of a few steps, which only shows that it runs."""
 LIMIT_S = 900
 
 
 def train(cell: dict[str, Any], row_file: Path) -> None:
     """One rank of one training; rank 0 writes the row."""
-    import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-    # isort: split
-    import warnings
-
-    import torch
-    from lightning.pytorch import Callback, Trainer, seed_everything
-
-    from article_jobs import TARGETS
-    from article_ours import LoRA, WholeUNet
-    from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks, set_references
-    from lightning_aigc.data import ImageCaptionData
-    from lightning_aigc.diffusion.unet_training import UNetTraining
-    from lightning_aigc.metrics import CLIPSimilarity
-    from lightning_aigc.strategies import NPUSparseStrategy
-
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     scores: dict[str, list[float]] = {}
 
@@ -77,7 +78,8 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
             set_references(judge, trainer, 64, pl_module.device)
             strategy: Any = trainer.strategy
             self.sent = float(strategy.sync.groups.traffic.total()) if strategy.sync is not None else 0.0
-            drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, range(7000, 7000 + IMAGES)), judge)
+            seeds = range(7000, 7000 + (IMAGES if steps >= FEW_STEPS else 1))
+            drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, seeds), judge)
             assert drawn.clip_t is not None and drawn.clip_i is not None
             scores["clip_t"], scores["clip_i"] = drawn.clip_t.tolist(), drawn.clip_i.tolist()
 
@@ -121,29 +123,38 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
 
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
-    """Train on all ranks. Raises: SystemExit with the end of the log of a rank that failed."""
-    world = RANKS[cell["job"]]
+    """Train on all ranks, forked so that they share the imports. Raises: SystemExit with the logs if a rank failed."""
+    world, port = RANKS[cell["job"]], free_port()
     with tempfile.TemporaryDirectory() as folder:
-        ranks: list[tuple[subprocess.Popen[bytes], str]] = []
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
-        for rank in range(world):
-            own = os.environ | {
-                "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free_port() if rank == 0 else ranks[0][1]), "WORLD_SIZE": str(world),
-                "RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0",
-            }  # fmt: skip
-            words = [sys.executable, __file__, "--cell", json.dumps(cell), "--row", f"{folder}/row.json"]
-            with logs[rank].open("w") as log:
-                ranks.append((subprocess.Popen(words, env=own, stdout=log, stderr=log), own["MASTER_PORT"]))
-        try:
-            codes = [process.wait(LIMIT_S) for process, _ in ranks]
-        finally:
-            for process, _ in ranks:
-                process.kill()
+        ranks = [fork_rank(cell, rank, world, port, logs[rank], Path(folder, "row.json")) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if any(codes):
             raise SystemExit("\n".join(f"rank {i}: {log.read_text()[-1500:]}" for i, log in enumerate(logs)))
         row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
         return row
+
+
+def fork_rank(cell: dict[str, Any], rank: int, world: int, port: int, log: Path, row_file: Path) -> int:
+    """Start one rank. Returns: its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ |= {
+            "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+            "RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0",
+        }  # fmt: skip
+        signal.alarm(LIMIT_S)
+        train(cell, row_file)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)  # train ends a rank that came to its end
 
 
 def free_port() -> int:
@@ -193,14 +204,10 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", type=float, help="try these for dense, with seed 9")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print Markdown from the rows that there are")
-    parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.cell is not None:
-        train(options.cell, options.row)
     if options.table:
         print(markdown(read_rows(options.output)))
         return 0
@@ -211,6 +218,8 @@ def main() -> int:
         for mode in (["dense"] if options.rates else options.modes)
         for rate in options.rates or [RATES[job]]
     ]
+    torch.set_num_threads(1)
+    import_once()
     with tempfile.TemporaryDirectory() as cache:
         for cell in wanted:
             if any(all(row[key] == value for key, value in cell.items()) for row in read_rows(options.output)):

@@ -23,13 +23,15 @@ QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
 ENERGY_BLOCK, ENERGY_BYTES = 256, 2
 """Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
 TWO_FOUR_DENSITY = 2 / 4
+TERNARY_BYTES = (52 + 2) / 256
+"""A block of 256 values of three levels, five a byte, and its scale."""
 
 BACKWARD_SHARE = 2 / 3
 """Share of a step's arithmetic that is backward; more with gradient checkpointing."""
 LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
 """Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
 LAUNCHES = {
-    "bf16": 15, "int8": 90, "int4": 100, "int3": 125, "sparse": 28, "sparse_int8": 105, "sparse_int4": 115,
+    "bf16": 15, "int8": 90, "int4": 100, "int3": 125, "ternary": 70, "sparse": 28, "sparse_int8": 105, "sparse_int4": 115,
     "two_four": 40, "low_rank": 50,
 }  # fmt: skip
 """Kernels that a bucket takes on any number of ranks, counted as torch's operators; low_rank's for four matrices, and
@@ -76,6 +78,7 @@ def bytes_per_element(mode: str, job: Job) -> float:
         "dense": FP32_BYTES,
         "bf16": BF16_BYTES,
         "sparse": density * BF16_BYTES + energy,
+        "ternary": TERNARY_BYTES,
         "two_four": TWO_FOUR_DENSITY * BF16_BYTES,
         "local": ((job.average_bits + scale) / 8 if job.average_bits else FP32_BYTES) / job.local_steps,
     }[mode]

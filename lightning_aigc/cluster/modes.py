@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal[
-    "auto", "dense", "bf16", "int8", "int4", "int3",
+    "auto", "dense", "bf16", "int8", "int4", "int3", "ternary",
     "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
@@ -40,6 +40,7 @@ MODES: dict[str, ModeTraits] = {
     "int8": ModeTraits(value_bits=8),
     "int4": ModeTraits(value_bits=4),
     "int3": ModeTraits(value_bits=3),
+    "ternary": ModeTraits(),
     "sparse": ModeTraits(is_block_sparse=True, needs_dense_first_step=True),
     "sparse_int8": ModeTraits(value_bits=8, is_block_sparse=True, needs_dense_first_step=True),
     "sparse_int4": ModeTraits(value_bits=4, is_block_sparse=True, needs_dense_first_step=True),

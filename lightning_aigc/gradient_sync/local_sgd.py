@@ -196,6 +196,7 @@ class LocalSGD(BucketSync):
         return e_N
 
     def state_dict(self) -> dict[str, Any]:
+        flight = {} if self._flight is None else {"flight": self._landed(self._flight)}  # it leaves its residual
         return {
             "mode": "local",
             "step": self.step,
@@ -203,18 +204,16 @@ class LocalSGD(BucketSync):
             "owed": self.residuals.by_name(),
             "world_size": self.groups.world_size,
             "reduction": to_cpu({"anchor": self._anchor, "momentum": self._momentum}, clone=True),
-            "flight": self._flight_state(),
+            **flight,
         }
 
-    def _flight_state(self) -> dict[str, Any] | None:
-        """The average that is on its way, which arrives for it, and is taken at its step all the same."""
-        if self._flight is None:
-            return None
-        total_N = self._flight.land()
+    def _landed(self, flight: Flight) -> dict[str, Any]:
+        """The average that is on its way as a state: it arrives for it, and is taken at its step all the same."""
+        total_N = flight.land()
         return {
-            "start": to_cpu(self._flight.start, clone=True),
+            "start": to_cpu(flight.start, clone=True),
             "total": {e.name: view_of(total_N, e).cpu().clone() for e in self._unit.entries},
-            "steps_left": self._flight.steps_left,
+            "steps_left": flight.steps_left,
         }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:

@@ -14,6 +14,7 @@ from lightning_aigc.gradient_sync.powersgd import PowerSGD
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
 from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction, Uncompressed
+from lightning_aigc.gradient_sync.ternary import Ternary
 from lightning_aigc.gradient_sync.two_four import TwoOfFour
 
 
@@ -33,6 +34,8 @@ def _of_values(
     units = [unit for unit in units if unit.kind == "values"]
     if mode == "bf16":
         return BFloat16()
+    if mode == "ternary":
+        return Ternary(device)
     if mode == "low_rank":
         return PowerSGD(units, options.rank, device)
     start = {unit.index: own_shard(unit, groups)[0] for unit in units}

@@ -22,7 +22,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 SMALL = ("bias", "tail")
 """What travels in eight bits in most modes, unless it is protected."""
 MODES = (
-    *("dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4"),
+    *("dense", "bf16", "int8", "int4", "int3", "ternary", "sparse", "sparse_int8", "sparse_int4"),
     *("two_four", "low_rank", "local"),
 )
 MakeGradients = Callable[[int, int], dict[str, Tensor]]
