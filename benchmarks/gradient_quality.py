@@ -39,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "int3 (default)": {"mode": "int3"},
     "int3, 40 dense steps first": {"mode": "int3", "warmup_steps": 40},
     "int3, no error feedback": {"mode": "int3", "error_feedback": False},
+    "ternary": {"mode": "ternary"},
     "two_four": {"mode": "two_four"},
     "sparse 0.5": {"mode": "sparse", "sparsity": 0.5},
     "sparse 0.75": {"mode": "sparse"},

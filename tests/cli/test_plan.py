@@ -28,7 +28,7 @@ def test_every_mode_is_a_row_and_all_of_it_is_called_modelled(command: Command) 
     assert "and the residuals of gradient sync." in said.out and "owe" not in said.out
     rows = {line.split()[0] for line in said.out.splitlines()[said.out.splitlines().index("") + 2 :]}
     assert rows == {
-        "dense", "bf16", "int8", "int4", "int3", "sparse", "sparse_int8", "sparse_int4", "two_four", "local"
+        "dense", "bf16", "int8", "int4", "int3", "ternary", "sparse", "sparse_int8", "sparse_int4", "two_four", "local"
     }  # fmt: skip
 
 

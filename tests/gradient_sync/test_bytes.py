@@ -34,6 +34,7 @@ PER_VALUE = {
     **{"bf16": 2, "int8": 1 + 2 / 32, "int4": 1 / 2 + 2 / 32, "int3": 3 / 8 + 2 / 32, "two_four": 1},
     **{"sparse_int8": DENSITY * (1 + 2 / 32), "sparse_int4": DENSITY * (1 / 2 + 2 / 32)},
     "sparse": DENSITY * 2 + 2 / 256,
+    "ternary": (52 + 2) / 256,
     "low_rank": 4 * RANK * (512 + 320 + 256 + 64 * 9) / N,
 }  # fmt: skip
 """Bytes; a scale of two bytes for 32 values, and for 256 an energy of two, which `sparse` sends with its values."""
