@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import statistics
@@ -22,6 +23,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+DEVICE = "aigc0"
 HOSTS = (("aigc-host-a", "10.211.7.1"), ("aigc-host-b", "10.211.7.2"))
 WITHOUT_LINK = {"loopback": 2, "alone": 1}
 VARIANTS = (
@@ -52,17 +54,25 @@ def two_hosts(rate: str) -> Iterator[None]:
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "aigc0", "netns", names[0], "type", "veth", "peer", "name", "aigc0", "netns", names[1])
+        ip("link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1])
         for name, address in HOSTS:
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "aigc0")
-            ip("-n", name, "link", "set", "aigc0", "up")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+            ip("-n", name, "link", "set", DEVICE, "up")
             ip("-n", name, "link", "set", "lo", "up")
-            shape = f"tc -n {name} qdisc add dev aigc0 root tbf rate {rate} burst 256kb latency 50ms"
+            shape = f"tc -n {name} qdisc add dev {DEVICE} root tbf rate {rate} burst 256kb latency 50ms"
             subprocess.run(shape.split(), check=True, capture_output=True, text=True)
         yield
     finally:
         for name in names:
             subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
+
+
+def enter(host: str) -> None:
+    """Move this process to a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/var/run/netns", host).open() as namespace:
+        if libc.setns(namespace.fileno(), 0x40000000):
+            raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 
 
 def make_unet() -> Any:
@@ -98,7 +108,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     if options.rate in WITHOUT_LINK:
         address, ranks = "127.0.0.1", WITHOUT_LINK[options.rate]
     else:
-        os.environ["GLOO_SOCKET_IFNAME"] = "aigc0"
+        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     dist.init_process_group("gloo", f"tcp://{address}:29571", rank=rank, world_size=ranks, timeout=TIMEOUT)
     start_weights = {name: p.detach().clone() for name, p in unet.state_dict().items()}
     generator = torch.Generator().manual_seed(rank)

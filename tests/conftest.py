@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from fakes.network import why_no_namespaces
+
 MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
@@ -24,3 +26,11 @@ def leave_no_process_group() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture
+def needs_namespaces() -> None:
+    """Skip the test where this machine makes no network namespaces with a slow link between them, and say why."""
+    reason = why_no_namespaces()
+    if reason is not None:
+        pytest.skip(reason)

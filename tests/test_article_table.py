@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,10 +49,7 @@ def test_a_run_that_never_reaches_it_says_so(markdown: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
-    reason="two hosts need root and iproute2 (ip, tc); without: --rate loopback",
-)
+@pytest.mark.usefixtures("needs_namespaces")
 def test_both_sides_train_on_two_hosts_and_a_row_is_not_made_twice(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     command = [sys.executable, str(BENCHMARKS / "article_table.py"), "--steps", "9", "--seeds", "0", "--jobs", "lora"]

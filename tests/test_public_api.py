@@ -14,7 +14,7 @@ NAMES = {
     "lightning_aigc.accelerators": ["NPUAccelerator"],
     "lightning_aigc.callbacks": [
         "AdaptiveLR", "CLIPConvergenceGuard", "ExactSnapshot", "FineTuneCheck", "GradientHealthMonitor",
-        "PartialWindowScaling", "RunProgress", "RunReport", "SampleGrid", "SaveLoRA",
+        "PartialWindowScaling", "RunProgress", "RunReport", "SampleGrid", "SaveLoRA", "StallWatch",
     ],
     "lightning_aigc.callbacks.health": ["Alert", "GradientHealthMonitor", "HealthThresholds", "check"],
     "lightning_aigc.checkpoint": [
@@ -93,6 +93,7 @@ ARGUMENTS = {
         "prompts", "every_n_steps", "seeds", "num_images", "seed", "columns", "directory",
     ],
     ("lightning_aigc.callbacks", "SaveLoRA"): ["every_n_steps", "output_name"],
+    ("lightning_aigc.callbacks", "StallWatch"): ["after_s"],
     ("lightning_aigc.precision", "FusedBackwardPrecision"): [
         "precision", "memory", "protect", "strict", "input_grad_density", "attention_grad_density",
     ],

@@ -11,6 +11,7 @@ from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report import RunReport
 from lightning_aigc.callbacks.sample_grid import SampleGrid
 from lightning_aigc.callbacks.save_lora import SaveLoRA
+from lightning_aigc.callbacks.stall_watch import StallWatch
 
 __all__ = [
     "AdaptiveLR",
@@ -23,4 +24,5 @@ __all__ = [
     "RunReport",
     "SampleGrid",
     "SaveLoRA",
+    "StallWatch",
 ]

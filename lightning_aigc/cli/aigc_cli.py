@@ -27,6 +27,7 @@ from lightning_aigc.cli.evaluate import EVALUATION_VERBS, UNTRAINED, load_weight
 from lightning_aigc.cli.kept_traceback import bug_within
 from lightning_aigc.cli.placeholders import refuse_placeholders
 from lightning_aigc.cli.rank_agreement import check_ranks_agree
+from lightning_aigc.cli.rank_errors import share_errors
 from lightning_aigc.cli.where_to_look import where_to_look
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.errors import ConfigError, UserError
@@ -140,6 +141,8 @@ class AIGCCLI(LightningCLI):
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
             found.insert(0, ExactSnapshot())
+        if self.trainer.world_size > 1:
+            share_errors(self.model, self.datamodule)
         if self.trainer.is_global_zero and not self._get(self.config, "dry_run"):
             print("\n".join(where_to_look(self.trainer, module)), flush=True)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
 from lightning_aigc.cluster import cost_model
-from lightning_aigc.cluster.modes import AVERAGE_BITS, MODES
+from lightning_aigc.cluster.modes import AUTO_MODES, AVERAGE_BITS, DEFAULT_MODE, MODES, worthwhile_mode
 from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, Job, Links, Shape
 from lightning_aigc.errors import ConfigError
 
+LARGER_BUCKETS_MB = (50, 100, 200)
+WORTH_SAYING = 0.01
+"""Of efficiency, for a line on larger buckets."""
 DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
@@ -29,7 +32,8 @@ class Plan:
     step_time_from: str
     trainable_from: str
     chosen_mode: str | None
-    """The mode of the config's strategy."""
+    """The mode of the config's strategy; where that is auto, what it would choose by the modelled times."""
+    is_auto: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainable", type=count, help="trained parameters, such as 859.5M; else counted")
     parser.add_argument("--protected", type=count, help="trained parameters that are sent uncompressed in float32")
     parser.add_argument("--frozen", type=count, help="frozen parameters, for the memory only")
+    parser.add_argument("--bucket_mb", type=float, help="MB of gradient that travel together (default: the config's)")
     parser.add_argument("--sparsity", type=float, help="of the sparse modes (default: the config's, else 0.75)")
     parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="kind of card (default: the config's)")
     parser.add_argument("--efficiency", type=float, help="also print the link and step time that reach it, as 0.927")
@@ -99,12 +104,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
         low_rank_elements=counted.low_rank_elements if counted else None,
         local_steps=options.local_steps,
         average_bits=AVERAGE_BITS[options.average],
-        bucket_bytes=options.bucket_mb * 1e6,
+        bucket_bytes=(options.bucket_mb if args.bucket_mb is None else args.bucket_mb) * 1e6,
         device=args.device or DEVICES.get(str((config.get("trainer") or {}).get("accelerator")), "npu"),
     )
     links = Links(args.local_link, args.link or args.local_link, args.local_latency, args.latency)
     source = "given" if counted is None else "counted"
-    return Plan(job, shape, links, step_time_from, source, options.mode if is_npu_sparse else None)
+    chosen, is_auto = options.mode if is_npu_sparse else None, options.mode == "auto"
+    if is_auto:
+        costs = {mode: cost_model.predict(mode, job, shape, links) for mode in AUTO_MODES}
+        chosen = worthwhile_mode({mode: cost.wire_s + cost.compression_s for mode, cost in costs.items()})
+    return Plan(job, shape, links, step_time_from, source, chosen, is_auto)
 
 
 def modes_of(plan: Plan) -> list[str]:
@@ -161,9 +170,30 @@ def as_text(plan: Plan, rows: Sequence[dict[str, Any]], efficiency: float | None
         table.append(cells)
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    if plan.chosen_mode:
+    if plan.is_auto:
+        lines.append("* what the config's mode auto would choose by these times; it measures the real link")
+    elif plan.chosen_mode:
         lines.append("* the mode of the config's strategy")
+    lines += _larger_buckets(plan)
     return "\n".join(lines)
+
+
+def _larger_buckets(plan: Plan) -> list[str]:
+    """A line on larger buckets, where they bring the mode in use visibly closer to linear: fewer hops and launches."""
+    mode = plan.chosen_mode or DEFAULT_MODE
+
+    def efficiency(megabytes: float) -> float:
+        job = replace(plan.job, bucket_bytes=megabytes * 1e6)
+        return cost_model.predict(mode, job, plan.shape, plan.links).efficiency
+
+    now = efficiency(plan.job.bucket_bytes / 1e6)
+    best = max((size for size in LARGER_BUCKETS_MB if size * 1e6 > plan.job.bucket_bytes), key=efficiency, default=None)
+    if best is None or efficiency(best) < now + WORTH_SAYING:
+        return []
+    return [
+        f"Latency and launches count once a bucket: with bucket_mb: {best}, {mode} is modelled at "
+        f"{efficiency(best):.1%} in place of {now:.1%}."
+    ]
 
 
 def _assumptions(plan: Plan) -> list[str]:

@@ -74,7 +74,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
         raise ConfigError(
             "the config has no model block with a class_path; pass --trainable, such as --trainable 859.5M"
         )
-    _check_is_local(block.get("init_args") or {})
+    block = _with_local_model(block)
     from lightning.pytorch import LightningModule
 
     from lightning_aigc.cli.aigc_cli import AIGCArgumentParser
@@ -124,15 +124,30 @@ def time_one_step(paths: Sequence[Path]) -> float:
     return max(float(match[1]), 0.01)
 
 
-def _check_is_local(init_args: Mapping[str, Any]) -> None:
+def _with_local_model(block: dict[str, Any]) -> dict[str, Any]:
+    """The config's model block; a hub id becomes the folder that the hub's cache has of it.
+
+    Raises: ConfigError for a model that is not on this machine.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
     from lightning_aigc.tiny.embedded import resolve
 
+    init_args = block.get("init_args") or {}
     source = init_args.get("pretrained_model_name_or_path")
-    if source is not None and not resolve(str(source)).exists():
+    if source is None or resolve(str(source)).exists():
+        return block
+    try:
+        cached = try_to_load_from_cache(str(source), "model_index.json", revision=init_args.get("revision"))
+    except HFValidationError:  # a path, and no id
+        cached = None
+    if not isinstance(cached, str):
         raise ConfigError(
-            f"the model {source} is not on this machine, so its parameters cannot be counted; pass --trainable and"
-            " --step_time, or a -c file that names a folder"
+            f"the model {source} is neither on this machine nor in the hub's cache, so its parameters cannot be "
+            "counted; pass --trainable and --step_time, or a -c file that names a folder"
         )
+    return {**block, "init_args": {**init_args, "pretrained_model_name_or_path": str(Path(cached).parent)}}
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

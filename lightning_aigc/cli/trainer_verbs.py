@@ -29,40 +29,45 @@ def run_trainer_verb(arguments: list[str]) -> int:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_aigc.cli.aigc_cli import AIGCCLI
+    from lightning_aigc.strategies.roll_call import tell_others
 
     atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
     sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
     try:
         AIGCCLI()
     except UserError as error:
-        print(f"error: {_without_worker_traceback(str(error))}", file=sys.stderr)
-        return 1
+        return _refused(_without_worker_traceback(str(error)))
     except MisconfigurationException as error:
-        print(f"error: {first_sentence(str(error))}", file=sys.stderr)
-        return 1
+        return _refused(first_sentence(str(error)))
     except (pickle.UnpicklingError, EOFError) as error:
-        print(
-            f"error: the checkpoint of ckpt_path cannot be read ({type(error).__name__}); give another", file=sys.stderr
-        )
-        return 1
+        return _refused(f"the checkpoint of ckpt_path cannot be read ({type(error).__name__}); give another")
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        print(
-            f"error: cannot write {error.filename or 'a file of this run'}: {error.strerror}; look at the folders of"
-            " trainer.default_root_dir and data.init_args.cache_dir: free some space there, or set others",
-            file=sys.stderr,
+        return _refused(
+            f"cannot write {error.filename or 'a file of this run'}: {error.strerror}; look at the folders of"
+            " trainer.default_root_dir and data.init_args.cache_dir: free some space there, or set others"
         )
-        return 1
     except RuntimeError as error:
         sentence = lost_rank_sentence(error)
         if sentence is None:
             raise
-        print(f"error: {sentence}", file=sys.stderr)
-        return 1
+        return _refused(sentence)
     except SystemExit as stop:
-        return _status(stop)
+        status = _status(stop)
+        if status:
+            tell_others("its command line or config was refused; its log says why")
+        return status
     return 0
+
+
+def _refused(sentence: str) -> int:
+    """Print an error, tell it to ranks that wait for this one, and return the exit status."""
+    from lightning_aigc.strategies.roll_call import tell_others
+
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    tell_others(sentence)
+    return 1
 
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:

@@ -32,7 +32,7 @@ LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
 """Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
 LAUNCHES = {
     "bf16": 15, "int8": 90, "int4": 100, "int3": 125, "sparse": 28, "sparse_int8": 105, "sparse_int4": 115,
-    "ternary": 70, "two_four": 40, "low_rank": 50,
+    "ternary": 70, "two_four": 115, "low_rank": 50,
 }  # fmt: skip
 """Kernels that a bucket takes on any number of ranks, counted as torch's operators; low_rank's for four matrices, and
 their QR is in truth many more."""
@@ -79,7 +79,7 @@ def bytes_per_element(mode: str, job: Job) -> float:
         "bf16": BF16_BYTES,
         "sparse": density * BF16_BYTES + energy,
         "ternary": TERNARY_BYTES,
-        "two_four": TWO_FOUR_DENSITY * BF16_BYTES,
+        "two_four": TWO_FOUR_DENSITY * (8 + scale) / 8,
         "local": ((job.average_bits + scale) / 8 if job.average_bits else FP32_BYTES) / job.local_steps,
     }[mode]
 
@@ -137,8 +137,11 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     if mode == "local":
         exposed = busy  # parameters travel between steps, when nothing runs that could hide it
     else:
+        # A CPU's cores compress in place of computing, so there only the wire can hide behind backward.
+        unhidden = compression if job.device == "cpu" else 0.0
+        busy -= unhidden
         last = busy / buckets
-        exposed = max(0.0, busy - last - min(job.overlap_share, 1 - 1 / buckets) * job.backward_s) + last
+        exposed = max(0.0, busy - last - min(job.overlap_share, 1 - 1 / buckets) * job.backward_s) + last + unhidden
     step = job.compute_s + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
 

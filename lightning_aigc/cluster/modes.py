@@ -5,6 +5,7 @@ Both `gradient_sync`, which runs the modes, and `cost_model`, which predicts the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +50,23 @@ MODES: dict[str, ModeTraits] = {
     "local": ModeTraits(is_exact=True, is_flat=True),
 }
 """Every mode but `auto`, which chooses among them."""
+
+AUTO_MODES: tuple[Mode, ...] = ("dense", "bf16", "int8", "int4", "int3")
+"""What `auto` chooses among, from exact to coarse."""
+WORTHWHILE = 0.7
+"""A less exact mode must bring gradient sync below this share of the time to be chosen."""
+NOT_WORTH_S = 2e-3
+"""Below this a dense sync stays as it is."""
+
+
+def worthwhile_mode(seconds: Mapping[Mode, float]) -> Mode:
+    """Return what `auto` chooses where a step's gradient sync takes these seconds: the more exact when in doubt."""
+    chosen: Mode = "dense"
+    for mode in AUTO_MODES:
+        if seconds["dense"] > NOT_WORTH_S and seconds[mode] < WORTHWHILE * seconds[chosen]:
+            chosen = mode
+    return chosen
+
 
 SPARSE_MODES = tuple(mode for mode, traits in MODES.items() if traits.is_block_sparse)
 QUANTIZED_MODES = tuple(mode for mode, traits in MODES.items() if traits.value_bits and not traits.is_block_sparse)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_aigc.cluster.modes import Mode
+from lightning_aigc.cluster.modes import Mode, worthwhile_mode
 from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
 from lightning_aigc.gradient_sync.flat_units import FlatUnit
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
@@ -17,10 +17,6 @@ from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reducti
 TRIAL_VALUES = 1 << 20
 """About how many values the vector has: 4 MB, enough for a link's bandwidth to show."""
 REPEATS = 8
-WORTHWHILE = 0.7
-"""A less exact mode must bring gradient sync below this share of the time to be chosen."""
-NOT_WORTH_MS = 2.0
-"""Below this a dense sync stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,8 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
 def choose_mode(measured: ModeTimings, numel: int, ranks: int) -> tuple[Mode, str]:
     """Return the mode with the least to wait for, the more exact when in doubt, and a sentence that says why."""
     scale = numel / measured.values
-    dense = measured.seconds["dense"]
-    chosen: Mode = "dense"
-    for mode, seconds in measured.seconds.items():
-        if 1e3 * scale * dense > NOT_WORTH_MS and seconds < WORTHWHILE * measured.seconds[chosen]:
-            chosen = mode
-    speed = dense_ring_bytes(measured.values, ranks) / dense / 1e6
+    chosen = worthwhile_mode({mode: seconds * scale for mode, seconds in measured.seconds.items()})
+    speed = dense_ring_bytes(measured.values, ranks) / measured.seconds["dense"] / 1e6
     estimates = ", ".join(f"{mode} {1e3 * seconds * scale:.0f} ms" for mode, seconds in measured.seconds.items())
     return chosen, (
         f"auto chose {chosen}: the link carries {speed:.0f} MB/s, and {numel / 1e6:.1f} M gradients would take "

@@ -45,6 +45,10 @@ class Sync(ABC):
     def set_early_choice(self, enabled: bool) -> None:  # noqa: B027
         """Say whether a sparse mode may choose by the sum of the micro-batches so far."""
 
+    def describe_wait(self) -> list[str]:
+        """Return lines on what this rank waits for, as seen from another thread."""
+        return [f"step {self.step} of gradient sync", *self.groups.traffic.describe_recent()]
+
     def needs_all_states(self, state: dict[str, Any]) -> bool:
         """Whether `load_state_dict` needs the states of all ranks, and this rank's own is not enough."""
         return False

@@ -7,6 +7,8 @@ payload for an all_reduce, (N-1)/N for the others.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +21,34 @@ KINDS = ("values", "index", "protected", "small", "intra_node")
 what stays inside a node."""
 
 
+RECENT = 6
+"""Collectives that are remembered, for a report of what a rank waits for."""
+
+
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent, by kind."""
+    """Bytes that this rank has sent, by kind, and the collectives that it started last."""
 
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    started: int = 0
+    """Collectives so far. All ranks start the same ones, in the same order."""
+    recent: deque[tuple[int, str, str, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Number, collective, kind, bytes and time of the last ones."""
 
     def total(self) -> float:
         return sum(self.sent.values())
+
+    def note(self, collective: str, kind: str, nbytes: int) -> None:
+        self.started += 1
+        self.recent.append((self.started, collective, kind, nbytes, time.monotonic()))
+
+    def describe_recent(self) -> list[str]:
+        """Return a line on each of the last collectives that this rank started; ranks with other ones have parted."""
+        now = time.monotonic()
+        return [
+            f"collective {number}: {collective} of {kind}, {nbytes} bytes, started {now - at:.1f} s ago"
+            for number, collective, kind, nbytes, at in list(self.recent)
+        ]
 
 
 # Their names until torch 2.12, whose successors still have them and warn.
@@ -43,19 +65,19 @@ class CountedGroup:
         self.rank: int = dist.get_rank(group)
 
     def all_reduce(self, tensor: Tensor, kind: str = "values") -> Any:
-        self._count(2 * tensor.nbytes, kind)
+        self._count("all_reduce", 2 * tensor.nbytes, kind)
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
-        self._count(tensor.nbytes, kind)
+        self._count("reduce_scatter", tensor.nbytes, kind)
         return reduce_scatter(out, tensor, group=self.group, async_op=True)
 
     def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
-        self._count(out.nbytes, kind)
+        self._count("all_gather", out.nbytes, kind)
         return all_gather(out, tensor, group=self.group, async_op=True)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
-        self._count(tensor.nbytes, kind)
+        self._count("all_to_all", tensor.nbytes, kind)
         return dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
 
     def shard(self, tensor: Tensor, rank: int | None = None) -> Tensor:
@@ -64,8 +86,10 @@ class CountedGroup:
         at = self.rank if rank is None else rank
         return tensor[at * length : (at + 1) * length]
 
-    def _count(self, nbytes: int, kind: str) -> None:
-        self.traffic.sent["intra_node" if self.inside_node else kind] += (self.size - 1) / self.size * nbytes
+    def _count(self, collective: str, nbytes: int, kind: str) -> None:
+        kind = "intra_node" if self.inside_node else kind
+        self.traffic.note(collective, kind, nbytes)
+        self.traffic.sent[kind] += (self.size - 1) / self.size * nbytes
 
 
 def dense_ring_bytes(numel: int, ranks: int) -> float:

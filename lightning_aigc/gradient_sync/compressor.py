@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,14 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
+from lightning_aigc.cluster.modes import Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, without_effect
+from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, mode_of_words, without_effect
 from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT
 from lightning_aigc.gradient_sync.replica_check import check_equal
+from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, default_after_s
 from lightning_aigc.gradient_sync.step_report import StepReport, describe
 
 log = logging.getLogger(__name__)
@@ -60,22 +62,35 @@ class GradientCompressor:
         sparsity_target: float | None = None,
         protect_layers: Sequence[str] | None = None,
         *,
-        mode: Mode = DEFAULT_MODE,
+        mode: Mode | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        stall_after_s: float | None = None,
+        stall_folder: str | Path | None = None,
         **options: Any,
     ) -> None:
         """Args:
-            strategy: how layers share what a sparse mode sends: by their gradients' size (None too), or evenly. The
-                default mode is not sparse, and a warning says so where this or `sparsity_target` is given.
+            strategy: how layers share what a sparse mode sends: by their gradients' size (None too), or evenly.
             sparsity_target: sparse modes: share of the gradient that waits for a later step; None is 0.75.
             protect_layers: name patterns of parameters that are sent whole; None protects `vae.decoder` and
                 `mid_block.attentions` where the model has them.
-            mode, options: the other fields of `SyncOptions`.
+            mode: None is `sparse` where `strategy` or `sparsity_target` is given, and else the default, `int3`, which
+                loses less; a warning says which.
+            options: the other fields of `SyncOptions`.
+            timeout: how long a rank waits for the others before it stops with an error.
+            stall_after_s: seconds without a finished step before each rank writes where it waits; None is a third of
+                the timeout, 0 never.
+            stall_folder: where it writes that; None is stderr.
 
         Raises: ConfigError for a value outside what is accepted.
         """
         if strategy not in (None, "layer_wise_adaptive", "uniform"):
             raise ConfigError(f"strategy must be layer_wise_adaptive or uniform, got {strategy!r}")
+        written = {}
+        if sparsity_target is not None:
+            written["sparsity"] = f"sparsity_target={sparsity_target}"
+        if strategy is not None:
+            written["layer_wise_adaptive"] = f"{strategy=}"
+        mode, self._notes = mode_of_words(mode, written)
         try:
             self.options = SyncOptions(
                 mode=mode,
@@ -87,16 +102,15 @@ class GradientCompressor:
         except TypeError as error:
             known = ", ".join(SyncOptions.__dataclass_fields__)
             raise ConfigError(f"{str(error).partition(' ')[2]}; SyncOptions has {known}") from None
+        self._notes += without_effect(self.options, written)
         self.timeout = timeout
+        self._stall_after_s = default_after_s(timeout) if stall_after_s is None else stall_after_s
+        self._stall_folder = None if stall_folder is None else Path(stall_folder)
+        self._watchdog: StallWatchdog | None = None
         self.mode: Mode = mode
         self._sync: Sync | None = None
         self._why = "not hooked into a model yet"
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._written: dict[str, str] = {}
-        if sparsity_target is not None:
-            self._written["sparsity"] = f"sparsity_target={sparsity_target}"
-        if strategy is not None:
-            self._written["layer_wise_adaptive"] = f"{strategy=}"
         self._scaler: torch.amp.GradScaler | None = None
         self._is_synced = False
         self._finite_steps = 0
@@ -138,12 +152,13 @@ class GradientCompressor:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._removable.append(ddp_model.register_forward_pre_hook(self._note_whether_synced))
         if dist.get_rank() == 0:
-            for sentence in without_effect(self.options, self._written):
-                log.warning("GradientCompressor: %s", sentence)
+            for sentence in self._notes:
+                warnings.warn(f"GradientCompressor: {sentence}", stacklevel=2)
         if dist.get_world_size() == 1:
             self._why = "one rank: nothing to send, gradients are left alone"
             log.info("GradientCompressor: %s", self._why)
             return
+        self._watchdog = self._watch()
         self._sync, self.mode, self._why = make_sync(
             self._parameters,
             self.options,
@@ -155,6 +170,7 @@ class GradientCompressor:
         if self._sync is not None:
             self._sync.attach(ddp_model)
             self._average_after_steps(self._sync, optimizer)
+        self._watchdog.progress()
 
     def enable_gradient_accumulation(self, steps: int = 4, sync_mode: Literal["overlap", "plain"] = "overlap") -> None:
         """Sync once every `steps` forward passes in training; call it after `hook_into_model`.
@@ -208,6 +224,8 @@ class GradientCompressor:
             ranks_differ = self._sync is not None and self._sync.has_rank_local_parameters
             if every and self._finite_steps % every == 0 and not ranks_differ:
                 check_equal(self._parameters)
+        if self._watchdog is not None:
+            self._watchdog.progress(self._finite_steps)
         return finite or self._scaler is not None
 
     def settle(self) -> bool:
@@ -226,12 +244,26 @@ class GradientCompressor:
         return [parameter.grad for _, parameter in self._parameters if parameter.grad is not None]
 
     def _note_whether_synced(self, ddp: nn.Module, _: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.progress()
         if torch.is_grad_enabled():  # DDP decides in its forward, by the same two values
             self._is_synced = bool(ddp.require_backward_grad_sync)
 
+    def _watch(self) -> StallWatchdog:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        watchdog = StallWatchdog(
+            self._stall_after_s, self._stall_folder, rank, ranks, self.timeout, self._describe_wait
+        )
+        watchdog.start()
+        watchdog.progress(doing=f"setting up mode {self.mode}")
+        return watchdog
+
+    def _describe_wait(self) -> list[str]:
+        return [f"mode {self.mode}"] if self._sync is None else self._sync.describe_wait()
+
     def report(self) -> str:
         """Return what the last step sent, by kind, and what that cost, in a few lines."""
-        lines = [f"gradient sync: {self._why}"]
+        lines = [f"gradient sync: {self._why}", *self._notes]
         if self._sync is not None:
             lines.append(describe(self._sync.report, self._sync.step, self._sync.skipped_steps))
         return "\n".join(lines)
@@ -259,5 +291,7 @@ class GradientCompressor:
         for handle in self._removable:
             handle.remove()
         self._removable.clear()
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._sync is not None:
             self._sync.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_aigc.cluster.modes import FLAT_MODES, Mode
@@ -41,7 +42,9 @@ def make_sync(
     mode, why = options.mode, f"mode {options.mode}"
     if mode == "auto":
         numel = sum(p.numel() for _, p in trained)
-        mode, why = choose_mode(measure_modes(groups, trained[0][1].device), numel, groups.world_size)
+        answer = [choose_mode(measure_modes(groups, trained[0][1].device), numel, groups.world_size)]
+        dist.broadcast_object_list(answer, device=trained[0][1].device)  # one rank decides: modes must never differ
+        mode, why = answer[0]
         if mode == "dense":
             groups.destroy()
             return None, mode, why

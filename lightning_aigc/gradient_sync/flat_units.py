@@ -60,6 +60,10 @@ class FlatUnit:
         """At multiples of this its parameters start, so that no block has values of two of them."""
         return START[self.kind]
 
+    def describe(self) -> str:
+        """Return the unit in words, by its first parameter."""
+        return f"unit {self.index} ({self.kind}), {self.numel} values from {self.entries[0].name}"
+
 
 def make_units(
     parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, ranks: int = 1, ranks_inside: int = 1

@@ -84,6 +84,11 @@ class CommunicationHook:
         """Whether some gradients of a step are ready and others are not."""
         return bool(self._incomplete)
 
+    @property
+    def incomplete_units(self) -> list[FlatUnit]:
+        """Units of this step whose gradients are not all ready."""
+        return [collected.unit for collected in list(self._incomplete.values())]
+
     def attach(self, ddp: DistributedDataParallel) -> None:
         attach_hook(ddp, self.on_bucket)
 

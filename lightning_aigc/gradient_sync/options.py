@@ -111,6 +111,20 @@ class SyncOptions:
             raise ConfigError(str(error)) from None
 
 
+def mode_of_words(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, list[str]]:
+    """Return the mode that these words ask for, and a sentence where they name an option of sparse modes and no mode.
+
+    Args: written: the options of sparse modes that the user gave, and how.
+    """
+    if mode is not None or not written:
+        return mode or DEFAULT_MODE, []
+    return "sparse", [
+        f"mode sparse, because {' and '.join(written.values())} asks for it: what is not sent waits for a later step, "
+        f"which costs loss. mode={DEFAULT_MODE!r}, the default without it, costs almost none; mode='sparse' keeps this "
+        "without the warning"
+    ]
+
+
 def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
     """Return a sentence for each option that was given and that its mode does not read.
 

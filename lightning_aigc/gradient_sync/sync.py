@@ -15,7 +15,7 @@ from lightning_aigc.gradient_sync.block_sparse import BlockSparse
 from lightning_aigc.gradient_sync.delayed import DelayedSums
 from lightning_aigc.gradient_sync.early_choice import EarlyChoice
 from lightning_aigc.gradient_sync.executors import Work, make_executor
-from lightning_aigc.gradient_sync.flat_units import make_units
+from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
 from lightning_aigc.gradient_sync.hook import CommunicationHook, UnitGradients
 from lightning_aigc.gradient_sync.mode_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
@@ -29,6 +29,8 @@ from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
 
 STATE_VERSION = 1
 """Of what `state_dict` returns, whose keys keep their first names: `owed` has residuals, `late` delayed sums."""
+
+MOST_DESCRIBED = 4
 
 
 class GradientSync(Sync):
@@ -76,6 +78,7 @@ class GradientSync(Sync):
         self._meter = StepMeter(groups, sum(p.numel() for _, p in self.parameters))
         self._is_finished = True
         self._failed: SyncError | None = None
+        self._submitted: dict[int, FlatUnit] = {}
         self._removable: list[Any] = []
 
     @property
@@ -104,6 +107,7 @@ class GradientSync(Sync):
             self.executor.wanted()
         for i, collected in enumerate(complete):
             is_last = last and i == len(complete) - 1
+            self._submitted[collected.unit.index] = collected.unit
             if self.delayed is None:
                 self.executor.submit(self.reducer.reduce(collected), self._releasing(collected), last=is_last)
             else:
@@ -126,17 +130,28 @@ class GradientSync(Sync):
             total = yield from self.reducer.add_up(collected, flat)
             sums.set_pending(collected.unit, total)
 
-        self.executor.submit(work(), self._note_failure, last=last)
+        self.executor.submit(work(), self._releasing(collected, holds_buckets=False), last=last)
 
-    def _releasing(self, collected: UnitGradients) -> Callable[[SyncError | None], None]:
+    def _releasing(self, collected: UnitGradients, *, holds_buckets: bool = True) -> Callable[[SyncError | None], None]:
         def done(error: SyncError | None) -> None:
             self._note_failure(error)
-            collected.release()
+            self._submitted.pop(collected.unit.index, None)
+            if holds_buckets:
+                collected.release()
 
         return done
 
     def _note_failure(self, error: SyncError | None) -> None:
         self._failed = self._failed or error
+
+    def describe_wait(self) -> list[str]:
+        submitted, incomplete = list(self._submitted.values()), self.hook.incomplete_units
+        return [
+            f"step {self.step} of gradient sync in mode {self.options.mode}: of {len(self.units)} units "
+            f"{len(incomplete)} wait for this rank's backward pass, {len(submitted)} for the other ranks",
+            *(f"handed over and not added up: {unit.describe()}" for unit in submitted[:MOST_DESCRIBED]),
+            *self.groups.traffic.describe_recent(),
+        ]
 
     # Accumulation
 

@@ -9,20 +9,23 @@ from torch import Tensor
 
 from lightning_aigc.gradient_sync.collectives import CountedGroup
 from lightning_aigc.gradient_sync.flat_units import FlatUnit
-from lightning_aigc.gradient_sync.reductions import Reducing, in_bfloat16
+from lightning_aigc.gradient_sync.quantization import BlockQuantizer
+from lightning_aigc.gradient_sync.reductions import Reducing, in_two_hops
 from lightning_aigc.host_state import to_cpu
 
 
 class TwoOfFour:
-    """Sends two of every four neighbours in bfloat16: the largest, and of the others the one that waited longest.
+    """Sends two of every four neighbours in eight bits: the largest, and of the others the one that waited longest.
 
-    A value's expected size is what it was when it was last sent, times the steps since.
+    A value's expected size is what it was when it was last sent, times the steps since. Eight bits cost no loss beside
+    bfloat16, and half of the bytes.
     """
 
     def __init__(self, lengths: dict[int, int], device: torch.device) -> None:
         self._seen = {i: torch.zeros(n // 4, 4, dtype=torch.bfloat16, device=device) for i, n in lengths.items()}
         self._age = {i: torch.zeros(n // 4, 4, dtype=torch.uint8, device=device) for i, n in lengths.items()}
         self._next: dict[int, tuple[Tensor, Tensor]] = {}
+        self._quantizer = BlockQuantizer(8)
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         seen, age = self._seen[unit.index], self._age[unit.index]
@@ -30,19 +33,21 @@ class TwoOfFour:
         oldest = age.to(torch.int16).scatter(1, largest, -1).argmax(1, keepdim=True)
         pattern = torch.cat([largest, oldest], 1)
         fours = e_N.view(-1, 4)
-        values = fours.gather(1, pattern)
-        values[0, 0] += 0 * fours.sum()  # NaN where a value that is not sent is not finite: every rank must know
-        wire = yield from in_bfloat16(values, group)
-        fours.scatter_(1, pattern, values)
-        total = wire.float()
+        values_M = fours.gather(1, pattern).view(-1)
+        values_M[0] += 0 * fours.sum()  # NaN where a value that is not sent is not finite: every rank must know
+        multiple = group.size * self._quantizer.multiple
+        padded = torch.nn.functional.pad(values_M, (0, -values_M.numel() % multiple))
+        sums, check = yield from in_two_hops(padded, self._quantizer, group)
+        fours.scatter_(1, pattern, padded[: values_M.numel()].view(-1, 2))
+        total = sums[: values_M.numel()].view(-1, 2)
         total_N = torch.zeros_like(e_N)
         total_N.view(-1, 4).scatter_(1, pattern, total)
         older = age.clamp_max(254) + 1
         self._next[unit.index] = (
-            seen.scatter(1, pattern, wire.abs()),
+            seen.scatter(1, pattern, total.abs().bfloat16()),
             older.scatter(1, pattern, torch.zeros_like(pattern, dtype=torch.uint8)),
         )
-        return total_N, total.sum()
+        return total_N, check
 
     def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
         self._next[unit.index] = total_N.view(-1, 4).abs().bfloat16(), torch.zeros_like(self._age[unit.index])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
@@ -20,7 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.cluster import env_settings
-from lightning_aigc.strategies.device_order import agree_on_order, open_store
+from lightning_aigc.strategies.device_order import agree_on_order
+from lightning_aigc.strategies.roll_call import call_roll, open_store
 
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 SAY_AFTER_S = 30.0
@@ -60,7 +62,7 @@ class DeviceDDPStrategy(DDPStrategy):
         """Put neighbouring ranks on devices with the best link between them, if not all links are equal."""
         assert self.parallel_devices is not None
         indices = [device.index for device in self.parallel_devices]
-        order, news = agree_on_order(indices, self._open_store, self.node_rank, decides=self.local_rank == 0)
+        order, news = agree_on_order(indices, self._links_store, self.node_rank, decides=self.local_rank == 0)
         self.parallel_devices = [torch.device(self.root_device.type, index) for index in order]
         if news:
             rank_zero_info(f"npu_sparse {news}")
@@ -72,7 +74,10 @@ class DeviceDDPStrategy(DDPStrategy):
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         self._store = open_store(self.global_rank, self.world_size, self._timeout)
-        return PrefixStore("npu_sparse", self._store)
+        return self._store
+
+    def _links_store(self) -> Store:
+        return PrefixStore("npu_sparse", self._open_store())
 
     def setup_distributed(self) -> None:
         # Lightning does so for nccl alone. Gloo's threads abort a process that ends before its groups do
@@ -86,14 +91,16 @@ class DeviceDDPStrategy(DDPStrategy):
         arguments: dict[str, Any] = {"timeout": self._timeout}
         if self.root_device.type == "cuda":
             arguments["device_id"] = self.root_device
-        if self._store is not None:
-            arguments["store"], self._store = PrefixStore("default_pg", self._store), None
         with say_while_waiting(
             f"rank {self.global_rank} of {self.world_size} still waits for the others at "
             f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}. Did every node start, with "
             "this MASTER_ADDR and MASTER_PORT? May nodes open connections to one another on any port, and over which "
             "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME)?"
         ):
+            if not dist.is_initialized():  # else an earlier fit has made it
+                self._store = self._store or self._open_store()
+                call_roll(self._store, self.global_rank, self.world_size, self._timeout)
+                arguments["store"], self._store = PrefixStore("default_pg", self._store), None
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
 
     def _get_process_group_backend(self) -> str:

@@ -8,25 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from lightning_aigc.cluster.topology import Topology, device_order, read_topology
 
 _agreed: dict[tuple[int, ...], list[int]] = {}
 """The orders agreed on in this process, by the devices' indices: a later fit finds a process group already."""
-
-
-def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
-    """Open the store that all ranks share before there is a process group, at MASTER_ADDR and MASTER_PORT."""
-    timeout = timeout or default_pg_timeout
-    store: Store = next(rendezvous("env://", rank, ranks, timeout=timeout))[0]
-    store.set_timeout(timeout)
-    return store
 
 
 def agree_on_order(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
@@ -25,10 +25,10 @@ from lightning_aigc.gradient_sync.replica_check import check_equal
 from lightning_aigc.gradient_sync.step_report import describe
 from lightning_aigc.gradient_sync.sync_error import explain, is_of_a_collective
 from lightning_aigc.report.record import SyncResult
-from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
 from lightning_aigc.strategies.finite_step import skip_unless_finite
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
-from lightning_aigc.strategies.sync_metrics import sync_metrics
+from lightning_aigc.strategies.sync_metrics import log_step, sync_metrics
+from lightning_aigc.strategies.watched_ddp import WatchedDDPStrategy
 
 NAMES = {
     "npu_sparse": ("popen", False),
@@ -39,7 +39,7 @@ NAMES = {
 """Registered names: how ranks are started, and whether parameters may go without a gradient."""
 
 
-class NPUSparseStrategy(DeviceDDPStrategy):
+class NPUSparseStrategy(WatchedDDPStrategy):
     """DDP that sends a ninth of the bytes, equally at home on Ascend NPUs, CUDA GPUs and CPUs.
 
     The default, `int3`, sends three-bit integers with a scale for every 32 of them, and adds the quantization error to
@@ -71,6 +71,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         gradient_as_bucket_view: as in DDP; saves a copy of the gradients.
         static_graph: as in DDP.
         timeout: how long a rank waits for the others before it stops with an error.
+        stall_after_s: seconds without a finished step before each rank writes where it waits to the folder `stalled`
+            of the run; null is a third of timeout, 0 never.
         process_group_backend: hccl, nccl or gloo by the device when null.
         start_method: how Lightning starts the ranks.
         ddp_kwargs: further arguments of torch's DistributedDataParallel.
@@ -101,6 +103,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         timeout: timedelta | None = default_pg_timeout,
+        stall_after_s: float | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         accelerator: Any = None,
@@ -119,6 +122,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            stall_after_s=stall_after_s,
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -159,11 +163,13 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         check_protect(self.options, [name for name, _ in self._parameters])  # with one rank, and in dense modes, too
         refuse_sparse_gradients(self.model)
         for sentence in without_effect(self.options):
-            rank_zero_info(f"npu_sparse: {sentence}")
+            rank_zero_warn(f"npu_sparse: {sentence}")
         if self.world_size == 1:
             rank_zero_info("npu_sparse: one rank, nothing to send; gradients are left alone")
             return
         timeout = self._timeout or default_pg_timeout
+        self._watch()
+        self._note_progress(doing=f"setting up mode {self.mode}")
         self._sync, self.mode, why = make_sync(
             self._parameters,
             self.options,
@@ -179,6 +185,10 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         rank_zero_info(f"npu_sparse: {why}")
         for note in self._checkpoint.apply(self._sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
+        self._note_progress()
+
+    def describe_wait(self) -> Sequence[str]:
+        return [f"mode {self.mode}"] if self._sync is None else self._sync.describe_wait()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run DDP's, whose forward broadcasts buffers: the loss of a rank may show there first."""
@@ -214,17 +224,11 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         if self._sync is not None:
             self._sync.finish_step()
             self._sync.after_optimizer_step()
-            self._log_step(self._sync)
+            log_step(self.lightning_module, self._sync, self._optimizer_steps)
         every = self.options.checksum_every_n_steps
         if every and self._optimizer_steps % every == 0 and not self.ranks_differ:
             check_equal(self._parameters)
-
-    def _log_step(self, sync: Sync) -> None:
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is None or sync.report is None or self._optimizer_steps % trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            return
-        for logger in trainer.loggers:
-            logger.log_metrics(self.sync_metrics(), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._note_progress(self._optimizer_steps)
 
     def sync_metrics(self) -> dict[str, float]:
         """Return the last step's bytes and times for loggers; empty with one rank, or where auto chose dense."""

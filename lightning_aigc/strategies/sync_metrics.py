@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_aigc.gradient_sync.base import Sync
 
 
@@ -18,3 +20,12 @@ def sync_metrics(sync: Sync) -> dict[str, float]:
         "sync/share_hidden": report.share_hidden,
         "sync/skipped_steps": float(sync.skipped_steps),
     }
+
+
+def log_step(module: Any, sync: Sync, optimizer_steps: int) -> None:
+    """Give the loggers of the module's Trainer the last step's numbers, every `log_every_n_steps`."""
+    trainer = module.trainer if module is not None else None
+    if trainer is None or sync.report is None or optimizer_steps % trainer.log_every_n_steps:
+        return
+    for logger in trainer.loggers:
+        logger.log_metrics(sync_metrics(sync), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

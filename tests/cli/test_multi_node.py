@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import stat
@@ -129,19 +128,6 @@ exit $status""",
 # Two hosts on one machine --------------------------------------------------------------------------------------------
 
 
-def can_make_namespaces() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
-        return False
-    made = subprocess.run(["ip", "netns", "add", f"probe{os.getpid()}"], check=False, capture_output=True)
-    subprocess.run(["ip", "netns", "delete", f"probe{os.getpid()}"], check=False, capture_output=True)
-    return made.returncode == 0
-
-
-needs_namespaces = pytest.mark.skipif(
-    not can_make_namespaces(), reason="network namespaces need root and iproute2 (ip, tc)"
-)
-
-
 def run_recipe(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [ROOT / "benchmarks" / "two_hosts.sh", "100mbit", *command],
@@ -153,7 +139,7 @@ def namespaces() -> set[str]:
     return set(subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split())
 
 
-@needs_namespaces
+@pytest.mark.usefixtures("needs_namespaces")
 def test_the_recipe_removes_its_hosts_also_when_a_command_fails(tmp_path: Path) -> None:
     before = namespaces()
     done = run_recipe("bash", "-c", "echo rank $NODE_RANK of $MASTER_ADDR; exit $NODE_RANK", folder=tmp_path)
@@ -162,7 +148,7 @@ def test_the_recipe_removes_its_hosts_also_when_a_command_fails(tmp_path: Path) 
     assert not {name for name in namespaces() - before if name.startswith("try")}
 
 
-@needs_namespaces
+@pytest.mark.usefixtures("needs_namespaces")
 @pytest.mark.long
 def test_the_documented_recipe_trains_over_its_link(quick_config: dict[str, Any], tmp_path: Path) -> None:
     config = write_config(quick_config, tmp_path)

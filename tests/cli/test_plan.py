@@ -26,7 +26,10 @@ def test_every_mode_is_a_row_and_all_of_it_is_called_modelled(command: Command) 
     assert said.code == 0, said.err
     assert "48 x 8 = 384 ranks" in said.out and "is modelled" in said.out
     assert "and the residuals of gradient sync." in said.out and "owe" not in said.out
-    rows = {line.split()[0] for line in said.out.splitlines()[said.out.splitlines().index("") + 2 :]}
+    lines = said.out.splitlines()
+    table = lines[lines.index("") + 2 : -1]
+    assert lines[-1].startswith("Latency and launches count once a bucket: ")
+    rows = {line.split()[0] for line in table}
     assert rows == {
         "dense", "bf16", "int8", "int4", "int3", "ternary", "sparse", "sparse_int8", "sparse_int4", "two_four", "local"
     }  # fmt: skip
@@ -139,7 +142,51 @@ def test_a_model_that_is_elsewhere_says_what_to_pass(command: Command, tmp_path:
     path.write_text(yaml.safe_dump({"model": model}))
     result = command("plan", "-c", path, *FORTY_EIGHT)
     assert result.code == 1
-    assert "someone/model is not on this machine" in result.errors[0] and "--trainable" in result.errors[0]
+    assert "someone/model is neither on this machine nor in the hub's cache" in result.errors[0]
+    assert "--trainable" in result.errors[0]
+
+
+def test_a_hub_id_is_opened_from_the_hubs_cache(
+    command: Command, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = yaml.safe_load(tiny_config.read_text())
+    folder = config["model"]["init_args"]["pretrained_model_name_or_path"]
+    repository = tmp_path / "hub" / "models--someone--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    (repository / "snapshots" / "abc").symlink_to(folder, target_is_directory=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    arguments = ("--nodes", 1, "--devices", 2, "--step_time", 1, "--json")
+    at_home = json.loads(command("plan", "-c", tiny_config, *arguments).out)["plan"]["job"]
+    config["model"]["init_args"]["pretrained_model_name_or_path"] = "someone/model"
+    tiny_config.write_text(yaml.safe_dump(config))
+    assert json.loads(command("plan", "-c", tiny_config, *arguments).out)["plan"]["job"] == at_home
+    config["model"]["init_args"]["pretrained_model_name_or_path"] = "someone/other"
+    tiny_config.write_text(yaml.safe_dump(config))
+    assert "someone/other is neither on this machine nor" in command("plan", "-c", tiny_config, *arguments).errors[0]
+
+
+@pytest.mark.parametrize(("link", "chosen"), [("1600Gb", "dense"), ("25Gb", "int4"), ("1Gb", "int4")])
+def test_auto_marks_what_it_would_choose_by_the_modelled_times(
+    link: str, chosen: str, command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "auto.yaml"
+    strategy = {"class_path": "NPUSparseStrategy", "init_args": {"mode": "auto"}}
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    said = command("plan", "-c", path, "--nodes", 48, "--devices", 8, "--link", link, *GIVEN)
+    (marked,) = [line for line in said.out.splitlines() if " * " in line]
+    assert marked.startswith(f"{chosen} * ")
+    assert "* what the config's mode auto would choose by these times; it measures the real link" in said.out
+
+
+def test_larger_buckets_are_named_where_latency_and_launches_count(command: Command) -> None:
+    said = command("plan", *FORTY_EIGHT, *GIVEN)
+    assert "with bucket_mb: 50, int3 is modelled at 99.3% in place of 91.5%." in said.out
+    again = command("plan", *FORTY_EIGHT, *GIVEN, "--bucket_mb", 100)
+    assert "Latency and launches" not in again.out and "buckets hold 100 MB" in again.out
+    (row,) = [line for line in again.out.splitlines() if line.startswith("int3 ")]
+    assert float(row.split("%")[0].split()[-1]) > 97
 
 
 def test_a_wrong_key_of_the_model_is_named(command: Command, tiny_config: Path) -> None:

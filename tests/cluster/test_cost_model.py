@@ -27,7 +27,7 @@ def job(**changes: Any) -> Job:
     [
         ("dense", 4), ("bf16", 2), ("int8", 8.5 / 8), ("int4", 4.5 / 8), ("int3", 3.5 / 8),
         ("sparse", 0.25 * 2 + 2 / 256), ("sparse_int8", 0.25 * 8.5 / 8 + 2 / 256),
-        ("sparse_int4", 0.25 * 4.5 / 8 + 2 / 256), ("two_four", 1), ("local", 4 / 8),
+        ("sparse_int4", 0.25 * 4.5 / 8 + 2 / 256), ("two_four", 2 / 4 * 8.5 / 8), ("local", 4 / 8),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("ranks", [2, 8, 384])

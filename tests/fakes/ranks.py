@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from fakes.network import DEVICE, enter
+
 TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others."""
 IMPORTED_ONCE = ["lightning_aigc", "torch", "lightning.pytorch", "pytest", "lightning_aigc.gradient_sync.compressor"]
@@ -31,11 +33,13 @@ def run_ranks(
     timeout_s: float = 120,
     may_die: Collection[int] = (),
     environment: dict[str, str] | None = None,
+    hosts: Sequence[str] = (),
 ) -> list[Any]:
     """Run `work(rank, *arguments)` on each rank, a function of a module's top level.
 
     Args: gloo: make the default process group; else it is left to `work`, with the variables that Lightning reads.
         may_die: ranks whose end is part of the test.
+        hosts: the network namespace of each rank, as `fakes.network.two_hosts` makes them.
     Returns: what each rank returned, None for one that died.
     Raises: AssertionError with the traceback of a rank that failed, or the ranks that had not ended in time.
     """
@@ -45,8 +49,11 @@ def run_ranks(
     # A function of a test module has no name that a new process could import.
     place = (str(Path(sys.modules[work.__module__].__file__ or "").resolve()), work.__name__)
     with meeting_point() as where:
-        shared = where | (environment or {})
-        given = [(rank, ranks, str(folder), gloo, shared, place, arguments) for rank in range(ranks)]
+        shared = where | ({"GLOO_SOCKET_IFNAME": DEVICE} if hosts else {}) | (environment or {})
+        given = [
+            (rank, ranks, str(folder), gloo, shared, hosts[rank] if hosts else None, place, arguments)
+            for rank in range(ranks)
+        ]
         processes = [context.Process(target=_rank, args=one, daemon=True) for one in given]
         for process in processes:
             process.start()
@@ -76,12 +83,15 @@ def _rank(
     folder: str,
     gloo: bool,
     environment: dict[str, str],
+    host: str | None,
     place: tuple[str, str],
     arguments: Sequence[Any],
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    if host is not None:
+        enter(host)
     torch.set_num_threads(1)
     where = {"NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
     where |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}

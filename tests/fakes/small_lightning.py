@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ def make_trainer(**arguments: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "use_distributed_sampler": False,
+        "default_root_dir": tempfile.gettempdir(),  # a watchdog may write there
     }
     callbacks = [AfterEachStep(), *arguments.pop("callbacks", [])]
     return Trainer(**(quiet | arguments), callbacks=callbacks)

@@ -31,7 +31,7 @@ EVEN = {"wide": (512, 320), "bias": (301,), "deep": (256, 64, 3, 3), "scale": (S
 """Shapes that need no padding on up to four ranks: 640, 576 and 4 blocks of 256. `bias` is protected."""
 N = 512 * 320 + 256 * 64 * 9
 PER_VALUE = {
-    **{"bf16": 2, "int8": 1 + 2 / 32, "int4": 1 / 2 + 2 / 32, "int3": 3 / 8 + 2 / 32, "two_four": 1},
+    **{"bf16": 2, "int8": 1 + 2 / 32, "int4": 1 / 2 + 2 / 32, "int3": 3 / 8 + 2 / 32, "two_four": (1 + 2 / 32) / 2},
     **{"sparse_int8": DENSITY * (1 + 2 / 32), "sparse_int4": DENSITY * (1 / 2 + 2 / 32)},
     "sparse": DENSITY * 2 + 2 / 256,
     "ternary": (52 + 2) / 256,
@@ -172,6 +172,19 @@ def test_a_twentieth_in_int8_sends_a_fiftieth(ranks: int, unet: list[tuple[str, 
         return code.wire_bytes(-(-sent // ranks) * ranks * 256) + 2 * blocks
 
     assert ratio_of(units, sum(p.numel() for _, p in unet), values_bytes) <= 0.02
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64, 384])
+def test_two_of_four_send_a_sixth_of_stable_diffusions_gradient(
+    ranks: int, unet: list[tuple[str, torch.Tensor]]
+) -> None:
+    code = BlockQuantizer(8)
+
+    def values_bytes(unit: FlatUnit) -> float:
+        return code.wire_bytes(-(-unit.numel // 2 // (256 * ranks)) * 256 * ranks)
+
+    units = make_units(unet, SyncOptions(mode="two_four"), ranks)
+    assert 0.1 < ratio_of(units, sum(p.numel() for _, p in unet), values_bytes) <= 0.17
 
 
 @pytest.fixture(scope="module", params=[4, 16, 128])

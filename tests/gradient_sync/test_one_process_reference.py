@@ -139,13 +139,15 @@ class TwoOfFour:
             largest = max(four, key=lambda i: (float(self.seen[i] * (1 + self.age[i])), -i))
             oldest = max((i for i in four if i != largest), key=lambda i: (float(self.age[i]), -i))
             chosen += [largest, oldest]
-        sent, kept = in_bfloat16([x[chosen] for x in e])
+        padding = -len(chosen) % (256 * len(e))
+        sent, kept = two_hops([torch.nn.functional.pad(x[chosen], (0, padding)) for x in e], 8)
+        sent, kept = sent[: len(chosen)], [k[: len(chosen)] for k in kept]
         total, left = torch.zeros_like(e[0]), [x.clone() for x in e]
         total[chosen] = sent
         for x, k in zip(left, kept, strict=True):
             x[chosen] = k
         self.age += 1
-        self.age[chosen], self.seen[chosen] = 0, sent.abs()
+        self.age[chosen], self.seen[chosen] = 0, sent.abs().bfloat16().float()
         return total, left
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import logging
 import os
 import time
 import warnings
@@ -88,7 +87,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     embedding.table = torch.nn.Embedding(8, 8, sparse=True)
     results["sparse gradients"] = refusal(lambda: fit(rank, embedding, strategy=strategy(), devices=2))
     results["own error"] = refusal(lambda: fit(rank, Fails(), strategy=strategy(), devices=2))
-    results["said"] = what_lightning_says(lambda: fit(rank, strategy=strategy(sparsity=0.95), devices=2, batches=1))
+    results["said"] = warnings_of(lambda: fit(rank, strategy=strategy(sparsity=0.95), devices=2, batches=1))
     results["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
     drifting = strategy(checksum_every_n_steps=3)
     results["drift"] = refusal(lambda: fit(rank, strategy=drifting, devices=2, callbacks=[Meddle()]))
@@ -102,15 +101,11 @@ class Fails(Small):
         raise RuntimeError("shapes do not fit")
 
 
-def what_lightning_says(call: Any) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("lightning.pytorch")
-    log.addHandler(handler)
-    call()
-    log.removeHandler(handler)
-    return said
+def warnings_of(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
 
 
 def refusal(call: Any) -> str:

@@ -1,0 +1,188 @@
+"""Error of `lightning plan` against runs of npu_sparse between two hosts, on 2 and 4 ranks and two links.
+
+Two network namespaces with a link of the named rate are the hosts, with one or two ranks of one thread on each. The
+cost model gets what the command's user gives: the rate as it is named, the latency (a small allreduce), the speed
+inside a node, and the time of a step without communication while all ranks compute. The bytes a second that a CPU
+compresses are calibrated on the runs of CALIBRATION, and every other run is predicted with them; another column has the
+prediction with the constant of lightning_aigc/cluster/workload.py. Times are the slowest rank's, the median over rounds
+in which all modes and the step without communication take turns. Error is predicted over measured, minus 1. Needs root
+and iproute2.
+
+    python benchmarks/plan_error.py [--rounds 5] [--output FILE]
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_aigc.cluster import workload
+from lightning_aigc.cluster.cost_model import predict, ring_factor
+from lightning_aigc.cluster.workload import Job, Links, Shape
+from lightning_aigc.gradient_sync import GradientCompressor
+from scaling_model import SIZES, WARM_UP, make_model, slowest_s
+from two_hosts import DEVICE, HOSTS, enter, two_hosts
+
+MODES = ("dense", "int8", "int4", "int3", "sparse")
+RATES = {"500mbit": 500e6 / 8, "200mbit": 200e6 / 8}
+"""As tc writes them, and the bytes a second of `--link 500Mb`."""
+SHAPES = (Shape(2, 1), Shape(2, 2))
+CALIBRATION = (("500mbit", Shape(2, 1), "int3"), ("500mbit", Shape(2, 1), "int8"))
+BATCH = 256
+
+
+def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
+    """One rank's part; rank 0 writes the medians."""
+    enter(HOSTS[rank // shape.devices][0])
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, rank=rank, world_size=shape.ranks, timeout=timedelta(seconds=120))
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] if shape.devices == 2 else None
+    model, batch = make_model(), torch.randn(BATCH, 1024)
+    small, large = (torch.zeros(size) for size in SIZES)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(batch)
+
+    def train(module: nn.Module) -> None:
+        module.zero_grad()
+        module(batch).square().mean().backward()
+
+    def train_synced(ddp: nn.Module, compressor: GradientCompressor) -> None:
+        train(ddp)
+        compressor.finish_step()
+
+    steps: dict[str, Callable[[], Any]] = {"forward": forward, "compute": lambda: train(model)}
+    steps["hop"] = lambda: dist.all_reduce(torch.zeros(1))
+    if inside is not None:
+        steps["inside small"] = lambda: dist.all_reduce(small, group=inside)
+        steps["inside large"] = lambda: dist.all_reduce(large, group=inside)
+    for mode in MODES:
+        ddp = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+        compressor = GradientCompressor(mode=mode)  # type: ignore[arg-type]
+        compressor.hook_into_model(ddp)
+        steps[mode] = partial(train_synced, ddp, compressor)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(WARM_UP + rounds):
+        for name, step in steps.items():
+            took = slowest_s(step)
+            if i >= WARM_UP:
+                times[name].append(took)
+    if rank == 0:
+        found: dict[str, Any] = {name: statistics.median(of) for name, of in times.items()}
+        found["spread"] = {mode: max(times[mode]) / min(times[mode]) for mode in MODES}
+        found["parameters"] = {"all": sum(p.numel() for p in model.parameters())}
+        found["parameters"]["small"] = sum(p.numel() for p in model.parameters() if p.dim() < 2)
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)
+
+
+def run_ranks(rate: str, shape: Shape, rounds: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_aigc", "torch", "lightning_aigc.gradient_sync.compressor"])
+    with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=measure, args=(rank, shape, rounds, folder)) for rank in range(shape.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+    return found
+
+
+def inputs(found: dict[str, Any], rate: str, shape: Shape) -> tuple[Job, Links]:
+    """What the cost model is given."""
+    counted = found["parameters"]
+    job = Job(
+        trainable=counted["all"],
+        small=counted["small"],
+        forward_s=found["forward"],
+        backward_s=found["compute"] - found["forward"],
+        bucket_bytes=25e6,
+        device="cpu",
+    )
+    hops = 2 * (shape.nodes - 1) + 2 * (shape.devices - 1)
+    latency = found["hop"] / hops
+    links = Links(RATES[rate], RATES[rate], latency, latency)
+    if "inside large" in found:
+        factor = ring_factor(shape.devices) * 4
+        fast = factor * (SIZES[1] - SIZES[0]) / max(found["inside large"] - found["inside small"], 1e-9)
+        alpha = max(0.0, found["inside small"] - factor * SIZES[0] / fast) / 2
+        links = replace(links, local_Bps=fast, latency_local_s=alpha)
+    return job, links
+
+
+def predicted_s(mode: str, found: dict[str, Any], rate: str, shape: Shape, compression_Bps: float) -> float:
+    job, links = inputs(found, rate, shape)
+    workload.COMPRESSION_BPS["cpu"] = compression_Bps
+    return predict(mode, job, shape, links).step_s
+
+
+def calibrated(runs: dict[tuple[str, Shape], dict[str, Any]]) -> float:
+    """The bytes a second at which the calibration's steps are off least, by their squared relative errors."""
+
+    def error(speed: float) -> float:
+        return math.fsum(
+            (predicted_s(mode, runs[rate, shape], rate, shape, speed) / runs[rate, shape][mode] - 1) ** 2
+            for rate, shape, mode in CALIBRATION
+        )
+
+    return min((1e8 * 1.02**n for n in range(250)), key=error)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    shipped = workload.COMPRESSION_BPS["cpu"]
+    runs = {(rate, shape): run_ranks(rate, shape, options.rounds) for rate in RATES for shape in SHAPES}
+    alone = runs["500mbit", SHAPES[0]]["compute"]
+    speed = calibrated(runs)
+    for (rate, shape), found in runs.items():
+        crowding = found["compute"] / alone  # two ranks a core compress at half the speed, as they compute
+        for mode in MODES:
+            predicted = predicted_s(mode, found, rate, shape, speed / crowding)
+            with_shipped = predicted_s(mode, found, rate, shape, shipped / crowding)
+            row = {
+                "benchmark": "plan_error", "date": date.today().isoformat(), "torch": torch.__version__,
+                "device": f"cpu, {os.cpu_count()} cores, one thread a rank", "rounds": options.rounds,
+                "rate": rate, "nodes": shape.nodes, "devices": shape.devices, "mode": mode,
+                "is_calibration": (rate, shape, mode) in CALIBRATION,
+                "measured_step_s": round(found[mode], 4), "measured_most_over_least": round(found["spread"][mode], 2),
+                "step_without_communication_s": round(found["compute"], 4),
+                "predicted_step_s": round(predicted, 4), "error": round(predicted / found[mode] - 1, 3),
+                "error_with_shipped_constant": round(with_shipped / found[mode] - 1, 3),
+                "compression_GBps": round(speed / 1e9, 3),
+            }  # fmt: skip
+            print(json.dumps(row), flush=True)
+            if options.output is not None:
+                with options.output.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""All ranks report at one store before there is a process group; a rank that cannot take part says why.
+
+Without it a rank that stops before the process group, over its own files or settings, leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.sync_error import SyncError
+
+POLL_S = 0.1
+SAY_FAREWELL_S = 10.0
+"""How long a rank that stops lets the others read why: its process may be the one that keeps the store."""
+_opened = 0
+"""Stores that this process has opened. A store that outlives a process group still has its keys."""
+
+
+def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
+    """Open the store that all ranks share before there is a process group, at MASTER_ADDR and MASTER_PORT."""
+    global _opened
+    timeout = timeout or default_pg_timeout
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it, else rank 0
+    store: Store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        ranks,
+        is_master=rank == 0 and not has_agent,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _opened += 1
+    return PrefixStore(f"lightning_aigc/attempt_{attempt}/{_opened}", store)
+
+
+def call_roll(store: Store, rank: int, ranks: int, timeout: timedelta | None) -> None:
+    """Wait until every rank has called this. Collective.
+
+    Raises: ConfigError where another rank said that it stops; SyncError after the timeout, naming who is missing.
+    """
+    timeout = timeout or default_pg_timeout
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(f"here/{rank}", socket.gethostname())
+    arrived = store.add("arrived", 1)
+    while arrived < ranks:
+        if store.check(["failed"]):
+            by, host, sentence = json.loads(store.get("failed"))
+            store.add("told", 1)
+            raise ConfigError(f"rank {by} ({host}) stopped, and this rank with it: {sentence}")
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(other) for other in range(ranks) if not store.check([f"here/{other}"]))
+            raise SyncError(
+                f"rank {rank} of {ranks} waited {timeout} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+                f"for rank(s) {missing}; look at their logs, and whether their nodes have started"
+            )
+        time.sleep(POLL_S)
+        arrived = store.add("arrived", 0)
+
+
+def tell_others(sentence: str) -> None:
+    """Tell ranks that wait in `call_roll` that this one stops, and why; does nothing where no launcher made ranks."""
+    environments = (TorchElasticEnvironment, SLURMEnvironment)
+    found = next((environment() for environment in environments if environment.detect()), None)
+    if found is None or dist.is_initialized() or found.world_size() == 1:
+        return
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found.main_address, str(found.main_port)
+    rank, ranks = found.global_rank(), found.world_size()
+    deadline = time.monotonic() + SAY_FAREWELL_S
+    try:
+        store = open_store(rank, ranks, timedelta(seconds=SAY_FAREWELL_S))
+        if not store.check(["failed"]):
+            store.set("failed", json.dumps([rank, socket.gethostname(), sentence]))
+        told = store.add("told", 1)
+        while told < ranks and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            told = store.add("told", 0)
+    except (RuntimeError, ValueError):  # nobody keeps the store any more, so nobody waits at it
+        return

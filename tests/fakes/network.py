@@ -1,0 +1,137 @@
+"""Hosts on one machine: network namespaces joined by a link that can be cut, and connections that lose packets.
+
+Namespaces need root and iproute2. Lost packets need neither: a filter on the receiving socket drops them before TCP
+sees them, so that TCP has to send them again. (tc's netem does the same for a device, and many kernels lack it.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+DEVICE = "wire"
+CLONE_NEWNET, SO_ATTACH_FILTER = 0x40000000, 26
+TCP_INFO_RETRANSMITS = 100
+"""Where `tcpi_total_retrans` stands in the kernel's `struct tcp_info`."""
+
+
+@functools.cache
+def why_no_namespaces() -> str | None:
+    """What keeps this machine from making network namespaces with a slow link between them; None if nothing does."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need iproute2: {' and '.join(missing)} missing"
+    try:
+        with two_hosts("100mbit"):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made: `{' '.join(error.cmd)}` says {error.stderr.strip()}"
+
+
+class Link:
+    """The link between two hosts."""
+
+    def __init__(self, hosts: tuple[str, str], addresses: tuple[str, str]) -> None:
+        self.hosts, self.addresses = hosts, addresses
+
+    def cut(self) -> None:
+        """Pull the cable: neither host hears the other, and no connection is closed."""
+        cut(self.hosts[0])
+
+    def mend(self) -> None:
+        mend(self.hosts[0])
+
+
+def cut(host: str) -> None:
+    _run("ip", "-n", host, "link", "set", DEVICE, "down")
+
+
+def mend(host: str) -> None:
+    _run("ip", "-n", host, "link", "set", DEVICE, "up")
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str) -> Iterator[Link]:
+    """Two namespaces, joined by a link of this rate (as tc writes it) in each direction until the block ends."""
+    id_ = f"test{os.getpid()}-{threading.get_native_id()}"
+    hosts, addresses = (f"{id_}-a", f"{id_}-b"), ("10.211.9.1", "10.211.9.2")
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host)
+        _run("ip", "link", "add", DEVICE, "netns", hosts[0], "type", "veth", "peer", "name", DEVICE, "netns", hosts[1])
+        for host, address in zip(hosts, addresses, strict=True):
+            _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
+            _run("ip", "-n", host, "link", "set", DEVICE, "up")
+            _run("ip", "-n", host, "link", "set", "lo", "up")
+            shape = f"tc -n {host} qdisc add dev {DEVICE} root tbf rate {rate} burst 256kb latency 50ms"
+            _run(*shape.split())
+        yield Link(hosts, addresses)
+    finally:
+        for host in hosts:
+            subprocess.run(("ip", "netns", "delete", host), check=False, capture_output=True)
+
+
+def enter(host: str) -> None:
+    """Move this process to a host; threads that run already stay where they are."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/var/run/netns", host).open() as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
+
+
+def lose_packets(share: float) -> int:
+    """Drop this share of what arrives on the TCP connections that this process has; returns how many it has."""
+    load, jump_if_at_least, give_back = 0x20, 0x35, 0x06  # classic BPF: random number, compare, bytes to keep
+    instructions = [
+        (load, 0, 0, 0xFFFFF000 + 56),
+        (jump_if_at_least, 0, 1, int(share * 2**32)),
+        (give_back, 0, 0, 0xFFFFFFFF),
+        (give_back, 0, 0, 0),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+    program = struct.pack("HL", len(instructions), ctypes.addressof(code))
+    connections = 0
+    for connection in _connections():
+        connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        connections += 1
+    return connections
+
+
+def packets_sent_again() -> int:
+    """How often TCP has sent a packet of this process's connections once more."""
+    found = 0
+    for connection in _connections():
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
+        found += int(struct.unpack_from("I", info, TCP_INFO_RETRANSMITS)[0])
+    return found
+
+
+def _connections() -> Iterator[socket.socket]:
+    """The TCP connections of this process, each as a second handle that is closed after use."""
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208  a Path per name tells less
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            connection = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # closed meanwhile
+            continue
+        with connection, contextlib.suppress(OSError):
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                connection.getpeername()  # a socket that listens has none
+                yield connection
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
