@@ -40,6 +40,24 @@ class Reduction(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Quantizer(Protocol):
+    """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`."""
+
+    multiple: int
+
+    def wire_bytes(self, length: int) -> int: ...
+
+    def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
+        """Write values_RN into wire_RB, and leave what was rounded off in values_RN."""
+
+    def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
+        """Write the values of wire_RB to out_RN. Returns: a number that is finite when every value is."""
+        ...
+
+    def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
+        """Add the values of all rows of wire_RB to out_N."""
+
+
 class Stateless:
     """A reduction without state."""
 
@@ -96,7 +114,7 @@ def in_bfloat16(e_N: Tensor, group: CountedGroup, kind: str = "values") -> Gener
     return wire
 
 
-def in_two_hops(e_N: Tensor, quantizer: BlockQuantizer, group: CountedGroup, kind: str = "values") -> Reducing:
+def in_two_hops(e_N: Tensor, quantizer: Quantizer, group: CountedGroup, kind: str = "values") -> Reducing:
     """Each rank adds up one shard of the vector, which all ranks send it quantized, and sends the sum, quantized anew.
 
     A rank's own shard is not quantized in the first hop: there e_N takes the error of the second, and so one vector

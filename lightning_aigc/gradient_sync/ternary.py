@@ -79,7 +79,7 @@ class TernaryQuantizer:
         split = len(blocks) * SCALE_BYTES
         scales, codes = wire_B[:split].view(torch.bfloat16).view(-1, 1), wire_B[split:].view(-1, CODE_BYTES)
         size = CPU_CHUNK // BLOCK if row_N.device.type == "cpu" else max(1, len(blocks))
-        return list(zip(blocks.split(size), scales.split(size), codes.split(size), strict=True))
+        return list(zip(*(torch.split(part, size) for part in (blocks, scales, codes)), strict=True))
 
     def _signs(self, codes: Tensor) -> Tensor:
         """-1, 0 or 1 of each value, float32 [n, BLOCK]."""
@@ -109,7 +109,8 @@ class Ternary(Stateless):
 
     def _turned(self, blocks: Tensor) -> Tensor:
         """Each block of SIDE x SIDE times the Hadamard matrix of all its values, which is its own inverse."""
-        return self._hadamard @ blocks @ self._hadamard
+        turned: Tensor = torch.matmul(torch.matmul(self._hadamard, blocks), self._hadamard)
+        return turned
 
 
 def hadamard(size: int) -> Tensor:
