@@ -109,7 +109,8 @@ class Ternary(Stateless):
 
     def _turned(self, blocks: Tensor) -> Tensor:
         """Each block of SIDE x SIDE times the Hadamard matrix of all its values, which is its own inverse."""
-        turned: Tensor = torch.matmul(torch.matmul(self._hadamard, blocks), self._hadamard)
+        turned: Tensor = torch.matmul(self._hadamard, blocks)
+        turned = torch.matmul(turned, self._hadamard)
         return turned
 
 
