@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of
-from lightning_aigc_kernels.quantize_blocks.layout import BITS, BLOCK, BLOCKS, GROUP, HUGE, TINY, largest_scale
+from lightning_aigc_kernels.quantize_blocks.layout import BITS, BLOCK, BLOCKS, GROUP, HUGE, TINY, scale_magnitude
 
 CONFIGS = {"cuda": LaunchConfig(1024, 65_535, 4), "npu": LaunchConfig(1024, 960), "cpu": LaunchConfig(64, 3)}
 LANES = tl.constexpr(BLOCK)
@@ -147,7 +147,7 @@ def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
 def dequantize_blocks(packed_RB: Tensor, out_RN: Tensor, bits: int) -> Tensor:
     """As the reference; the check is a second launch."""
     _launch(dequantize, out_RN, packed_RB, bits, (packed_RB, packed_RB.view(torch.bfloat16), out_RN))
-    return largest_scale(packed_RB, out_RN.shape[1])
+    return scale_magnitude(packed_RB, out_RN.shape[1])
 
 
 def add_quantized_rows(packed_RB: Tensor, out_N: Tensor, bits: int) -> None:

@@ -58,7 +58,7 @@ def check(values: Tensor, packed_RB: Tensor, bits: int) -> None:
         raise ValueError(f"values {tuple(values.shape)} pack to {wanted} at {bits} bits, got {tuple(packed_RB.shape)}")
 
 
-def largest_scale(packed_RB: Tensor, length: int) -> Tensor:
+def scale_magnitude(packed_RB: Tensor, length: int) -> Tensor:
     """Return the largest magnitude of a scale, float32: finite when all values are."""
     scales = packed_RB[:, : length // BLOCK * SCALE_BYTES].view(torch.bfloat16)
     return torch.linalg.vector_norm(scales, math.inf, dtype=torch.float32)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.quantize_blocks.layout import BLOCK, BLOCKS, GROUP, HUGE, SCALE_BYTES, TINY, largest_scale
+from lightning_aigc_kernels.quantize_blocks.layout import BLOCK, BLOCKS, GROUP, HUGE, SCALE_BYTES, TINY, scale_magnitude
 
 CPU_CHUNK = 262_144
 """Values that a CPU takes at a time: few enough to stay in its cache from pass to pass, and whole groups."""
@@ -51,7 +51,7 @@ def dequantize_blocks(packed_RB: Tensor, out_RN: Tensor, bits: int) -> Tensor:
     for rows, groups in _chunks(out_RN.shape, out_RN.device):
         integers, scale = _unpack(packed_RB[rows], groups, bits)
         torch.mul(integers, scale, out=_grouped(out_RN[rows], groups))
-    return largest_scale(packed_RB, out_RN.shape[1])
+    return scale_magnitude(packed_RB, out_RN.shape[1])
 
 
 def add_quantized_rows(packed_RB: Tensor, out_N: Tensor, bits: int) -> None:
