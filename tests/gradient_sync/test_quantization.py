@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_aigc.gradient_sync import quantization
-from lightning_aigc.gradient_sync.quantization import BLOCK, CPU_CHUNK, TINY, BlockQuantizer
+from lightning_aigc.gradient_sync.quantization import BLOCK, BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import in_two_hops
+from lightning_aigc_kernels.quantize_blocks import reference
+from lightning_aigc_kernels.quantize_blocks.layout import TINY
+from lightning_aigc_kernels.quantize_blocks.reference import CPU_CHUNK
 
 BITS = (8, 4, 3)
 LENGTHS = (256, 512, 256 * 7, CPU_CHUNK, CPU_CHUNK + 256, 2 * CPU_CHUNK + 768)
@@ -165,7 +167,7 @@ def launches_in_two_hops(bits: int, ranks: int) -> int:
 def test_an_accelerator_launches_as_many_kernels_on_any_number_of_ranks(
     bits: int, at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization, "CPU_CHUNK", 2**40)  # an accelerator takes everything at once
+    monkeypatch.setattr(reference, "CPU_CHUNK", 2**40)  # an accelerator takes everything at once
     assert launches_in_two_hops(bits, 8) == launches_in_two_hops(bits, 384) <= at_most
 
 
@@ -175,7 +177,7 @@ def test_a_cpu_takes_small_rows_together_and_large_ones_in_parts(monkeypatch: py
     def chunks(rows: int, length: int) -> list[tuple[slice, slice]]:
         return list(code._chunks((rows, length), torch.device("cpu")))
 
-    monkeypatch.setattr(quantization, "CPU_CHUNK", 1024)
+    monkeypatch.setattr(reference, "CPU_CHUNK", 1024)
     assert chunks(5, 512) == [(slice(r, r + 2), slice(0, 512)) for r in (0, 2, 4)]
     assert chunks(2, 1280) == [(slice(r, r + 1), at) for r in (0, 1) for at in (slice(0, 1024), slice(1024, 1280))]
 

@@ -192,6 +192,52 @@ def add_rows(values, codes, scales, rows, bits):
             add_group(part, scales[row * nbytes // 2 + group :], groups, codes[at:], bits)
 
 
+PARTS = "void(f4[::1], f4, f4[::1], f4[::1], u1[::1], u2[::1], i8, i8, u1[::1], u2[::1], i8, i8, i8, i8)"
+
+
+@compiled(PARTS)
+def quantize_part(
+    gradient, share, residual, error, received, received_scales, rows, mine, codes, scales, groups, first, bits, lanes
+):
+    """Quantize residual + share * gradient + all received rows but `mine` into a part of a row; the rest is the error.
+
+    The row has as many groups, and the part begins with its group `first`. `gradient` may lack some of the last group.
+    """
+    scratch = np.empty(GROUP, I32)
+    nbytes = groups * (2 * BLOCKS + BLOCK * bits)
+    for group in range(error.size // GROUP):
+        start = group * GROUP
+        total, before, new = error[start : start + GROUP], residual[start : start + GROUP], gradient[start:]
+        if new.size >= GROUP:
+            for i in range(GROUP):
+                total[i] = before[i] + new[i] * share
+        else:
+            for i in range(GROUP):
+                total[i] = before[i]
+            for i in range(new.size):
+                total[i] += new[i] * share
+        at_scale, at = first + group, 2 * BLOCKS * groups + (first + group) * BLOCK * bits
+        for row in range(rows):
+            if row != mine:
+                scales_of_row = received_scales[row * nbytes // 2 + at_scale :]
+                add_group(total, scales_of_row, groups, received[row * nbytes + at :], bits)
+        quantize_group(total, scales[at_scale:], groups, codes[at:], bits, scratch, lanes)
+
+
+@compiled("void(u1[::1], u2[::1], i8, i8, i8, f4, f4[::1])")
+def dequantize_part(codes, scales, groups, first, bits, factor, out):
+    """Write a part of a row, from its group `first` on, times a factor; `out` may end within a group."""
+    whole = out.size // GROUP
+    rest = out.size - whole * GROUP
+    last = np.empty(GROUP, F32)
+    for group in range(whole + (rest > 0)):
+        at = 2 * BLOCKS * groups + (first + group) * BLOCK * bits
+        into = out[group * GROUP :] if group < whole else last
+        read_group(into, scales[first + group :], groups, codes[at:], bits, factor)
+    for i in range(rest):
+        out[whole * GROUP + i] = last[i]
+
+
 def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
     """As the reference."""
     if values_RN.numel():

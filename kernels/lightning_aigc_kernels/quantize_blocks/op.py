@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import is_traced
@@ -51,3 +52,8 @@ def _implementation(values: Tensor) -> Any:
     else:
         kernel = None if is_traced() else cpu_kernel_for(OP)
     return reference if kernel is None else kernel
+
+
+def part_kernel(device: torch.device) -> Any | None:
+    """Return the kernel module with `quantize_part` and `dequantize_part`, where there is one: on a CPU with Numba."""
+    return cpu_kernel_for(OP) if device.type == "cpu" and not is_traced() else None

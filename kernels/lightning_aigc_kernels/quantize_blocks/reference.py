@@ -37,8 +37,7 @@ def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
         scale = scale.float().unsqueeze(3)
         inverse = scale.reciprocal().masked_fill_(is_tiny.unsqueeze(3), 0)
         integers = torch.mul(x_RGKL, inverse).round_().clamp_(-half, half - 1)
-        if x_RGKL.device.type != "cpu" or is_huge.any():  # a host may look
-            integers.masked_fill_(is_huge.unsqueeze(3), half - 1)
+        integers.masked_fill_(is_huge.unsqueeze(3), half - 1)
         x_RGKL.addcmul_(integers, scale, value=-1)
         codes_RGPL.copy_(_pack(integers.add_(half), bits))
 
