@@ -43,9 +43,9 @@ def hard_blocks(seed: int = 0) -> Tensor:
     zeros = randn(BLOCK)
     zeros[::2] = torch.tensor([0.0, -0.0]).repeat(8)
     blocks += [zeros, -zeros]
-    every_size = randn(256, BLOCK) * torch.exp2(torch.linspace(-140, 126, 256)).view(-1, 1)
-    within = randn(256, BLOCK) * torch.exp2(torch.empty(256, BLOCK).uniform_(-20, 20, generator=generator))
-    found = torch.cat([torch.stack(blocks), every_size, within, randn(1000, BLOCK)])
+    every_size = randn(64, BLOCK) * torch.exp2(torch.linspace(-140, 125, 64)).view(-1, 1)
+    within = randn(64, BLOCK) * torch.exp2(torch.empty(64, BLOCK).uniform_(-20, 20, generator=generator))
+    found = torch.cat([torch.stack(blocks), every_size, within, randn(64, BLOCK)])
     padding = -len(found) % (GROUP // BLOCK)
     return torch.cat([found, randn(padding, BLOCK)]) if padding else found
 

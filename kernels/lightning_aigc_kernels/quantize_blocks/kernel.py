@@ -39,10 +39,12 @@ def place_of(tile, groups, BITS: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def scale_of(x, HALF: tl.constexpr):
     """The scales of blocks [groups, lanes] as float32, where they are too small to use, and where they are infinite."""
-    magnitude = tl.where(tl.abs(x) < HUGE_VALUE, tl.abs(x), float("inf"))  # so is NaN
-    largest, lowest = tl.max(magnitude, 1), tl.min(x, 1)
+    magnitude = tl.where(tl.abs(x) < HUGE_VALUE, tl.abs(x), float("inf"))  # for NaN too
+    largest, lowest = tl.max(magnitude, 1), tl.min(tl.where(tl.abs(x) < HUGE_VALUE, x, 0.0), 1)
     scale = tl.where(lowest == -largest, largest, -largest) * (1.0 / HALF)
-    scale = scale.to(tl.bfloat16).to(tl.float32)
+    bits = scale.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536  # to bfloat16, halves to even, alike everywhere
+    scale = rounded.to(tl.float32, bitcast=True)
     is_tiny, is_huge = tl.abs(scale) < TINY_SCALE, largest == float("inf")
     return tl.where(is_huge, float("inf"), tl.where(is_tiny, 0.0, scale)), is_tiny, is_huge
 
@@ -104,7 +106,7 @@ def read_word(codes, inside, BITS: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def dequantize(codes_ptr, scales_ptr, values_ptr, rows, groups, BITS: tl.constexpr, GROUPS: tl.constexpr):
+def dequantize(values_ptr, scales_ptr, codes_ptr, rows, groups, BITS: tl.constexpr, GROUPS: tl.constexpr):
     """Write the values of all rows."""
     lane = tl.arange(0, LANES)
     for tile in range(tl.program_id(0), rows * tl.cdiv(groups, GROUPS), tl.num_programs(0)):
@@ -121,7 +123,7 @@ def dequantize(codes_ptr, scales_ptr, values_ptr, rows, groups, BITS: tl.constex
 
 
 @triton.jit
-def add_rows(codes_ptr, scales_ptr, values_ptr, rows, groups, BITS: tl.constexpr, GROUPS: tl.constexpr):
+def add_rows(values_ptr, scales_ptr, codes_ptr, rows, groups, BITS: tl.constexpr, GROUPS: tl.constexpr):
     """Add the values of all rows to one, row after row."""
     lane = tl.arange(0, LANES)
     for tile in range(tl.program_id(0), tl.cdiv(groups, GROUPS), tl.num_programs(0)):
@@ -141,21 +143,21 @@ def add_rows(codes_ptr, scales_ptr, values_ptr, rows, groups, BITS: tl.constexpr
 
 def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
     """As the reference, in one launch."""
-    _launch(quantize, values_RN, packed_RB, bits, (values_RN, packed_RB.view(torch.bfloat16), packed_RB))
+    _launch(quantize, values_RN, packed_RB, bits)
 
 
 def dequantize_blocks(packed_RB: Tensor, out_RN: Tensor, bits: int) -> Tensor:
     """As the reference; the check is a second launch."""
-    _launch(dequantize, out_RN, packed_RB, bits, (packed_RB, packed_RB.view(torch.bfloat16), out_RN))
+    _launch(dequantize, out_RN, packed_RB, bits)
     return scale_magnitude(packed_RB, out_RN.shape[1])
 
 
 def add_quantized_rows(packed_RB: Tensor, out_N: Tensor, bits: int) -> None:
     """As the reference, in one launch."""
-    _launch(add_rows, out_N.view(1, -1), packed_RB, bits, (packed_RB, packed_RB.view(torch.bfloat16), out_N))
+    _launch(add_rows, out_N.view(1, -1), packed_RB, bits)
 
 
-def _launch(kernel, values_RN: Tensor, packed_RB: Tensor, bits: int, pointers: tuple[Tensor, ...]) -> None:
+def _launch(kernel, values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
     """Launch a kernel over all tiles of values_RN."""
     if values_RN.numel() == 0 or packed_RB.numel() == 0:
         return
@@ -166,7 +168,14 @@ def _launch(kernel, values_RN: Tensor, packed_RB: Tensor, bits: int, pointers: t
     options = {**config.options, "enable_fp_fusion": False}
     with on_device_of(values_RN):
         kernel[(min(tiles, config.programs),)](
-            *pointers, len(packed_RB), groups, BITS=bits, GROUPS=at_a_time, **options
+            values_RN,
+            packed_RB.view(torch.bfloat16),
+            packed_RB,
+            len(packed_RB),
+            groups,
+            BITS=bits,
+            GROUPS=at_a_time,
+            **options,
         )
 
 
