@@ -28,7 +28,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-HOSTS = (("aigc-host-a", "10.211.7.1"), ("aigc-host-b", "10.211.7.2"))
+HOSTS = ((f"aigc-a-{os.getpid()}", "10.211.7.1"), (f"aigc-b-{os.getpid()}", "10.211.7.2"))
+"""Namespaces of this process, so that two runs on a machine do not take each other's away, and their addresses."""
 WITHOUT_LINK = {"loopback": 2, "alone": 1}
 NETWORKS = ("unet", "linear")
 VARIANTS = (
@@ -54,8 +55,6 @@ def two_hosts(rate: str) -> Iterator[None]:
         subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
 
     names = [name for name, _ in HOSTS]
-    for name in names:  # left behind by a run that was killed
-        subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
     try:
         for name in names:
             ip("netns", "add", name)
