@@ -55,6 +55,9 @@ def two_hosts(rate: str) -> Iterator[None]:
         subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
 
     names = [name for name, _ in HOSTS]
+    for name in (path.name for path in Path("/run/netns").glob("aigc-[ab]-*")):  # left by a run that was killed
+        if not Path("/proc", name.rpartition("-")[2]).exists():
+            ip("netns", "delete", name)
     try:
         for name in names:
             ip("netns", "add", name)
@@ -104,8 +107,8 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     if rank == 0:
         about = {
             "benchmark": "two_hosts", "date": date.today().isoformat(), "rate": options.rate, "ranks": ranks,
-            "network": options.network, "parameters": sum(p.numel() for p in task.module.parameters()), "device": "cpu", "threads": 1,
-            "torch": torch.__version__, "steps": options.steps,
+            "network": options.network, "parameters": sum(p.numel() for p in task.module.parameters()),
+            "device": "cpu", "threads": 1, "torch": torch.__version__, "steps": options.steps,
         }  # fmt: skip
         write_rows(rows, about, options.output)
     dist.barrier()

@@ -32,9 +32,9 @@ LAUNCHES = {
     "bf16": 15, "int8": 22, "int4": 22, "int3": 22, "sparse": 28, "sparse_int8": 37, "sparse_int4": 37,
     "two_four": 40, "low_rank": 50,
 }  # fmt: skip
-"""Kernels that a bucket takes on any number of ranks, counted as torch's operators and, for the few-bit integers, Triton's
-kernels, without which they are about 100, and one more for each rank. low_rank's are for four matrices, and
-their QR is in truth many more."""
+"""Kernels that a bucket takes on any number of ranks, counted as torch's operators and Triton's kernels; without Triton
+few-bit integers take about 140, and one more for each rank. low_rank's are for four matrices, and their QR is in truth
+many more."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def hard_blocks(seed: int = 0) -> Tensor:
             blocks.append(randn(BLOCK).clamp(-0.9, 0.9) * size)
             blocks[-1][7] = size
         block = randn(BLOCK).clamp(-0.9, 0.9)
-        block[9] = 1 + 2**-8  # the scale rounds down to 1 / half as a tie: the extreme lies half a level below the lowest
+        block[9] = 1 + 2**-8  # its scale rounds down to 1 / half: it lies half a level below the lowest
         blocks.append(block)
     tied = randn(BLOCK).clamp(-2, 2)
     tied[[0, 31]] = torch.tensor([2.5, -2.5])  # the negative one of two extremes counts

@@ -11,7 +11,6 @@ instructions, unless its length is an argument: hence `lanes`, which is always 3
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.numba_cache import compiled, helper

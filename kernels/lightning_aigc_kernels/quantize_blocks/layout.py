@@ -5,8 +5,8 @@ A row of N values is cut into groups of 8 blocks of 32 values. Packed it is all 
     scales [8, N / 256] bfloat16: the scale of block k of group g is at [k, g]
     codes [N / 256, bits, 32] uint8: byte p of lane j of group g is at [g, p, j]
 
-A lane's codes, one of each of its group's blocks, are one integer of 8 * bits bits, block k's at bit k * bits; its bytes
-follow each other from the lowest. So neighbours in memory are packed alike, side by side, and nothing is gathered.
+A lane's codes, one of each of its group's blocks, are one integer of 8 * bits bits, block k's at bit k * bits; its
+bytes follow each other from the lowest. So neighbours are packed alike, side by side, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SCALE_BYTES = 2
 TINY = 2.0**-100
 """A block whose scale is below this is all zeros: its inverse could overflow."""
 HUGE = 2.0**127
-"""A block that has a magnitude of at least this, or NaN, counts as not finite: its scale is infinite, and so is all that
-is read from it."""
+"""A block that has a magnitude of at least this, or NaN, counts as not finite: its scale is infinite, and so is all
+that is read from it."""
 
 
 def packed_bytes(length: int, bits: int) -> int:

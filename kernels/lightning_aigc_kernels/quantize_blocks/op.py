@@ -47,10 +47,7 @@ def add_quantized_rows(packed_RB: Tensor, out_N: Tensor, bits: int) -> None:
 
 def _implementation(values: Tensor) -> Any:
     """Return the Triton kernel, the CPU's, or the reference, whose operators alone a dispatch mode sees."""
-    if values.device.type != "cpu":
-        kernel = kernel_for(OP, values)
-    else:
-        kernel = None if is_traced() else cpu_kernel_for(OP)
+    kernel = part_kernel(values.device) if values.device.type == "cpu" else kernel_for(OP, values)
     return reference if kernel is None else kernel
 
 

@@ -185,8 +185,9 @@ def test_quantize_blocks(case: KernelCase, target: str) -> None:
     reference.quantize_blocks(left_RN, packed_RB, bits)
     name = case.name.partition(" ")[0]
     ours_RB = torch.full_like(packed_RB, 255) if name == "quantize" else packed_RB
-    ours = {"quantize": values_RN, "dequantize": unwritten(rows, length), "add_rows": torch.linspace(-1, 1, length)}[name]
-    theirs = {"quantize": left_RN, "dequantize": unwritten(rows, length), "add_rows": ours.clone()}[name]
+    before = {"quantize": values_RN, "dequantize": unwritten(rows, length), "add_rows": torch.linspace(-1, 1, length)}
+    ours = before[name]
+    theirs = left_RN if name == "quantize" else ours.clone()
     if name == "dequantize":
         reference.dequantize_blocks(packed_RB, theirs, bits)
     elif name == "add_rows":
