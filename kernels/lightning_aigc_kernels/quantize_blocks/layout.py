@@ -61,4 +61,5 @@ def check(values: Tensor, packed_RB: Tensor, bits: int) -> None:
 def scale_magnitude(packed_RB: Tensor, length: int) -> Tensor:
     """Return the largest magnitude of a scale, float32: finite when all values are."""
     scales = packed_RB[:, : length // BLOCK * SCALE_BYTES].view(torch.bfloat16)
-    return torch.linalg.vector_norm(scales, math.inf, dtype=torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(scales, math.inf, dtype=torch.float32)
+    return largest
