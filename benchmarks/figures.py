@@ -101,7 +101,7 @@ def draw_adaptive(rows: Sequence[Row], figure: Figure) -> None:
 
 
 def two_hosts_rows() -> list[Row]:
-    return rows_of("two_hosts", rate="1gbit", date="2026-11-22")
+    return [row for row in rows_of("two_hosts", rate="1gbit", date="2026-11-22") if "network" not in row]
 
 
 def draw_two_hosts(rows: Sequence[Row], figure: Figure) -> None:

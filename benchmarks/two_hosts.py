@@ -2,10 +2,16 @@
 
 Two network namespaces joined by a token-bucket link simulate the hosts, with one single-threaded process each; both are
 removed at the end. Needs root and iproute2. The task is full fine-tuning of a U-Net of 58 M parameters on 8x8 latents:
-little compute and many bytes, the worst case for a slow link. `default` is npu_sparse's default with its protected
+little compute and many bytes, the worst case for a slow link; or, with `--network linear`, of 50 M parameters in linear
+layers, whose backward pass is so short that it hides nothing. `default` is npu_sparse's default with its protected
 layers; a mode by name protects nothing. `--rate loopback` omits the namespaces, `--rate alone` also the second process.
 
-    python benchmarks/two_hosts.py [--rate 1gbit] [--steps 7] [--variants plain bf16_hook default ...] [--output FILE]
+    python benchmarks/two_hosts.py [--rate 1gbit] [--network unet] [--steps 7] [--variants plain default ...]
+        [--output FILE]
+
+Where a step's milliseconds go, medians: `forward_ms`, `backward_ms` until the last gradient is ready, `exposed_ms` from
+there until all sums are, `optimizer_ms`; beside them `packing_ms`, the CPU time of the sync's thread, and `waiting_ms`,
+what that thread waited for the wire. Plain DDP's backward has its sync in it.
 """
 
 from __future__ import annotations
@@ -24,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 DEVICE = "aigc0"
-HOSTS = (("aigc-host-a", "10.211.7.1"), ("aigc-host-b", "10.211.7.2"))
+HOSTS = ((f"aigc-a-{os.getpid()}", "10.211.7.1"), (f"aigc-b-{os.getpid()}", "10.211.7.2"))
+"""Namespaces of this process, so that two runs on a machine do not take each other's away, and their addresses."""
 WITHOUT_LINK = {"loopback": 2, "alone": 1}
+NETWORKS = ("unet", "linear")
 VARIANTS = (
     "plain",
     "bf16_hook",
@@ -49,8 +57,9 @@ def two_hosts(rate: str) -> Iterator[None]:
         subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
 
     names = [name for name, _ in HOSTS]
-    for name in names:  # left behind by a run that was killed
-        subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
+    for name in (path.name for path in Path("/run/netns").glob("aigc-[ab]-*")):  # left by a run that was killed
+        if not Path("/proc", name.rpartition("-")[2]).exists():
+            ip("netns", "delete", name)
     try:
         for name in names:
             ip("netns", "add", name)
@@ -75,28 +84,11 @@ def enter(host: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 
 
-def make_unet() -> Any:
-    """Return a U-Net of 58 M parameters with the same random weights on every rank."""
-    import lightning_aigc  # noqa: F401  it mends torchvision's import
-
-    # isort: split
-    import torch
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(96, 192, 320, 320),
-        layers_per_block=2,
-        cross_attention_dim=256,
-        attention_head_dim=8,
-        norm_num_groups=32,
-    )
-
-
 def run_rank(rank: int, options: argparse.Namespace) -> None:
     """Measure every variant on this rank, print and write the rows on rank 0, and end the process."""
-    unet = make_unet()
+    from two_hosts_networks import make_network
+
+    task = make_network(options.network)
 
     import torch
     import torch.distributed as dist
@@ -110,23 +102,23 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     else:
         os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     dist.init_process_group("gloo", f"tcp://{address}:29571", rank=rank, world_size=ranks, timeout=TIMEOUT)
-    start_weights = {name: p.detach().clone() for name, p in unet.state_dict().items()}
+    start_weights = {name: p.detach().clone() for name, p in task.module.state_dict().items()}
     generator = torch.Generator().manual_seed(rank)
 
     rows = []
     # Plain DDP at the beginning and at the end: the difference is the machine's.
     order = [*options.variants, "plain"] if options.variants[0] == "plain" else ["plain", *options.variants, "plain"]
     for variant in order:
-        unet.load_state_dict(start_weights)
-        found = measure(variant, unet, generator, options.steps)
+        task.module.load_state_dict(start_weights)
+        found = measure(variant, task, generator, options.steps)
         rows.append({"variant": variant, **found})
         if rank == 0:
             print(variant, json.dumps({k: v for k, v in found.items() if k != "times"}), flush=True)
     if rank == 0:
         about = {
             "benchmark": "two_hosts", "date": date.today().isoformat(), "rate": options.rate, "ranks": ranks,
-            "parameters": sum(p.numel() for p in unet.parameters()), "device": "cpu", "threads": 1,
-            "torch": torch.__version__, "steps": options.steps,
+            "network": options.network, "parameters": sum(p.numel() for p in task.module.parameters()),
+            "device": "cpu", "threads": 1, "torch": torch.__version__, "steps": options.steps,
         }  # fmt: skip
         write_rows(rows, about, options.output)
     dist.barrier()
@@ -153,6 +145,7 @@ def write_rows(rows: list[dict[str, Any]], about: dict[str, Any], output: Path |
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--network", default="unet", choices=NETWORKS)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--output", type=Path)

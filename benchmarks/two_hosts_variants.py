@@ -9,51 +9,64 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.gradient_sync import GradientCompressor
+from two_hosts_networks import Task
 
 WARM_UP = 3
 TIMEOUT = timedelta(seconds=120)
 
 
-def measure(variant: str, unet: nn.Module, generator: torch.Generator, steps: int) -> dict[str, Any]:
+def measure(variant: str, task: Task, generator: torch.Generator, steps: int) -> dict[str, Any]:
     """Train for `steps` steps after the warm-up.
 
-    Returns: the median step time and every step's; for npu_sparse's modes, also what its report says.
+    Returns: the median step time and every step's, and the medians of its parts; for npu_sparse's modes, also what its
+        report says.
     """
     bucket_mb = 1e4 if variant == "powersgd_hook" else 25  # over Gloo torch's PowerSGD aborts with two buckets
-    ddp = DistributedDataParallel(unet, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(task.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
     compressor = add_sync(variant, ddp)
     optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5)
-    times, hidden, exposed = [], [], []
+    times = []
+    parts: dict[str, list[float]] = {}
     for _ in range(WARM_UP + steps):
-        latents = torch.randn(1, 4, 8, 8, generator=generator)
-        text = torch.randn(1, 77, 256, generator=generator)
-        timestep = torch.randint(1000, (1,), generator=generator)
         dist.barrier()
         start = time.perf_counter()
-        predicted: Tensor = ddp(latents, timestep, text).sample
-        loss = (predicted - torch.randn(latents.shape, generator=generator)).square().mean()
+        loss = task.loss(ddp, generator)
+        forward_end = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         if compressor is not None:
             compressor.finish_step()
+        backward_end = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-        if compressor is not None and compressor.last_step is not None:
-            hidden.append(compressor.last_step.share_hidden)
-            exposed.append(compressor.last_step.exposed_ms)
-    found: dict[str, Any] = {"step_time_s": statistics.median(times[WARM_UP:]), "times": times[WARM_UP:]}
+        end = time.perf_counter()
+        times.append(end - start)
+        report = None if compressor is None else compressor.last_step
+        exposed_ms = 0.0 if report is None else report.exposed_ms
+        found = {
+            "forward_ms": 1e3 * (forward_end - start),
+            "backward_ms": 1e3 * (backward_end - forward_end) - exposed_ms,
+            "optimizer_ms": 1e3 * (end - backward_end),
+        }
+        if report is not None:
+            found |= {
+                "exposed_ms": exposed_ms,
+                "packing_ms": report.packing_ms,
+                "waiting_ms": report.waiting_ms,
+                "share_hidden": report.share_hidden,
+            }
+        for name, value in found.items():
+            parts.setdefault(name, []).append(value)
+    result: dict[str, Any] = {"step_time_s": statistics.median(times[WARM_UP:]), "times": times[WARM_UP:]}
+    result |= {name: round(statistics.median(values[WARM_UP:]), 4) for name, values in parts.items()}
     if compressor is not None:
-        found["mode"] = compressor.mode
-        found["sent_ratio"] = compressor.last_step.ratio if compressor.last_step else 1.0
-        found["exposed_ms"] = statistics.median(exposed[WARM_UP:] or [0.0])
-        found["share_hidden"] = statistics.median(hidden[WARM_UP:] or [0.0])
+        result["mode"] = compressor.mode
+        result["sent_ratio"] = compressor.last_step.ratio if compressor.last_step else 1.0
         compressor.close()
-    return found
+    return result
 
 
 def add_sync(variant: str, ddp: DistributedDataParallel) -> GradientCompressor | None:

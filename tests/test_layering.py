@@ -25,10 +25,10 @@ FLOORS_UPWARDS = [
     {"__main__"},
 ]
 KERNEL_FLOORS_UPWARDS = [
-    {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection"},
+    {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection", "numba_cache"},
     {"linear_with_lora", "normalization", "ascend"},
     {"packing", "reference"},
-    {"geglu", "keep_largest", "frozen_conv2d"},
+    {"geglu", "keep_largest", "quantize_blocks", "frozen_conv2d"},
     {"group_norm_silu", "lora_attention", "feed_forward"},
     {"group_norm_silu_conv2d", "sparse_attention_backward"},
 ]

@@ -15,6 +15,7 @@ from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.lora_attention import KnownAttention, lora_attention
 from lightning_aigc_kernels.normalization import Norm
 from lightning_aigc_kernels.protection import GradientProtection
+from lightning_aigc_kernels.quantize_blocks import add_quantized_rows, dequantize_blocks, quantize_blocks
 from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "KnownAttention",
     "Norm",
     "Projection",
+    "add_quantized_rows",
+    "dequantize_blocks",
     "feed_forward",
     "frozen_conv2d",
     "frozen_linear",
@@ -32,6 +35,7 @@ __all__ = [
     "keep_largest",
     "keep_largest_per_head",
     "lora_attention",
+    "quantize_blocks",
     "sparse_attention_backward",
     "swiglu",
 ]

@@ -85,6 +85,16 @@ def kernel_for(op: str, x: Tensor) -> ModuleType | None:
 
 
 @functools.cache
+def cpu_kernel_for(op: str) -> ModuleType | None:
+    """Return `<op>/cpu_kernel.py`, which Numba compiles, else None, with a warning once that says what is missing."""
+    try:
+        return importlib.import_module(f"lightning_aigc_kernels.{op}.cpu_kernel")
+    except Exception as error:  # a Numba that does not fit this NumPy or Python raises many types
+        warn_once(op, "cpu", f"Numba cannot compile its kernel ({type(error).__name__}: {error}); pip install numba")
+        return None
+
+
+@functools.cache
 def why_no_kernel(op: str) -> str | None:
     """The reason why `<op>/kernel.py` cannot be used here, None if it can."""
     if importlib.util.find_spec(f"lightning_aigc_kernels.{op}.kernel") is None:

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +17,61 @@ Work = Generator[Any, None, None]
 """Yields the collectives it has started, and goes on when the last of them is done."""
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of a finished step's sync; on an accelerator packing and waiting are not told apart, and are 0."""
+
+    busy_ms: float
+    """From a work's begin to its end, for all works together."""
+    exposed_ms: float
+    """What the step waited for its sums."""
+    packing_ms: float = 0.0
+    """What the host computed in the works: the time of its CPU."""
+    waiting_ms: float = 0.0
+    """What the works waited for their collectives."""
+
+
+class Clock:
+    """Advances works and waits for their collectives, and adds up the seconds of either since a step began."""
+
+    def __init__(self) -> None:
+        self.packing_s = self.waiting_s = 0.0
+
+    def new_step(self) -> None:
+        self.packing_s = self.waiting_s = 0.0
+
+    def advance(self, work: Work) -> Any:
+        start = time.thread_time()
+        try:
+            return next(work)
+        finally:
+            self.packing_s += time.thread_time() - start
+
+    def wait(self, collective: Any) -> None:
+        start = time.perf_counter()
+        collective.wait()
+        self.waiting_s += time.perf_counter() - start
+
+    def run(self, work: Work) -> None:
+        """Run a work to its end."""
+        try:
+            while True:
+                self.wait(self.advance(work))
+        except StopIteration:
+            pass
+
+
 class InlineExecutor:
     """Runs each work to its end at once, as `overlap=False` wants it."""
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
         self._explain = explain
+        self._clock = Clock()
         self._busy_s = self._busy_before_s = self._wanted_at = self._done_at = 0.0
 
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
         start = time.perf_counter()
-        done(_run(work, self._explain))
+        done(_run(work, self._clock, self._explain))
         self._done_at = time.perf_counter()
         self._busy_s += self._done_at - start
 
@@ -35,14 +81,20 @@ class InlineExecutor:
     def new_step(self) -> None:
         """Count time from here on."""
         self._busy_before_s = self._busy_s
+        self._clock.new_step()
 
     def wanted(self) -> None:
         """Note that from here on the step waits for its sums."""
         self._wanted_at = time.perf_counter()
 
-    def times_ms(self) -> tuple[float, float]:
-        """Return, for a finished step, the milliseconds that its sums took and those that the step waited for them."""
-        return 1e3 * (self._busy_s - self._busy_before_s), 1e3 * max(0.0, self._done_at - self._wanted_at)
+    def times(self) -> StepTimes:
+        """Return the times of a finished step."""
+        return StepTimes(
+            1e3 * (self._busy_s - self._busy_before_s),
+            1e3 * max(0.0, self._done_at - self._wanted_at),
+            1e3 * self._clock.packing_s,
+            1e3 * self._clock.waiting_s,
+        )
 
     def close(self) -> bool:
         """Take no more work; returns whether all of it has ended. A second call does nothing."""
@@ -86,7 +138,7 @@ class ThreadExecutor(InlineExecutor):
             work, done, last = item
             if not running:
                 start = time.perf_counter()
-            running.append(_Running(work, done))
+            running.append(_Running(work, done, self._clock))
             while failed is None and running:
                 try:
                     for begun in reversed(list(running)):
@@ -109,16 +161,16 @@ class ThreadExecutor(InlineExecutor):
 class _Running:
     """A work that has begun, and the collective that it waits for."""
 
-    def __init__(self, work: Work, done: Callable[[SyncError | None], None]) -> None:
-        self._work, self.done = work, done
+    def __init__(self, work: Work, done: Callable[[SyncError | None], None], clock: Clock) -> None:
+        self._work, self.done, self._clock = work, done, clock
         self._waiting: Any = None
 
     def advance(self) -> bool:
         """Wait for the current collective and go on to the next; returns whether the work has ended."""
         if self._waiting is not None:
-            self._waiting.wait()
+            self._clock.wait(self._waiting)
         try:
-            self._waiting = next(self._work)
+            self._waiting = self._clock.advance(self._work)
         except StopIteration:
             self.done(None)
             return True
@@ -146,7 +198,7 @@ class StreamExecutor(InlineExecutor):
         self._stream.wait_stream(current)
         start = self._now_on(self._stream)
         with self._module.stream(self._stream):
-            error = _run(work, self._explain)
+            error = _run(work, self._clock, self._explain)
         self._spans.append((start, self._now_on(self._stream)))
         if last and not self._is_delayed:
             current.wait_stream(self._stream)
@@ -161,9 +213,9 @@ class StreamExecutor(InlineExecutor):
     def wanted(self) -> None:
         self._wanted = self._now_on(self._module.current_stream(self._device))
 
-    def times_ms(self) -> tuple[float, float]:
+    def times(self) -> StepTimes:
         busy = sum(start.elapsed_time(end) for start, end in self._spans)
-        return busy, max(0.0, self._wanted.elapsed_time(self._spans[-1][1]))
+        return StepTimes(busy, max(0.0, self._wanted.elapsed_time(self._spans[-1][1])))
 
     def _now_on(self, stream: Any) -> Any:
         event = self._module.Event(enable_timing=True)
@@ -180,10 +232,9 @@ def make_executor(
     return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device, delayed=delayed)
 
 
-def _run(work: Work, explain: Callable[[BaseException], SyncError]) -> SyncError | None:
+def _run(work: Work, clock: Clock, explain: Callable[[BaseException], SyncError]) -> SyncError | None:
     try:
-        for collective in work:
-            collective.wait()
+        clock.run(work)
     except Exception as error:
         return explain(error)
     return None

@@ -16,6 +16,7 @@ from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction, Uncompressed
 from lightning_aigc.gradient_sync.ternary import Ternary
 from lightning_aigc.gradient_sync.two_four import TwoOfFour
+from lightning_aigc_kernels.quantize_blocks import part_kernel
 
 
 def make_reductions(
@@ -23,6 +24,8 @@ def make_reductions(
 ) -> dict[Kind, Reduction]:
     """Return what reduces the units of each kind."""
     traits = MODES[options.mode]
+    if not traits.is_exact and options.mode != "bf16":
+        part_kernel(device)  # compiled here, before threads run: a process that was forked from such could hang
     small: Reduction = Uncompressed() if traits.is_exact else BFloat16() if options.mode == "bf16" else Quantized(8)
     return {"values": _of_values(options, units, groups, device), "small": small, "protected": Uncompressed()}
 

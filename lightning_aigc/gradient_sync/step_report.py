@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
+from lightning_aigc.gradient_sync.executors import StepTimes
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 
 
@@ -22,6 +23,10 @@ class StepReport:
     share_hidden: float
     """Of the time that sync took, the share that nothing waited for."""
     finite: bool
+    packing_ms: float = 0.0
+    """CPU time of packing, adding and unpacking; on an accelerator, where the host only starts that, 0."""
+    waiting_ms: float = 0.0
+    """How long the sync waited for collectives, hidden or not; on an accelerator 0."""
 
     @property
     def between_nodes_bytes(self) -> float:
@@ -39,14 +44,16 @@ class StepMeter:
     def start(self) -> None:
         self._sent_before = dict(self._groups.traffic.sent)
 
-    def report(self, busy_ms: float, exposed_ms: float, *, finite: bool) -> StepReport:
-        """Return the step's report; `busy_ms` is the time that its sums took, `exposed_ms` what the step waited."""
+    def report(self, times: StepTimes, *, finite: bool) -> StepReport:
+        """Return the step's report."""
         groups = self._groups
         sent = {kind: total - self._sent_before[kind] for kind, total in groups.traffic.sent.items()}
         between = sum(sent.values()) - sent["intra_node"]
         yardstick = dense_ring_bytes(self._numel, groups.between.size) / groups.ranks_inside
-        hidden = max(0.0, 1 - exposed_ms / busy_ms) if busy_ms else 0.0
-        return StepReport(sent, between / yardstick, exposed_ms, hidden, finite)
+        hidden = max(0.0, 1 - times.exposed_ms / times.busy_ms) if times.busy_ms else 0.0
+        return StepReport(
+            sent, between / yardstick, times.exposed_ms, hidden, finite, times.packing_ms, times.waiting_ms
+        )
 
 
 def describe(report: StepReport | None, steps: int, skipped: int) -> str:

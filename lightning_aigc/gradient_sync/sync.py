@@ -199,8 +199,7 @@ class GradientSync(Sync):
             self.skipped_steps += 1
         if self.delayed is not None:
             self.delayed.advance()
-        busy_ms, exposed_ms = self.executor.times_ms()
-        self.report = self._meter.report(busy_ms, exposed_ms, finite=finite)
+        self.report = self._meter.report(self.executor.times(), finite=finite)
 
     # State by name
 

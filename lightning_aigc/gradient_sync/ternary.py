@@ -8,6 +8,8 @@ TernGrad, arXiv:1705.07878; Max, Quantizing for minimum distortion, 1960, for th
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -109,9 +111,7 @@ class Ternary(Stateless):
 
     def _turned(self, blocks: Tensor) -> Tensor:
         """Each block of SIDE x SIDE times the Hadamard matrix of all its values, which is its own inverse."""
-        turned: Tensor = torch.matmul(self._hadamard, blocks)
-        turned = torch.matmul(turned, self._hadamard)
-        return turned
+        return self._hadamard @ blocks @ self._hadamard
 
 
 def hadamard(size: int) -> Tensor:
@@ -119,4 +119,4 @@ def hadamard(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / size**0.5
+    return matrix / math.sqrt(size)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc.gradient_sync.direct_quantized import DirectUnit
 from lightning_aigc.gradient_sync.flat_units import FlatUnit, Kind, view_of
 from lightning_aigc.gradient_sync.hook import UnitGradients
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Reduction
+from lightning_aigc.gradient_sync.reductions import Quantized, Reduction
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
 
@@ -38,6 +39,7 @@ class UnitReducer:
         self._is_compressing = False
         self._scale: float | None = None
         self._checks: list[Tensor] = []
+        self._direct: dict[int, DirectUnit] = {}
 
     def begin_step(self, *, compressing: bool) -> None:
         self._is_compressing, self._scale, self._checks = compressing, None, []
@@ -48,14 +50,20 @@ class UnitReducer:
 
     def reduce(self, collected: UnitGradients) -> Generator[Any, None, None]:
         """Replace the unit's gradients by their mean over the ranks."""
+        direct = self._direct_of(collected)
+        if direct is not None:
+            share = self._share()
+            residual, error = self._residuals.of(collected.unit), self._residuals.next_of(collected.unit)
+            assert self._scale is not None
+            check = yield from direct.reduce(collected.by_name, share, residual, error, self._scale)
+            self._checks.append(check)
+            return
         total = yield from self.add_up(collected, self.flatten(collected))
         self.write_back(collected, total)
 
     def flatten(self, collected: UnitGradients) -> Tensor:
         """Return this rank's share of the unit's mean gradient as one vector; in a flat sync with the residual."""
-        if self._scale is None:
-            self._scale = self._loss_scale()
-        share = 1 / (self._groups.world_size * self._scale)
+        share = self._share()
         unit, gradients = collected.unit, collected.by_name
         has_own_buffer = self._needs_own_buffer(unit)
         flat = torch.zeros(unit.numel, device=self._device) if has_own_buffer else self._residuals.next_of(unit)
@@ -106,6 +114,25 @@ class UnitReducer:
             total.mul_(self._scale)
         entries = collected.unit.entries
         torch._foreach_copy_([collected.by_name[e.name] for e in entries], [view_of(total, e) for e in entries])
+
+    def _share(self) -> float:
+        """Return what a gradient is multiplied by, to be this rank's share of the mean without the loss scale."""
+        if self._scale is None:
+            self._scale = self._loss_scale()
+        return 1 / (self._groups.world_size * self._scale)
+
+    def _direct_of(self, collected: UnitGradients) -> DirectUnit | None:
+        """Return what reduces the unit without a flat vector, where that can be."""
+        unit, reduction = collected.unit, self._reductions["values"]
+        if not (
+            self.on_cpu and self._is_compressing and unit.kind == "values" and isinstance(reduction, Quantized)
+            and self._residuals.error_feedback and self._unused is None and self._groups.inside is None
+        ):  # fmt: skip
+            return None
+        if unit.index not in self._direct:
+            self._direct[unit.index] = DirectUnit(unit, reduction.quantizer, self._groups.between)
+        direct = self._direct[unit.index]
+        return direct if direct.takes(collected.by_name) else None
 
     def _needs_own_buffer(self, unit: FlatUnit) -> bool:
         """Whether the unit needs its own buffer instead of the residual's next one."""

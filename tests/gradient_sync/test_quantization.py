@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_aigc.gradient_sync import quantization
-from lightning_aigc.gradient_sync.quantization import BLOCK, CPU_CHUNK, TINY, BlockQuantizer
+from lightning_aigc.gradient_sync.quantization import BLOCK, BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import in_two_hops
+from lightning_aigc_kernels.quantize_blocks import op, reference
+from lightning_aigc_kernels.quantize_blocks.layout import TINY
+from lightning_aigc_kernels.quantize_blocks.reference import CPU_CHUNK
 
 BITS = (8, 4, 3)
 LENGTHS = (256, 512, 256 * 7, CPU_CHUNK, CPU_CHUNK + 256, 2 * CPU_CHUNK + 768)
@@ -161,23 +163,44 @@ def launches_in_two_hops(bits: int, ranks: int) -> int:
     return counted.launches
 
 
-@pytest.mark.parametrize(("bits", "at_most"), [(8, 84), (4, 93), (3, 120)])
+@pytest.mark.parametrize(("bits", "at_most"), [(8, 96), (4, 138), (3, 138)])
 def test_an_accelerator_launches_as_many_kernels_on_any_number_of_ranks(
     bits: int, at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantization, "CPU_CHUNK", 2**40)  # an accelerator takes everything at once
-    assert launches_in_two_hops(bits, 8) == launches_in_two_hops(bits, 384) <= at_most
+    monkeypatch.setattr(reference, "CPU_CHUNK", 2**40)  # an accelerator takes everything at once
+    few, many = launches_in_two_hops(bits, 8), launches_in_two_hops(bits, 384)
+    assert few <= at_most and many - few == 384 - 8  # without Triton each row is added by itself
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_triton_launches_a_kernel_for_each_side_of_a_rank_s_row(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows before a rank's own and after it are packed and added each; then its sum is packed, and all is read."""
+    calls = []
+
+    class StandIn:
+        def quantize_blocks(self, values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
+            calls.append("quantize")
+
+        def add_quantized_rows(self, packed_RB: Tensor, out_N: Tensor, bits: int) -> None:
+            calls.append("add")
+
+        def dequantize_blocks(self, packed_RB: Tensor, out_RN: Tensor, bits: int) -> Tensor:
+            calls.append("dequantize")
+            return torch.zeros(())
+
+    monkeypatch.setattr(op, "_implementation", lambda values: StandIn())
+    launches = launches_in_two_hops(bits, 384)
+    assert launches <= 4, "the test's own: the vector, and what the silent group clears"
+    assert calls == ["quantize", "quantize", "add", "add", "quantize", "dequantize"]
 
 
 def test_a_cpu_takes_small_rows_together_and_large_ones_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = BlockQuantizer(8)
-
     def chunks(rows: int, length: int) -> list[tuple[slice, slice]]:
-        return list(code._chunks((rows, length), torch.device("cpu")))
+        return list(reference._chunks((rows, length), torch.device("cpu")))
 
-    monkeypatch.setattr(quantization, "CPU_CHUNK", 1024)
-    assert chunks(5, 512) == [(slice(r, r + 2), slice(0, 512)) for r in (0, 2, 4)]
-    assert chunks(2, 1280) == [(slice(r, r + 1), at) for r in (0, 1) for at in (slice(0, 1024), slice(1024, 1280))]
+    monkeypatch.setattr(reference, "CPU_CHUNK", 1024)
+    assert chunks(5, 512) == [(slice(r, r + 2), slice(0, 2)) for r in (0, 2, 4)]
+    assert chunks(2, 1280) == [(slice(r, r + 1), at) for r in (0, 1) for at in (slice(0, 4), slice(4, 5))]
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -17,10 +17,12 @@ from fakes.accuracy import (
     group_norm_silu_and_gradients,
     largest_by_sorting,
 )
+from fakes.hard_blocks import bits_of, hard_blocks
 from lightning_aigc_kernels.ascend import CPUExecutionError, kernel_cases, lower
 from lightning_aigc_kernels.ascend.cpu_execution import CPUKernel
 from lightning_aigc_kernels.ascend.gate import OPS
 from lightning_aigc_kernels.launch import KernelCase
+from lightning_aigc_kernels.quantize_blocks import packed_bytes, reference
 
 EPS = 1e-5
 # Here a tile's numbers are added one after the other, where torch and a vector core add in a tree: the worst float32
@@ -171,6 +173,29 @@ def test_keep_largest(case: KernelCase, target: str) -> None:
         keep = math.ceil(density * 4999)
         run(case, target, rows_ptr=rows_RL, kept_ptr=kept_RL, rows=5, length=4999, keep=keep)
         torch.testing.assert_close(kept_RL, largest_by_sorting(rows_RL, density), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["quantize_blocks"], ids=lambda case: case.name)
+def test_quantize_blocks(case: KernelCase, target: str) -> None:
+    bits = int(case.constants["BITS"])
+    values_RN = torch.cat([hard_blocks(seed).view(1, -1) for seed in (1, 2)])
+    left_RN, rows, length = values_RN.clone(), *values_RN.shape
+    packed_RB = torch.zeros(rows, packed_bytes(length, bits), dtype=torch.uint8)
+    reference.quantize_blocks(left_RN, packed_RB, bits)
+    name = case.name.partition(" ")[0]
+    ours_RB = torch.full_like(packed_RB, 255) if name == "quantize" else packed_RB
+    before = {"quantize": values_RN, "dequantize": unwritten(rows, length), "add_rows": torch.linspace(-1, 1, length)}
+    ours = before[name]
+    theirs = left_RN if name == "quantize" else ours.clone()
+    if name == "dequantize":
+        reference.dequantize_blocks(packed_RB, theirs, bits)
+    elif name == "add_rows":
+        reference.add_quantized_rows(packed_RB, theirs, bits)
+    scales = ours_RB.view(torch.bfloat16)
+    run(case, target, values_ptr=ours, scales_ptr=scales, codes_ptr=ours_RB, rows=rows, groups=length // 256)
+    assert torch.equal(ours_RB, packed_RB)
+    assert torch.equal(bits_of(ours), bits_of(theirs))
 
 
 def test_a_nan_comes_out_of_the_forward() -> None:
