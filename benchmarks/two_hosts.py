@@ -30,8 +30,10 @@ from pathlib import Path
 from typing import Any
 
 DEVICE = "aigc0"
-HOSTS = ((f"aigc-a-{os.getpid()}", "10.211.7.1"), (f"aigc-b-{os.getpid()}", "10.211.7.2"))
-"""Namespaces of this process, so that two runs on a machine do not take each other's away, and their addresses."""
+RUN = os.environ.setdefault("TWO_HOSTS_RUN", str(os.getpid()))
+"""The process that makes the namespaces; those that it starts inherit it."""
+HOSTS = ((f"aigc-a-{RUN}", "10.211.7.1"), (f"aigc-b-{RUN}", "10.211.7.2"))
+"""Namespaces, so that two runs on a machine do not take each other's away, and their addresses."""
 WITHOUT_LINK = {"loopback": 2, "alone": 1}
 NETWORKS = ("unet", "linear")
 VARIANTS = (

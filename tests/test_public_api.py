@@ -28,9 +28,10 @@ NAMES = {
     "lightning_aigc.schedulers": ["AIGCLRScheduler"],
     "lightning_aigc.strategies": ["NPUSparseStrategy"],
     "lightning_aigc_kernels": [
-        "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "Projection", "feed_forward",
-        "frozen_conv2d", "frozen_linear", "geglu", "group_norm_silu", "group_norm_silu_conv2d", "keep_largest",
-        "keep_largest_per_head", "lora_attention", "sparse_attention_backward", "swiglu",
+        "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "Projection", "add_quantized_rows",
+        "dequantize_blocks", "feed_forward", "frozen_conv2d", "frozen_linear", "geglu", "group_norm_silu",
+        "group_norm_silu_conv2d", "keep_largest", "keep_largest_per_head", "lora_attention", "quantize_blocks",
+        "sparse_attention_backward", "swiglu",
     ],
 }  # fmt: skip
 DEFINED = {

@@ -32,7 +32,7 @@ LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
 """Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
 LAUNCHES = {
     "bf16": 15, "int8": 22, "int4": 22, "int3": 22, "sparse": 28, "sparse_int8": 37, "sparse_int4": 37,
-    "ternary": 70, "two_four": 50, "low_rank": 50,
+    "ternary": 137, "two_four": 50, "low_rank": 50,
 }  # fmt: skip
 """Kernels that a bucket takes on any number of ranks, counted as torch's operators and Triton's kernels; without Triton
 few-bit integers take about 140, and one more for each rank. low_rank's are for four matrices, and their QR is in truth

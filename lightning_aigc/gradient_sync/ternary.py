@@ -42,20 +42,19 @@ class TernaryQuantizer:
 
     def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
         """Write values_RN into wire_RB, and leave what was rounded off in values_RN."""
-        for row_N, wire_B in zip(values_RN, wire_RB, strict=True):
-            for values, scales, codes in self._chunks(row_N, wire_B):
-                size = values.square().mean(1, keepdim=True).sqrt_().bfloat16()
-                scales.copy_(size.view(scales.shape))
-                size = size.float()
-                signs = values.sign().mul_(values.abs() > THRESHOLD * size)
-                values.addcmul_(signs, size, value=-LEVEL)
-                digits = torch.ones(len(values), PER_BYTE * CODE_BYTES, dtype=torch.uint8, device=values.device)
-                digits[:, :BLOCK] = signs + 1
-                digits = digits.view(-1, PER_BYTE, CODE_BYTES)
-                packed = digits[:, PER_BYTE - 1]
-                for place in range(PER_BYTE - 2, -1, -1):
-                    packed = torch.add(digits[:, place], packed, alpha=3)
-                codes.copy_(packed)
+        for values, scales, codes in self._chunks(values_RN, wire_RB):
+            size = values.square().mean(-1).sqrt_().bfloat16()
+            scales.copy_(size)
+            size = size.float()[..., None]
+            signs = values.sign().mul_(values.abs() > THRESHOLD * size)
+            values.addcmul_(signs, size, value=-LEVEL)
+            digits = torch.ones(*scales.shape, PER_BYTE * CODE_BYTES, dtype=torch.uint8, device=values.device)
+            digits[..., :BLOCK] = signs + 1
+            digits = torch.unflatten(digits, -1, (PER_BYTE, CODE_BYTES))
+            packed = digits[..., PER_BYTE - 1, :]
+            for place in range(PER_BYTE - 2, -1, -1):
+                packed = torch.add(digits[..., place, :], packed, alpha=3)
+            codes.copy_(packed)
 
     def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
         """Write the values of wire_RB to out_RN.
@@ -63,34 +62,36 @@ class TernaryQuantizer:
         Returns: a number that is finite when every value is.
         """
         check = out_RN.new_zeros(())
-        for row_N, wire_B in zip(out_RN, wire_RB, strict=True):
-            for values, scales, codes in self._chunks(row_N, wire_B):
-                torch.mul(self._signs(codes), LEVEL * scales.float(), out=values)
-                check = check + scales.sum(dtype=torch.float32)
+        for values, scales, codes in self._chunks(out_RN, wire_RB):
+            torch.mul(self._signs(codes), LEVEL * scales.float()[..., None], out=values)
+            check = check + scales.sum(dtype=torch.float32)
         return check
 
     def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
         """Add the values of all rows of wire_RB to out_N."""
-        for wire_B in wire_RB:
-            for values, scales, codes in self._chunks(out_N, wire_B):
-                values.addcmul_(self._signs(codes), LEVEL * scales.float())
+        if len(wire_RB) == 0:
+            return
+        every_row = out_N.expand(len(wire_RB), -1)
+        for values, scales, codes in self._chunks(every_row, wire_RB):
+            values[0].add_(self._signs(codes).mul_(LEVEL * scales.float()[..., None]).sum(0))
 
-    def _chunks(self, row_N: Tensor, wire_B: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Blocks [n, BLOCK] of a row with their scales [n, 1] and codes [n, CODE_BYTES]; on an accelerator all."""
-        blocks = row_N.view(-1, BLOCK)
-        split = len(blocks) * SCALE_BYTES
-        scales, codes = wire_B[:split].view(torch.bfloat16).view(-1, 1), wire_B[split:].view(-1, CODE_BYTES)
-        size = CPU_CHUNK // BLOCK if row_N.device.type == "cpu" else max(1, len(blocks))
-        return list(zip(*(torch.split(part, size) for part in (blocks, scales, codes)), strict=True))
+    def _chunks(self, values_RN: Tensor, wire_RB: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Blocks [R, n, BLOCK] with their scales [R, n] and codes [R, n, CODE_BYTES]; on an accelerator all at once."""
+        blocks = torch.unflatten(values_RN, 1, (-1, BLOCK))
+        count = blocks.shape[1]
+        scales = wire_RB[:, : count * SCALE_BYTES].view(torch.bfloat16)
+        codes = torch.unflatten(wire_RB[:, count * SCALE_BYTES :], 1, (-1, CODE_BYTES))
+        size = CPU_CHUNK // BLOCK if values_RN.device.type == "cpu" else max(1, count)
+        return list(zip(*(torch.split(part, size, dim=1) for part in (blocks, scales, codes)), strict=True))
 
     def _signs(self, codes: Tensor) -> Tensor:
-        """-1, 0 or 1 of each value, float32 [n, BLOCK]."""
-        digits = torch.empty(len(codes), PER_BYTE, CODE_BYTES, dtype=torch.uint8, device=codes.device)
+        """-1, 0 or 1 of each value, float32 [R, n, BLOCK]."""
+        digits = torch.empty(*codes.shape[:2], PER_BYTE, CODE_BYTES, dtype=torch.uint8, device=codes.device)
         for place in range(PER_BYTE):
             above = codes // 3
-            torch.sub(codes, above, alpha=3, out=digits[:, place])
+            torch.sub(codes, above, alpha=3, out=digits[:, :, place])
             codes = above
-        return digits.view(len(codes), -1)[:, :BLOCK].float() - 1
+        return digits.flatten(2)[..., :BLOCK].float() - 1
 
 
 class Ternary(Stateless):
