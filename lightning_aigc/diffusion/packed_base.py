@@ -1,4 +1,4 @@
-"""Pack a pipeline's frozen denoiser and text encoders, and check that a checkpoint was trained beside the same bytes."""
+"""Pack a pipeline's frozen denoiser and text encoders; check that a checkpoint was trained beside the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights on disk, so that a large base is packed once: a file for each weight, named by a hash of its content."""
+"""NF4 weights on disk, so that a large base is packed once: a file for each weight, named by a hash of its content."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class PackedCache:
     def pack(self, layer: Layer, kind: Format) -> PackedWeight:
         """The layer's packed weight. Raises: ValueError for NaN or infinity."""
         weight = layer.weight.detach()
+        if kind == "int8":  # as quick to pack as to hash
+            return PackedWeight.pack(weight, kind)
         key = content_key(weight, kind)
         try:
             entry = self.cache.read(key)

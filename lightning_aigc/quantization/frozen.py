@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.quantization.layers import FORMATS, Kind, Layer, check_kind, check_patterns, check_skip, frozen_layers
+from lightning_aigc.quantization.layers import (
+    FORMATS,
+    Kind,
+    Layer,
+    check_kind,
+    check_patterns,
+    check_skip,
+    frozen_layers,
+)
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_weights, set_packed_
 
 MEANING = {

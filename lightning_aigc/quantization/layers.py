@@ -15,7 +15,11 @@ from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 Kind = Literal["int8", "nf4", "nf4-all"]
-FORMATS: dict[str, tuple[Format, Format]] = {"int8": ("int8", "int8"), "nf4": ("nf4", "int8"), "nf4-all": ("nf4", "nf4")}
+FORMATS: dict[str, tuple[Format, Format]] = {
+    "int8": ("int8", "int8"),
+    "nf4": ("nf4", "int8"),
+    "nf4-all": ("nf4", "nf4"),
+}
 """By kind: the format of linear layers, and of convolutions."""
 SKIP = ("conv_in", "conv_out", "time_embedding", "add_embedding")
 """What stays whole unless the user says otherwise: 1.2 % of the embedded model's bytes and a third of NF4's error."""

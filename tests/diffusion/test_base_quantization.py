@@ -1,4 +1,4 @@
-"""LoRA on a packed base through real fits: it learns, saves and resumes as on a whole base, and says what was packed."""
+"""LoRA on a packed base through real fits: it learns, saves and resumes as on a whole base."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fakes.killed_trainings import KillAt, Killed
 from fakes.pipelines import SIDE, assemble, make_batch
 from fakes.ranks import run_ranks
-from lightning_aigc.callbacks import GradientHealthMonitor
+from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor
+from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
 from lightning_aigc.errors import ConfigError, ModelError
@@ -94,7 +96,9 @@ def test_a_lora_learns_beside_the_packed_base_and_fits_the_source_pipeline(
     trainer = fit(module, tmp_path, watch, memory=memory)
     assert module.packed_base is not None and module.packed_base.packed > 20
     packed = dict(packed_weights(module))
-    assert {w.kind for w in packed.values()} == ({"int8"} if kind == "int8" else {"nf4", "int8"} if kind == "nf4" else {"nf4"})
+    assert {w.kind for w in packed.values()} == (
+        {"int8"} if kind == "int8" else {"nf4", "int8"} if kind == "nf4" else {"nf4"}
+    )
     assert all(w.dtype == torch.bfloat16 for w in packed.values())
     assert any("lora_B" in name and value.abs().max() > 0 for name, value in trained(module).items())
     assert not [alert for alert in watch.alerts if alert.check == "frozen_moved"]
@@ -152,38 +156,36 @@ def test_sdxl_and_trained_text_encoders_are_packed_too(tmp_path: Path) -> None:
 
 
 def test_resuming_gives_the_same_bits_and_another_base_is_refused(sd: str, tmp_path: Path) -> None:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
-                self.rng = torch.get_rng_state()
-
-    class Restore(Callback):
-        def on_train_start(self, *_: Any) -> None:
-            torch.set_rng_state(save.rng)
-
-    save = Save()
-    whole, resumed = make_module(sd), make_module(sd)
-    fit(whole, tmp_path, save)
-    assert torch.load(tmp_path / "half.ckpt", weights_only=True)["base_quantization"]["kind"] == "nf4"
-    fit(resumed, tmp_path, Restore(), ckpt_path=tmp_path / "half.ckpt")
+    whole, killed, resumed = make_module(sd), make_module(sd), make_module(sd)
+    fit(whole, tmp_path / "whole", ExactSnapshot(1))
+    snapshots = ExactSnapshot(1)
+    with pytest.raises(Killed):
+        fit(killed, tmp_path, snapshots, KillAt(2))
+    snapshots.abandon()  # the lock goes with a killed process; here the process lives on
+    (snapshot, *_) = find_snapshots(tmp_path / "snapshots")
+    assert snapshot.step < STEPS and snapshot.shared()["base_quantization"]["kind"] == "nf4"
+    fit(resumed, tmp_path, ExactSnapshot(1), ckpt_path="latest")
     assert resumed.packed_base.digest == whole.packed_base.digest  # type: ignore[union-attr]
     assert all(torch.equal(value, trained(whole)[name]) for name, value in trained(resumed).items())
+    assert not torch.equal(*(torch.cat([p.flatten() for p in trained(m).values()]) for m in (whole, killed)))
     other = make_wide_pipeline(tmp_path / "other")
     unet = UNet2DConditionModel.from_pretrained(other / "unet")
     unet.mid_block.resnets[0].conv1.weight.data[0, 0, 0, 0] += 1
     unet.save_pretrained(other / "unet")
     with pytest.raises(ModelError, match="was trained on another base: packed as nf4, its bytes differ"):
-        fit(make_module(str(other)), tmp_path, ckpt_path=tmp_path / "half.ckpt")
+        make_module(str(other)).on_load_checkpoint(snapshot.shared())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "int4"}, "base_quantization must be null or one of int8, nf4, nf4-all, got 'int4'; did you mean 'int8'"),
-        ({"use_dora": True}, "use_dora reads the base's weights .* use plain LoRA .use_dora: false., or base_quantization: null"),
-        ({"kind": None, "base_quantization_skip": ["conv_in"]}, "base_quantization_skip does nothing without base_quantization"),
-        ({"base_quantization_skip": "conv_in"}, r"base_quantization_skip must be a list of name patterns, got 'conv_in'"),
+        ({"kind": "int4"}, "base_quantization must be null or one of int8, nf4, nf4-all, got 'int4'"),
+        ({"use_dora": True},
+         "use_dora reads the base's weights .* use plain LoRA .use_dora: false., or base_quantization: null"),
+        ({"kind": None, "base_quantization_skip": ["conv_in"]},
+         "base_quantization_skip does nothing without base_quantization"),
+        ({"base_quantization_skip": "conv_in"},
+         r"base_quantization_skip must be a list of name patterns, got 'conv_in'"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_one_sentence_before_weights_are_read(
