@@ -73,7 +73,7 @@ def memory_table(module: LightningModule) -> str:
     trained_mib = sum(p.numel() * p.element_size() for p in trained) / 2**20
     count = sum(p.numel() for p in trained)
     total = count + sum(p.numel() for p in frozen)
-    packed = module.packed_base if isinstance(module, HasPackedBase) else None
+    packed: Any = module.packed_base if isinstance(module, HasPackedBase) else None
     return "\n".join(
         [
             *([f"base_quantization: {packed.summary()}"] if packed is not None else []),

@@ -65,7 +65,7 @@ class PackedCache:
 def content_key(weight: Tensor, kind: Format) -> str:
     """A hash of the weight's numbers, shape and dtype, and of the packed format."""
     digest = sha256(f"{FORMAT} {kind} {tuple(weight.shape)} {weight.dtype}".encode())
-    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy())
+    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -116,7 +116,7 @@ def pack_layers(
             ) from None
         digest.update(f"{layer.name} {chosen} {tuple(weight.shape)}".encode())
         for tensor in (weight.packed, weight.scales):
-            digest.update(tensor.cpu().numpy())
+            digest.update(tensor.cpu().numpy().data)
         result.packed += 1
     if not result.packed:
         raise ConfigError(
