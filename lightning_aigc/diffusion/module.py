@@ -65,8 +65,8 @@ class DiffusionModule(EvaluatedModule):
         ema_decay: Decay of that average.
         gradient_checkpointing: Recompute the denoiser's activations in backward: less memory, slower steps.
         base_dtype: Dtype of the frozen denoiser and text encoders; auto follows the trainer's precision.
-        base_quantization: Store the frozen denoiser and text encoders in few bits: int8 (no loss seen), nf4 (the
-            denoiser's linears NF4, all else int8) or nf4-all (half the memory of int8, and the LoRA is clearly worse
+        base_quantization: Store the frozen denoiser and text encoders in few bits: int8 (begin here), nf4 (the
+            denoiser's linears NF4, all else int8) or nf4-all (half the memory of int8, and the LoRA loses most
             on the full-precision base; docs/quantized_base.md). Unset keeps them whole.
         base_quantization_skip: Name patterns of layers that stay whole; unset leaves the first and last convolution
             and the embeddings.

@@ -22,7 +22,7 @@ FORMATS: dict[str, tuple[Format, Format]] = {
 }
 """By kind: the format of linear layers, and of convolutions."""
 SKIP = ("conv_in", "conv_out", "time_embedding", "add_embedding")
-"""What stays whole unless the user says otherwise: 1.2 % of the embedded model's bytes and a third of NF4's error."""
+"""What stays whole unless the user says otherwise: few bytes, and the most sensitive."""
 LINEAR, CONVOLUTIONS = nn.Linear, (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 FEWEST_NUMBERS = 4096
 """Smaller weights stay whole: they save nothing and are often the most sensitive."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fakes.ranks import run_ranks
 from fakes.small_models import call_unet, gradients, make_unet, with_lora
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -216,3 +218,23 @@ def test_gradient_checkpointing_and_compiling_give_the_same_gradients() -> None:
     net.enable_gradient_checkpointing()  # type: ignore[operator]
     checkpointed = gradients(net, call_unet)
     assert all(torch.equal(checkpointed[name], expected[name]) for name in expected)
+
+
+def on_a_shard(rank: int) -> tuple[str, bool, bool]:
+    """A rank of FSDP2: the packed weight's class, whether its bytes stayed, whether the trained layer learns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64))
+    quantize_frozen_(net, "nf4")
+    weights = dict(packed_weights(net))
+    before = weights["0.weight"].packed.clone()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(weights.values()))
+    net(torch.randn(2, 64)).square().sum().backward()
+    after = net[0].weight
+    return type(after).__name__, torch.equal(after.packed, before), net[1].weight.grad is not None
+
+
+def test_fsdp2_leaves_ignored_packed_weights_alone(tmp_path: Path) -> None:
+    assert run_ranks(on_a_shard, 2, tmp_path) == [("PackedWeight", True, True)] * 2

@@ -223,6 +223,18 @@ def test_it_compiles(kind: Format, backend: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch 2.13's decompositions
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code_saves_no_unpacked_weight(kind: Format) -> None:
+    packed, _ = pair(kind, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(packed, backend="aot_eager_decomp_partition")
+    x = torch.randn(2, 4, 6, 6).requires_grad_()
+    _, saved = keeps(compiled, x)
+    sizes = {layer.weight.numel() for layer in packed if hasattr(layer, "weight")}
+    assert saved and not [tuple(t.shape) for t in saved if t.is_floating_point() and t.numel() in sizes]
+
+
 def test_the_op_honours_its_contract() -> None:
     for kind in KINDS:
         packed, scales = reference.pack(torch.randn(5, 70), kind)
