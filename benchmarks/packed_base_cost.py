@@ -1,6 +1,6 @@
 """Time and memory to pack a U-Net of SDXL's or SD 1.5's shapes with random weights, alone and from the cache.
 
-    OMP_NUM_THREADS=1 python benchmarks/packing.py [--model sdxl] [--kind nf4] [--output FILE]
+    OMP_NUM_THREADS=1 python benchmarks/packed_base_cost.py [--model sdxl] [--kind nf4] [--output FILE]
 
 `cpu_s` is the processor time of one thread to pack, `cached_cpu_s` with the cache's files there, hashing included.
 `peak_over_source` is the process's largest resident memory while packing over that before packing, when the whole
