@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -47,6 +48,67 @@ def build_pipeline(folder: Path, dtype: torch.dtype) -> None:
         vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, unet=unet, scheduler=scheduler,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     ).save_pretrained(folder)  # fmt: skip
+
+
+def build_sdxl_pipeline(folder: Path, dtype: torch.dtype) -> None:
+    """SDXL's U-Net (2567 M), autoencoder and both text encoders (123 M and 695 M), random in `dtype`."""
+    from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    sizes = {"vocab_size": 49408, "max_position_embeddings": 77}
+    text = CLIPTextConfig(**sizes, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+                          num_attention_heads=12, projection_dim=768)  # fmt: skip
+    text_2 = CLIPTextConfig(**sizes, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32,
+                            num_attention_heads=20, projection_dim=1280, hidden_act="gelu")  # fmt: skip
+    with torch.device("meta"):
+        made: list[torch.nn.Module] = [
+            sdxl_unet(UNet2DConditionModel),
+            AutoencoderKL(
+                down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+                block_out_channels=(128, 256, 512, 512), layers_per_block=2, sample_size=1024, scaling_factor=0.13025,
+            ),
+        ]  # fmt: skip
+    made = [fill(module.to_empty(device="cpu")) for module in made]
+    # transformers' have buffers that their constructors fill
+    made += [fill(CLIPTextModel(text)), fill(CLIPTextModelWithProjection(text_2))]
+    torch.set_default_dtype(torch.float32)
+    unet, vae, encoder, encoder_2 = made
+    tokenizer = CLIPTokenizer.from_pretrained(resolve("embedded:sd") / "tokenizer", model_max_length=77)
+    scheduler = EulerDiscreteScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading"
+    )
+    StableDiffusionXLPipeline(
+        vae=vae, text_encoder=encoder, text_encoder_2=encoder_2, tokenizer=tokenizer, tokenizer_2=tokenizer, unet=unet,
+        scheduler=scheduler,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def sdxl_unet(unet_class: Any) -> Any:
+    """SDXL's U-Net from its published configuration."""
+    return unet_class(
+        sample_size=128, block_out_channels=(320, 640, 1280), layers_per_block=2, cross_attention_dim=2048,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2, 10), attention_head_dim=(5, 10, 20), use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+    )  # fmt: skip
+
+
+def fill(module: torch.nn.Module) -> torch.nn.Module:
+    """Random weights of a usual size: norms one, biases zero, the others normal; one tile repeated, to be quick."""
+    tile = torch.randn(1 << 20)
+    for name, parameter in module.named_parameters():
+        flat = parameter.data.view(-1)
+        if parameter.dim() == 1:
+            flat.fill_(1.0 if name.endswith("weight") else 0.0)
+            continue
+        spread = 0.5 * (parameter.numel() / parameter.shape[0]) ** -0.5
+        for start in range(0, flat.numel(), len(tile)):
+            part = flat[start : start + len(tile)]
+            part.copy_(tile[: len(part)] * spread)
+    return module
 
 
 def make_photos(folder: Path) -> None:

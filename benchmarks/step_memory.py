@@ -1,12 +1,13 @@
 """Peak memory of a Stable Diffusion 1.5 LoRA step, compared with diffusers' text-to-image LoRA script.
 
     python benchmarks/step_memory.py WORKDIR [--batch 4] [--rank 64] [--device cpu|cuda] [--variants diffusers lean max]
-        [--timed_steps 20] [--pixels 512]
+        [--timed_steps 20] [--pixels 512] [--model sd15|sdxl]
 
-A pipeline of SD 1.5's shapes with random weights (created in WORKDIR, 2.1 GB) takes two steps in each variant, each in
-a separate process; the second step is measured: forward, backward, clipping and AdamW, with everything resident. Ours
-is `Trainer.fit` with configs/sd_lora.yaml, and `NAME-uncached` without its caches; diffusers runs in bf16, and
-`diffusers-float32` is its script's default precision. On CUDA the figure is the allocator's. On a CPU every storage
+A pipeline of SD 1.5's or SDXL's shapes with random weights (created in WORKDIR, 2.1 or 6.9 GB) takes two steps in each
+variant, each in a separate process; the second step is measured: forward, backward, clipping and AdamW, with everything
+resident. Ours is `Trainer.fit` with configs/sd_lora.yaml, `NAME-uncached` without its caches, and `NAME-int8`,
+`NAME-nf4` and `NAME-nf4-all` with a packed base (`base_quantization`); diffusers runs in bf16, and `diffusers-float32`
+is its script's default precision. On CUDA the figure is the allocator's. On a CPU every storage
 that is alive when an operator returns is counted, without memory that an operator frees internally, and without
 encoders that were moved to host memory. `--timed_steps` adds steps, timed from the end of one batch to the end of the
 next, with their median in the row. Prints one JSON object per line.
@@ -42,12 +43,14 @@ from diffusers_loop import diffusers_steps
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
-from real_size import build_pipeline
+from lightning_aigc_kernels import PackedWeight
+from real_size import build_pipeline, build_sdxl_pipeline
 
 MIB = 2**20
 VARIANTS = (
     *("diffusers", "off", "balanced", "lean", "max"),
     *("diffusers-float32", "off-uncached", "lean-uncached", "max-uncached"),
+    *(f"{memory}-{kind}" for memory in ("off", "balanced", "lean", "max") for kind in ("int8", "nf4", "nf4-all")),
 )
 
 
@@ -61,9 +64,15 @@ class PeakOfStorages(TorchDispatchMode):
 
     def start(self, elsewhere: list[torch.nn.Module]) -> None:
         """Take every tensor there is as resident, but for those of modules that a device would not hold."""
-        parked = {t.untyped_storage()._cdata for part in elsewhere for t in (*part.parameters(), *part.buffers())}
+        parked = {
+            inner.untyped_storage()._cdata
+            for part in elsewhere
+            for t in (*part.parameters(), *part.buffers())
+            for inner in ((t.packed, t.scales) if isinstance(t, PackedWeight) else (t,))
+        }
         gc.collect()
-        tensors = [held for held in gc.get_objects() if issubclass(type(held), Tensor)]
+        # A packed weight is no memory of its own: the two tensors inside it are counted.
+        tensors = [h for h in gc.get_objects() if issubclass(type(h), Tensor) and type(h) is not PackedWeight]
         self._add([tensor for tensor in tensors if tensor.untyped_storage()._cdata not in parked])
         self.resident_bytes = self.peak_bytes = self._count()
         self.__enter__()
@@ -81,7 +90,7 @@ class PeakOfStorages(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             known = self.alive.get(storage._cdata)
-            if known is None or known[0].expired():
+            if type(tensor) is not PackedWeight and (known is None or known[0].expired()):
                 self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
 
     def _count(self) -> int:
@@ -172,7 +181,7 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
         cache_dir=str(given.workdir / "cache"),
         num_workers=0,
     )
-    pipeline = given.workdir / "sd15_random"
+    pipeline = given.workdir / f"{given.model}_random"
     if theirs:
         precision = "32-true" if variant.endswith("float32") else "bf16-mixed"
         steps = diffusers_steps(data, given.workdir, precision, pipeline, given.rank, given.device)
@@ -185,11 +194,13 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
             ends_s.append(now(given.device))
         return timed(row, ends_s)
     steps_in_all = 2 + given.timed_steps
+    memory: Any
+    memory, _, kind = variant.removesuffix("-uncached").partition("-")
     module = StableDiffusionLoRA(
-        str(pipeline), rank=given.rank, max_train_steps=steps_in_all, checkpointing_steps=10**9
-    )
+        str(pipeline), rank=given.rank, max_train_steps=steps_in_all, checkpointing_steps=10**9,
+        base_quantization=kind or None,
+    )  # fmt: skip
     callback = SecondStep(given.device)
-    memory: Any = variant.removesuffix("-uncached")
     trainer = Trainer(
         accelerator=given.device,
         devices=1,
@@ -211,6 +222,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=512)
     parser.add_argument("--timed_steps", type=int, default=0, help="further steps to time; 5 at least, or none")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", choices=["sd15", "sdxl"], default="sd15")
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=["diffusers", "off", "balanced", "lean", "max"]
     )
@@ -221,12 +233,13 @@ def main() -> None:
         warnings.filterwarnings("ignore")
         print(json.dumps(watched(given.variants[0], given)))
         return
-    if not (given.workdir / "sd15_random" / "model_index.json").is_file():
-        build_pipeline(given.workdir / "sd15_random", torch.bfloat16)
+    pipeline = given.workdir / f"{given.model}_random"
+    if not (pipeline / "model_index.json").is_file():
+        (build_sdxl_pipeline if given.model == "sdxl" else build_pipeline)(pipeline, torch.bfloat16)
     baseline: dict[str, Any] = {}
     for variant in given.variants:
         command = [sys.executable, __file__, str(given.workdir), "--variants", variant, "--alone"]
-        for name in ("device", "batch", "rank", "pixels", "timed_steps"):
+        for name in ("device", "batch", "rank", "pixels", "timed_steps", "model"):
             command += [f"--{name}", str(getattr(given, name))]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         row = json.loads(printed.strip().splitlines()[-1])
@@ -237,6 +250,7 @@ def main() -> None:
         header = {
             "benchmark": "step_memory",
             "date": time.strftime("%Y-%m-%d"),
+            "model": given.model,
             "variant": variant,
             "batch": given.batch,
             "rank": given.rank,

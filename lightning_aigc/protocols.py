@@ -57,6 +57,14 @@ class HasPipelineParts(Protocol):
 
 
 @runtime_checkable
+class HasPackedBase(Protocol):
+    """Keeps its frozen weights in few bits."""
+
+    packed_base: Any
+    """What was packed, with `summary()`; None if nothing was."""
+
+
+@runtime_checkable
 class SavesLoRA(Protocol):
     """Saves its LoRA as one file."""
 

@@ -18,7 +18,16 @@ from lightning_aigc.cli import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
-WANTED = {"sd_lora", "sd_lora_demo", "sd_lora_8gb", "sd_lora_ascend", "sd_lora_cluster", "sdxl_lora"}
+WANTED = {
+    "sd_lora",
+    "sd_lora_demo",
+    "sd_lora_8gb",
+    "sd_lora_ascend",
+    "sd_lora_cluster",
+    "sdxl_lora",
+    "sd_qlora_4gb",
+    "sdxl_qlora_6gb",
+}
 REAL = [path for path in FILES if path.stem != "sd_lora_demo"]
 WATCHING = {"GradientHealthMonitor", "CLIPConvergenceGuard", "AdaptiveLR", "FineTuneCheck", "RunReport"}
 

@@ -18,7 +18,7 @@ FLOORS_UPWARDS = [
     {"devices", "rng", "accumulation", "cluster", "_pytorch_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
-    {"accelerators", "strategies", "precision", "checkpoint", "metrics"},
+    {"accelerators", "strategies", "precision", "checkpoint", "metrics", "quantization"},
     {"callbacks", "data"},
     {"diffusion"},
     {"cli"},
@@ -29,7 +29,7 @@ KERNEL_FLOORS_UPWARDS = [
     {"linear_with_lora", "normalization", "ascend"},
     {"packing", "reference"},
     {"geglu", "keep_largest", "quantize_blocks", "frozen_conv2d"},
-    {"group_norm_silu", "lora_attention", "feed_forward"},
+    {"group_norm_silu", "lora_attention", "feed_forward", "packed_weight"},
     {"group_norm_silu_conv2d", "sparse_attention_backward"},
 ]
 FLOORS = {room: number for number, rooms in enumerate(FLOORS_UPWARDS) for room in rooms}

@@ -14,6 +14,7 @@ from lightning_aigc_kernels.keep_largest import keep_largest, keep_largest_per_h
 from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.lora_attention import KnownAttention, lora_attention
 from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.packed_weight import PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection
 from lightning_aigc_kernels.quantize_blocks import add_quantized_rows, dequantize_blocks, quantize_blocks
 from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward
@@ -23,6 +24,7 @@ __all__ = [
     "GradientProtection",
     "KnownAttention",
     "Norm",
+    "PackedWeight",
     "Projection",
     "add_quantized_rows",
     "dequantize_blocks",

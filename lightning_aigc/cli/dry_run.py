@@ -11,7 +11,8 @@ from torch import nn
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.diffusion.vae_checks import describe_vae
-from lightning_aigc.protocols import CountsWrittenFiles, HasPipelineParts, HasReferenceImages
+from lightning_aigc.protocols import CountsWrittenFiles, HasPackedBase, HasPipelineParts, HasReferenceImages
+from lightning_aigc.quantization.frozen import stored_bytes
 
 PICTURES_ROUND_TRIPPED = 4
 
@@ -66,14 +67,16 @@ def files_written(trainer: Trainer) -> str:
 
 def memory_table(module: LightningModule) -> str:
     """Parameter counts and the memory that does not depend on the batch, in MiB as text; assumes AdamW."""
-    frozen = {p.data_ptr(): p for p in all_parameters(module) if not p.requires_grad}.values()
+    frozen = [p for p in all_parameters(module) if not p.requires_grad]
     trained = [p for p in module.parameters() if p.requires_grad]
-    frozen_mib = sum(p.numel() * p.element_size() for p in frozen) / 2**20
+    frozen_mib = sum(map(stored_bytes, frozen)) / 2**20
     trained_mib = sum(p.numel() * p.element_size() for p in trained) / 2**20
     count = sum(p.numel() for p in trained)
     total = count + sum(p.numel() for p in frozen)
+    packed: Any = module.packed_base if isinstance(module, HasPackedBase) else None
     return "\n".join(
         [
+            *([f"base_quantization: {packed.summary()}"] if packed is not None else []),
             f"trainable parameters: {count:,} of {total:,} ({100 * count / max(total, 1):.2f} %)",
             f"memory estimate: frozen weights {frozen_mib:.0f} MiB; trained weights, gradients and AdamW state"
             f" {4 * trained_mib:.0f} MiB; activations come on top, see the peak below",

@@ -20,6 +20,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
@@ -31,8 +32,16 @@ from lightning_aigc.diffusion.encoders import FrozenEncoders
 from lightning_aigc.diffusion.evaluation import EvaluatedModule
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
+from lightning_aigc.diffusion.packed_base import (
+    CHECKPOINT_KEY,
+    check_base_quantization,
+    check_same_base,
+    checkpoint_entry,
+    pack_base,
+)
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
 from lightning_aigc.errors import ModelError
+from lightning_aigc.quantization import Kind, PackedBase
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -56,6 +65,11 @@ class DiffusionModule(EvaluatedModule):
         ema_decay: Decay of that average.
         gradient_checkpointing: Recompute the denoiser's activations in backward: less memory, slower steps.
         base_dtype: Dtype of the frozen denoiser and text encoders; auto follows the trainer's precision.
+        base_quantization: Store the frozen denoiser and text encoders in few bits: int8 (begin here), nf4 (the
+            denoiser's linears NF4, all else int8) or nf4-all (half the memory of int8, and the LoRA loses most
+            on the full-precision base; docs/quantized_base.md). Unset keeps them whole.
+        base_quantization_skip: Name patterns of layers that stay whole; unset leaves the first and last convolution
+            and the embeddings.
         vae_dtype: Dtype of the autoencoder, float32 or bfloat16; half precision makes black pictures and is refused.
         revision: Branch or commit of a hub id.
         variant: Weight variant in the folder, such as fp16.
@@ -100,6 +114,8 @@ class DiffusionModule(EvaluatedModule):
         ema_decay: float = 0.995,
         gradient_checkpointing: bool = False,
         base_dtype: DtypeName = "auto",
+        base_quantization: Kind | None = None,
+        base_quantization_skip: list[str] | None = None,
         vae_dtype: Literal["float32", "bfloat16"] = "float32",
         revision: str | None = None,
         variant: str | None = None,
@@ -121,6 +137,8 @@ class DiffusionModule(EvaluatedModule):
         self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
         self.components: Components | None = None
         """The pipeline's components, not an nn.Module, so that frozen parts stay out of the module tree and DDP."""
+        self.packed_base: PackedBase | None = None
+        """What `base_quantization` packed."""
         self.ema: EMAModel | None = None
         self.last_example_losses: Tensor | None = None
         """The last batch's weighted losses [B], detached; GradientHealthMonitor groups them by timestep."""
@@ -130,6 +148,7 @@ class DiffusionModule(EvaluatedModule):
         self.sampling_limit = TimeLimit(sample_time_limit_s)
         check_source(pretrained_model_name_or_path)
         check_shared_arguments(self.args)
+        check_base_quantization(self.args)
         if isinstance(lr_scheduler, str):
             check_schedule_name(lr_scheduler)  # before weights are read
 
@@ -160,6 +179,9 @@ class DiffusionModule(EvaluatedModule):
         self.components = parts
         for parameter in self.trainable_parameters():
             parameter.data = parameter.data.float()  # float32 trained weights on a half-precision base
+        if args.base_quantization is not None:
+            self.packed_base = pack_base(self, parts, args.base_quantization, args.base_quantization_skip)
+            rank_zero_info(f"base: {self.packed_base.summary()}; what is trained is not packed")
         if args.use_ema:
             self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
 
@@ -277,11 +299,14 @@ class DiffusionModule(EvaluatedModule):
         checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
         if self.ema is not None:
             checkpoint["ema"] = self.ema.state_dict()
+        if self.packed_base is not None:
+            checkpoint[CHECKPOINT_KEY] = checkpoint_entry(self.packed_base)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.loaded()
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         check_trained_weights(checkpoint["state_dict"], trained)
+        check_same_base(checkpoint, self.packed_base)
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])
         if self._trainer is not None and not self._trainer.optimizers:  # not in fit, which builds its own

@@ -22,6 +22,9 @@ from lightning_aigc_kernels.ascend import CPUExecutionError, kernel_cases, lower
 from lightning_aigc_kernels.ascend.cpu_execution import CPUKernel
 from lightning_aigc_kernels.ascend.gate import OPS
 from lightning_aigc_kernels.launch import KernelCase
+from lightning_aigc_kernels.packed_weight import Format
+from lightning_aigc_kernels.packed_weight import reference as weight_reference
+from lightning_aigc_kernels.packed_weight.reference import BLOCK
 from lightning_aigc_kernels.quantize_blocks import packed_bytes, reference
 
 EPS = 1e-5
@@ -221,3 +224,16 @@ def test_wrong_arguments_are_refused_before_memory_is_touched() -> None:
         kernel(1, half, half.astype(np.float32), 1, 8, 4)
     with pytest.raises(CPUExecutionError, match="argument 0 must be a contiguous float16 array, got float16"):
         kernel(1, half[::2], half, 1, 4, 2)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["packed_weight"], ids=lambda case: case.name)
+def test_packed_weight(case: KernelCase, target: str) -> None:
+    kind: Format = "nf4" if case.name.startswith("nf4") else "int8"
+    dtype = DTYPES[case.signature["values_ptr"]]
+    blocks = int(case.constants["TILE"]) * 4 + 3
+    packed, scales = weight_reference.pack(torch.randn(blocks * BLOCK), kind)
+    values = unwritten(blocks * BLOCK, dtype=dtype)
+    # Every entry of the signature is an address or a number: signed bytes travel as their bits.
+    run(case, target, packed_ptr=packed.view(torch.uint8), scales_ptr=scales, values_ptr=values, blocks=blocks)
+    assert torch.equal(values, weight_reference.unpack(packed, scales, kind, dtype))

@@ -13,6 +13,7 @@ from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.parameter_stats import Named, Sampler, sample_rows
 from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc_kernels import PackedWeight
 
 FOLLOWS = 0.3
 """Cosine between a frozen weight's move and the direction to its trained twin, from which it is a copy that follows."""
@@ -52,7 +53,8 @@ class FrozenSamples:
             twin = by_end.get((_end(name), p.shape))
             if twin is not None:
                 self._twins[name] = twin
-        self._sampler = Sampler([p for _, p in self.named])
+        # A packed weight shows its scales: to look at its numbers would unpack all of them.
+        self._sampler = Sampler([p.scales if isinstance(p, PackedWeight) else p for _, p in self.named])
         self._kept = self._take()
 
     def _take(self) -> Tensor | None:

@@ -1,0 +1,57 @@
+"""Unpack a packed weight, on the device where its bytes are; without autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_aigc_kernels.custom_op import is_traced
+from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, KERNEL_DTYPES, warn_once, why_no_kernel
+from lightning_aigc_kernels.packed_weight import reference
+from lightning_aigc_kernels.packed_weight.reference import Format
+
+
+def unpack_weight(packed: Tensor, scales: Tensor, kind: Format, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The weight of this shape in `dtype`, equal to the bit on every device.
+
+    Args: packed [B, S] and scales [B], as `reference.pack` returns them.
+    """
+    if is_traced():
+        # torch.compile merges equal calls, and would save the unpacked weight from forward to backward.
+        in_backward = torch._C._current_graph_task_id() >= 0
+        weight: Tensor = _op(packed, scales, kind, list(shape), dtype, in_backward)
+        return weight
+    return _unpack(packed, scales, kind, shape, dtype)
+
+
+def _unpack(packed: Tensor, scales: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    flat: Tensor
+    if _has_kernel(packed, dtype):
+        from lightning_aigc_kernels.packed_weight import kernel
+
+        flat = kernel.unpack(packed, scales, kind, dtype)
+    else:
+        flat = reference.unpack(packed, scales, kind, dtype)  # type: ignore[arg-type]
+    return flat[: math.prod(shape)].view(tuple(shape))
+
+
+def _has_kernel(packed: Tensor, dtype: torch.dtype) -> bool:
+    if packed.device.type not in KERNEL_DEVICES or dtype not in KERNEL_DTYPES:
+        return False
+    reason = why_no_kernel("packed_weight")
+    if reason is not None:
+        warn_once("packed_weight", packed.device.type, f"its Triton kernel cannot: {reason}")
+    return reason is None
+
+
+@torch.library.custom_op("lightning_aigc::unpack_weight", mutates_args=())
+def _op(packed: Tensor, scales: Tensor, kind: str, shape: list[int], dtype: torch.dtype, in_backward: bool) -> Tensor:
+    return _unpack(packed, scales, kind, shape, dtype)
+
+
+@_op.register_fake
+def _(packed, scales, kind, shape, dtype, in_backward):  # type: ignore[no-untyped-def]
+    return packed.new_empty(shape, dtype=dtype)
