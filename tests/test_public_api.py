@@ -31,8 +31,8 @@ NAMES = {
     "lightning_aigc_kernels": [
         "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "PackedWeight", "Projection",
         "add_quantized_rows", "dequantize_blocks", "feed_forward", "frozen_conv2d", "frozen_linear", "geglu",
-        "group_norm_silu", "group_norm_silu_conv2d", "keep_largest", "keep_largest_per_head", "lora_attention", "quantize_blocks",
-        "sparse_attention_backward", "swiglu",
+        "group_norm_silu", "group_norm_silu_conv2d", "keep_largest", "keep_largest_per_head", "lora_attention",
+        "quantize_blocks", "sparse_attention_backward", "swiglu",
     ],
 }  # fmt: skip
 DEFINED = {
