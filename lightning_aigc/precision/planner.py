@@ -1,0 +1,409 @@
+"""Plan what each swapped block saves for backward, to a budget of bytes.
+
+Planned is one call of a root, a model's part with swapped blocks, for the shapes of its arguments. The first call of each
+signature saves the least, and each block runs twice more in it, natively and fused, to count what it would save. From
+these counts the plan of the later calls is made.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision import recompute
+from lightning_aigc.precision.block_options import ALL, Option, is_optional, options_of
+from lightning_aigc.precision.budget import MemoryBudget
+from lightning_aigc.precision.fused_forward import Choices, Keeps, choices_of, choosing, handed_to
+from lightning_aigc.precision.knapsack import choose
+from lightning_aigc.precision.layers import CannotSwapError
+from lightning_aigc.precision.saved_tensors import (
+    SavedBytes,
+    Storages,
+    is_checkpointed,
+    owned_by,
+    storage_of,
+    tensors_in,
+)
+from lightning_aigc.rng import restore_random_states, tensor_states
+
+Signature = tuple[object, ...]
+MIB = 2**20
+
+
+def _flash_for_cpu(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_for_cpu}
+"""Operators that torch's own table of operations lacks."""
+
+
+@dataclass
+class Call:
+    """What was counted of one block's call."""
+
+    options: list[Option]
+    least: int
+    """Bytes saved inside the block at least."""
+    empty: int
+    """Bytes saved inside with `Keeps()`."""
+    times: int = 1
+
+    def ways(self) -> list[tuple[int, float]]:
+        """Bytes and repeated operations of each option, all calls of the block together."""
+        inside = (self.least if option.keeps is None else self.empty + option.saved_bytes for option in self.options)
+        return [(self.times * n, self.times * o.repeated) for n, o in zip(inside, self.options, strict=True)]
+
+
+@dataclass
+class Window:
+    """One call of a root."""
+
+    plan: Mapping[object, Choices] | None
+    """None while it is counted."""
+    count: SavedBytes
+    owned: frozenset[int] = frozenset()
+    calls: dict[tuple[nn.Module, Signature], Call] = field(default_factory=dict)
+    native_inside: int = 0
+    """Bytes that the blocks' own forwards save inside, beyond what was saved now."""
+    native_inputs: Storages = field(default_factory=dict)
+    """Blocks' arguments that their own forwards save."""
+    operations: float = 0.0
+    """Of a native step, estimated from forward."""
+    largest: int = 0
+    """Bytes that the largest block saves natively: what is alive while its backward runs."""
+
+    @property
+    def saved(self) -> int:
+        return self.count.bytes_beside(())
+
+    @property
+    def native(self) -> int:
+        """Bytes that native autograd saves."""
+        beside = sum(n for address, (_, n) in self.native_inputs.items() if address not in self.count.storages)
+        return self.saved + self.native_inside + beside
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices of a root's call, and what they cost."""
+
+    choices: Mapping[object, Choices]
+    kept: int
+    native: int
+    least: int
+    repeated: float
+    operations: float
+    again: int
+    """Blocks that run again."""
+    blocks: int
+
+    def summary(self, budget: MemoryBudget) -> str:
+        """One line."""
+        saved = self.blocks - self.again
+        return (
+            f"memory={budget}: saves {self.kept / MIB:.4g} of native's {self.native / MIB:.4g} MiB"
+            f" ({self.kept / max(self.native, 1):.3f}; at least {self.least / max(self.native, 1):.3f}):"
+            f" {saved} of {self.blocks} blocks save what pays most, {self.again} run again in backward, which repeats"
+            f" about {self.repeated / max(self.operations, 1):.1%} of a step's operations"
+        )
+
+
+class _Running(threading.local):
+    window: Window | None = None
+    native: bool = False
+    """Whether blocks run their class's forward, to be counted."""
+    inside: bool = False
+    """Whether a block with a choice runs."""
+    outermost: bool = True
+
+
+_running = _Running()
+
+
+class Planner:
+    """Chooses what the swapped blocks of one model save, for each call of its roots."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self.budget = budget
+        self.plans: dict[Signature, Plan] = {}
+        self._handles: list[Any] = []
+        self._names: dict[nn.Module, str] = {}
+        self.line = ""
+        """The first plan in words."""
+
+    def __deepcopy__(self, memo: object) -> Planner:
+        return self  # a copy of the model plans with its original
+
+    def watch(self, root: nn.Module) -> None:
+        """Plan the calls of a module with swapped blocks."""
+        opened: list[Window | None] = []
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            window = self._open(module, args, kwargs)
+            opened.append(window)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+            window = opened.pop() if opened else None
+            if window is not None:
+                self._close(module, args, kwargs, window, failed=output is None)
+
+        self._handles.append(root.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(root.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def remove(self) -> None:
+        """Stop planning."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _open(self, root: nn.Module, args: Any, kwargs: Any) -> Window | None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_checkpointed():
+            return None
+        if _running.window is not None or _running.native:
+            return None
+        plan = self.plans.get(signature_of(root, args, kwargs))
+        if plan is not None:
+            window = Window(plan.choices, SavedBytes(frozenset()))
+        else:
+            owned = owned_by(root)
+            window = Window(None, SavedBytes(owned), owned)
+            window.count.__enter__()
+        _running.window = window
+        return window
+
+    def _close(self, root: nn.Module, args: Any, kwargs: Any, window: Window, failed: bool) -> None:
+        _running.window = None
+        if window.plan is not None:
+            return
+        window.count.__exit__()
+        if not failed and window.calls:
+            plan = self._planned(window)
+            self.plans[signature_of(root, args, kwargs)] = plan
+            if not self.line:
+                self.line = plan.summary(self.budget)
+                rank_zero_info(self.line)
+
+    def _planned(self, window: Window) -> Plan:
+        """The plan for calls like this one.
+
+        Raises: ConfigError if the first plan cannot meet the budget.
+        """
+        keys, ways = list(window.calls), [call.ways() for call in window.calls.values()]
+        inside_now = sum(call.times * call.least for call in window.calls.values())
+        fixed, native = window.saved - inside_now, window.native
+        least = fixed + sum(min(n for n, _ in of_call) for of_call in ways)
+        allowed = self.budget.allowed(native, least)
+        picks = choose(ways, allowed - fixed)
+        if picks is None:
+            if not self.plans:
+                raise ConfigError(self.budget.cannot(least, native))
+            picks = [min(range(len(of_call)), key=lambda i: of_call[i]) for of_call in ways]  # noqa: B023
+        chosen: dict[object, Choices] = {}
+        again = 0
+        for key, pick in zip(keys, picks, strict=True):
+            keeps = window.calls[key].options[pick].keeps
+            again += keeps is None
+            if keeps is not None:
+                chosen[key] = replace(choices_of(key[0]), keeps=keeps, recomputes=False)
+        kept = fixed + sum(of_call[pick][0] for of_call, pick in zip(ways, picks, strict=True))
+        repeated = sum(of_call[pick][1] for of_call, pick in zip(ways, picks, strict=True))
+        return Plan(chosen, kept, native, least, repeated, window.operations, again, len(keys))
+
+    def call(
+        self, module: Any, choices: Choices, fused: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a swapped module's forward with what the plan chose for this call."""
+        if _running.native:
+            return type(module).forward(module, *args, **kwargs)
+        handed = handed_to(module)
+        if handed is not None:
+            return _run(module, replace(choices, keeps=handed), fused, args, kwargs)
+        if _running.inside or recompute.is_inside():
+            return _run(module, choices, fused, args, kwargs)
+        window = _running.window
+        if window is not None and window.plan is None and _running.outermost and not is_in_backward():
+            return self._counted(window, module, choices, fused, args, kwargs)
+        return self._chosen(window, module, choices, fused, args, kwargs)
+
+    def _chosen(
+        self,
+        window: Window | None,
+        module: Any,
+        choices: Choices,
+        fused: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if not is_optional(module):
+            return _run(module, choices, fused, args, kwargs)
+        if is_checkpointed():
+            # Whatever a region of torch.utils.checkpoint saves lives shortly: nothing in it is computed a third time.
+            choices = replace(choices, recomputes=False, keeps=ALL)
+        elif window is not None and window.plan is not None:
+            choices = window.plan.get((module, signature_of(module, args, kwargs)), choices)
+        elif window is not None:
+            return self._with_options(window, module, choices, fused, args, kwargs)
+        return _run(module, choices, fused, args, kwargs, inside=True)
+
+    def _counted(
+        self,
+        window: Window,
+        module: Any,
+        choices: Choices,
+        fused: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an outermost swapped module, after its class's forward was counted."""
+        inputs = _storages((args, kwargs))
+        with FlopCounterMode(display=False, custom_mapping=COUNTED) as operations:
+            natively = self._count_apart(window, lambda: _native(module, args, kwargs), module, args, kwargs)
+        if is_checkpointed():
+            window.count.storages.update({a: s for a, s in inputs.items() if a not in window.owned})
+        before = window.count.bytes_beside(inputs)
+        _running.outermost = False
+        try:
+            output = self._chosen(window, module, choices, fused, args, kwargs)
+        finally:
+            _running.outermost = True
+        inside = natively.bytes_beside(inputs)
+        window.native_inside += inside - (window.count.bytes_beside(inputs) - before)
+        window.native_inputs |= {a: s for a, s in natively.storages.items() if a in inputs}
+        window.largest = max(window.largest, inside)
+        window.operations += _of_a_step(module, operations.get_flop_counts()["Global"], args, kwargs)
+        return output
+
+    def _with_options(
+        self,
+        window: Window,
+        module: Any,
+        choices: Choices,
+        fused: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a block with a choice, saving the least, after counting what its options save."""
+        inputs = _storages((args, kwargs))
+        key = module, signature_of(module, args, kwargs)
+        if key in window.calls:
+            window.calls[key].times += 1
+            return _run(module, choices, fused, args, kwargs, inside=True)
+        itemsize = _compute_dtype(args, kwargs).itemsize
+        options = options_of(module, args, kwargs, itemsize)
+        full = max(options, key=lambda option: option.saved_bytes)
+
+        def saving(keeps: Keeps) -> int:
+            given = replace(choices, recomputes=False, keeps=keeps)
+            run = lambda: _run(module, given, fused, args, kwargs, inside=True)  # noqa: E731
+            return self._count_apart(window, run, module, args, kwargs).bytes_beside(inputs)
+
+        empty = saving(Keeps())
+        if full.keeps is not None and full.saved_bytes:  # softmax tensors differ between devices
+            missing = max(0, saving(full.keeps) - empty - full.saved_bytes)
+            options = [o if o.keeps is None or not o.saved_bytes else o._replace(saved_bytes=o.saved_bytes + missing)
+                       for o in options]  # fmt: skip
+        before = window.count.bytes_beside(inputs)
+        output = _run(module, choices, fused, args, kwargs, inside=True)
+        window.calls[key] = Call(options, window.count.bytes_beside(inputs) - before, empty)
+        return output
+
+    def _count_apart(
+        self, window: Window, run: Callable[[], Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> SavedBytes:
+        """What `run` saves; its result and the random numbers it drew are undone."""
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+        states = tensor_states(device)
+        outermost, _running.outermost = _running.outermost, False
+        try:
+            with SavedBytes(window.owned) as found:
+                run()
+        finally:
+            _running.outermost = outermost
+            restore_random_states(states)
+            torch.clear_autocast_cache()
+        return found
+
+
+def _native(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The class's forward of a module, without gradient checkpointing."""
+    checkpointing = module.__dict__.get("gradient_checkpointing")
+    _running.native = True
+    try:
+        if checkpointing:
+            module.gradient_checkpointing = False
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        _running.native = False
+        if checkpointing:
+            module.gradient_checkpointing = checkpointing
+
+
+def _run(
+    module: Any,
+    choices: Choices,
+    fused: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inside: bool = False,
+) -> Any:
+    """Run a fused forward, or the class's if it cannot serve the call."""
+    outer = _running.inside
+    try:
+        with choosing(module, choices):
+            call = fused(module, *args, **kwargs)
+    except CannotSwapError:
+        return type(module).forward(module, *args, **kwargs)
+    _running.inside = outer or inside
+    try:
+        return call()
+    finally:
+        _running.inside = outer
+
+
+def signature_of(module: nn.Module, args: Any, kwargs: Any) -> Signature:
+    """The shapes and dtypes of a call's tensors, and whether the module trains."""
+    shapes = (((*tensor.shape,), tensor.dtype) for tensor in tensors_in((args, kwargs)))
+    return id(module), module.training, *shapes
+
+
+def is_in_backward() -> bool:
+    """Whether autograd's engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _storages(arguments: Any) -> Storages:
+    found = (storage_of(tensor) for tensor in tensors_in(arguments))
+    return {storage[0]: storage[1:] for storage in found if storage is not None}
+
+
+def _compute_dtype(args: Any, kwargs: Any) -> torch.dtype:
+    x: Tensor = tensors_in((args, kwargs))[0]
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _of_a_step(module: nn.Module, forward: Mapping[Any, int], args: Any, kwargs: Any) -> float:
+    """Operations of a module's native step: backward costs as much as forward, attention's half as much again, and the
+    gradients of weights as much as the products they are in."""
+    total = float(sum(forward.values()))
+    weights = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+    trained = sum(p.numel() for p in module.parameters() if p.dim() > 1 and p.requires_grad)
+    if not trained and not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+        return total
+    attention = sum(count for op, count in forward.items() if "attention" in str(op))
+    return 2 * total + 1.5 * attention + total * trained / max(weights, 1)
+
+
+def least_share(least: int, native: int) -> str:
+    """The least share that can be asked for, rounded up."""
+    return f"{math.ceil(1000 * least / max(native, 1)) / 1000:g}"
