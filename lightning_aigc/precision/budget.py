@@ -27,17 +27,24 @@ class MemoryBudget:
             return "fit"
         return f"{{kept: {self.kept:g}}}" if self.kept is not None else f"{{peak_gb: {self.peak_gb:g}}}"
 
-    def allowed(self, native: int, least: int) -> float:
-        """Bytes that may be saved."""
-        assert self.kept is not None
-        return self.kept * native
+    def cannot(self, least: int, native: int, besides: int) -> str:
+        """The sentence for a budget below the least that can be had.
 
-    def cannot(self, least: int, native: int) -> str:
-        """The sentence for a budget that is less than the least that the blocks save."""
-        share = math.ceil(1000 * least / max(native, 1)) / 1000
+        Args: least and native are the bytes saved with every block run again and natively, besides those of a step's
+            peak that no plan changes.
+        """
+        if self.kept is not None:
+            share = math.ceil(1000 * least / max(native, 1)) / 1000
+            return (
+                f"memory={self} cannot be met: with every block run again, {least / MIB:.4g} of native's"
+                f" {native / MIB:.4g} MiB are still saved; use kept: {share:g} or more"
+            )
+        asks = f"use peak_gb: {math.ceil(1000 * (least + besides) / GIB) / 1000:g} or more,"
+        if self.fit:
+            asks = f"it needs {(least + besides) / GIB:.3g} GiB; use"
         return (
-            f"memory={self} cannot be met: with every block run again, {least / MIB:.4g} of native's"
-            f" {native / MIB:.4g} MiB are still saved; use kept: {share:g} or more, a smaller batch or smaller pictures"
+            f"memory={self} cannot be met: a step needs {besides / GIB:.3g} GiB besides activations, and with every"
+            f" block run again {least / GIB:.3g} GiB of them are still saved; {asks} a smaller batch or smaller pictures"
         )
 
 

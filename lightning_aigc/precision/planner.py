@@ -7,21 +7,23 @@ these counts the plan of the later calls is made.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import recompute
 from lightning_aigc.precision.block_options import ALL, Option, is_optional, options_of
 from lightning_aigc.precision.budget import MemoryBudget
+from lightning_aigc.precision.footprint import available, besides_activations
 from lightning_aigc.precision.fused_forward import Choices, Keeps, choices_of, choosing, handed_to
 from lightning_aigc.precision.knapsack import choose
 from lightning_aigc.precision.layers import CannotSwapError
@@ -79,6 +81,7 @@ class Window:
     """Blocks' arguments that their own forwards save."""
     operations: float = 0.0
     """Of a native step, estimated from forward."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     largest: int = 0
     """Bytes that the largest block saves natively: what is alive while its backward runs."""
 
@@ -133,11 +136,12 @@ _running = _Running()
 class Planner:
     """Chooses what the swapped blocks of one model save, for each call of its roots."""
 
-    def __init__(self, budget: MemoryBudget) -> None:
+    def __init__(self, budget: MemoryBudget, model: nn.Module) -> None:
         self.budget = budget
+        self.model = model
+        self.optimizers: Sequence[Optimizer] = ()
         self.plans: dict[Signature, Plan] = {}
         self._handles: list[Any] = []
-        self._names: dict[nn.Module, str] = {}
         self.line = ""
         """The first plan in words."""
 
@@ -202,11 +206,11 @@ class Planner:
         inside_now = sum(call.times * call.least for call in window.calls.values())
         fixed, native = window.saved - inside_now, window.native
         least = fixed + sum(min(n for n, _ in of_call) for of_call in ways)
-        allowed = self.budget.allowed(native, least)
-        picks = choose(ways, allowed - fixed)
+        besides = 0 if self.budget.kept is not None else self._besides(window)
+        picks = choose(ways, self._allowed(window, native, besides) - fixed)
         if picks is None:
             if not self.plans:
-                raise ConfigError(self.budget.cannot(least, native))
+                raise ConfigError(self.budget.cannot(least, native, besides))
             picks = [min(range(len(of_call)), key=lambda i: of_call[i]) for of_call in ways]  # noqa: B023
         chosen: dict[object, Choices] = {}
         again = 0
@@ -218,6 +222,19 @@ class Planner:
         kept = fixed + sum(of_call[pick][0] for of_call, pick in zip(ways, picks, strict=True))
         repeated = sum(of_call[pick][1] for of_call, pick in zip(ways, picks, strict=True))
         return Plan(chosen, kept, native, least, repeated, window.operations, again, len(keys))
+
+    def _besides(self, window: Window) -> int:
+        """Bytes of a step's peak besides saved activations."""
+        fixed = besides_activations(self.model, self.optimizers, window.device, window.saved)
+        return fixed + window.largest
+
+    def _allowed(self, window: Window, native: int, besides: int) -> float:
+        """Bytes that may be saved."""
+        if self.budget.kept is not None:
+            return self.budget.kept * native
+        if self.budget.peak_gb is not None:
+            return self.budget.peak_gb * 2**30 - besides
+        return available(window.device, self.model) - besides
 
     def call(
         self, module: Any, choices: Choices, fused: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -266,8 +283,9 @@ class Planner:
     ) -> Any:
         """Run an outermost swapped module, after its class's forward was counted."""
         inputs = _storages((args, kwargs))
+        given, copies = _in_torchs_layout((args, kwargs))
         with FlopCounterMode(display=False, custom_mapping=COUNTED) as operations:
-            natively = self._count_apart(window, lambda: _native(module, args, kwargs), module, args, kwargs)
+            natively = self._count_apart(window, lambda: _native(module, *given), args, kwargs)
         if is_checkpointed():
             window.count.storages.update({a: s for a, s in inputs.items() if a not in window.owned})
         before = window.count.bytes_beside(inputs)
@@ -276,10 +294,12 @@ class Planner:
             output = self._chosen(window, module, choices, fused, args, kwargs)
         finally:
             _running.outermost = True
-        inside = natively.bytes_beside(inputs)
+        inside = natively.bytes_beside(inputs.keys() | copies)
         window.native_inside += inside - (window.count.bytes_beside(inputs) - before)
-        window.native_inputs |= {a: s for a, s in natively.storages.items() if a in inputs}
+        saved_inputs = {copies.get(address, address) for address in natively.storages}
+        window.native_inputs |= {a: s for a, s in inputs.items() if a in saved_inputs and a not in window.owned}
         window.largest = max(window.largest, inside)
+        window.device = tensors_in((args, kwargs))[0].device
         window.operations += _of_a_step(module, operations.get_flop_counts()["Global"], args, kwargs)
         return output
 
@@ -305,7 +325,7 @@ class Planner:
         def saving(keeps: Keeps) -> int:
             given = replace(choices, recomputes=False, keeps=keeps)
             run = lambda: _run(module, given, fused, args, kwargs, inside=True)  # noqa: E731
-            return self._count_apart(window, run, module, args, kwargs).bytes_beside(inputs)
+            return self._count_apart(window, run, args, kwargs).bytes_beside(inputs)
 
         empty = saving(Keeps())
         if full.keeps is not None and full.saved_bytes:  # softmax tensors differ between devices
@@ -318,7 +338,7 @@ class Planner:
         return output
 
     def _count_apart(
-        self, window: Window, run: Callable[[], Any], module: nn.Module, args: Any, kwargs: Any
+        self, window: Window, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> SavedBytes:
         """What `run` saves; its result and the random numbers it drew are undone."""
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
@@ -386,6 +406,25 @@ def _storages(arguments: Any) -> Storages:
     return {storage[0]: storage[1:] for storage in found if storage is not None}
 
 
+def _in_torchs_layout(arguments: Any) -> tuple[Any, dict[int, int]]:
+    """Arguments with contiguous tensors, as native forwards would make them, and the copies' storages' originals.
+
+    The fused convolutions give channels_last on a CPU.
+    """
+    copies: dict[int, int] = {}
+
+    def contiguous(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_contiguous():
+            return leaf
+        copy = leaf.contiguous()
+        old, new = storage_of(leaf), storage_of(copy)
+        if old is not None and new is not None:
+            copies[new[0]] = old[0]
+        return copy
+
+    return tree_map(contiguous, arguments), copies
+
+
 def _compute_dtype(args: Any, kwargs: Any) -> torch.dtype:
     x: Tensor = tensors_in((args, kwargs))[0]
     device = x.device.type
@@ -403,7 +442,3 @@ def _of_a_step(module: nn.Module, forward: Mapping[Any, int], args: Any, kwargs:
     attention = sum(count for op, count in forward.items() if "attention" in str(op))
     return 2 * total + 1.5 * attention + total * trained / max(weights, 1)
 
-
-def least_share(least: int, native: int) -> str:
-    """The least share that can be asked for, rounded up."""
-    return f"{math.ceil(1000 * least / max(native, 1)) / 1000:g}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 Storages = dict[int, tuple[StorageWeakRef, int]]
@@ -77,10 +78,13 @@ def tensors_in(arguments: Any) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> tuple[int, StorageWeakRef, int] | None:
-    """A storage's address, weak reference and bytes; None for a tensor subclass without a storage, a packed weight."""
-    if type(tensor) not in (Tensor, nn.Parameter):
+    """A storage's address, weak reference and bytes; None for a subclass that wraps others, such as a packed weight."""
+    if is_traceable_wrapper_subclass(tensor):
         return None
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
     return storage._cdata, StorageWeakRef(storage), storage.nbytes()
 
 

@@ -210,7 +210,7 @@ def swap_forwards(
     """
     planner = None
     if isinstance(memory, MemoryBudget):  # without a plan a block saves what it saves at the level "max"
-        planner, memory = Planner(memory), "max"
+        planner, memory = Planner(memory, model), "max"
     swapped = Swapped(memory, strict=strict, planner=planner)
     swapped.set_device(next((p.device for p in model.parameters()), swapped.device))
     if memory == "off":
