@@ -21,12 +21,12 @@ import argparse
 import datetime
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -64,9 +64,6 @@ def of_ours(given: argparse.Namespace, report: Callable[..., None]) -> tuple[flo
         unet, inputs = with_fakes(unet, given)
         native = counted(unet, inputs)
         report("native", *native, *native)
-        for level in LEVELS:
-            with Variant(unet, level):
-                report(level, *counted(unet, inputs), *native)
         for kept in given.kept:
             swapped = swap_forwards(unet, memory=MemoryBudget(kept=kept))
             try:
@@ -76,6 +73,9 @@ def of_ours(given: argparse.Namespace, report: Callable[..., None]) -> tuple[flo
                 report("budget", *counted(unet, inputs), *native, budget=kept, planned_s=round(planned_s, 1))
             finally:
                 swapped.restore()
+        for level in LEVELS:
+            with Variant(unet, level):
+                report(level, *counted(unet, inputs), *native)
     return native
 
 
@@ -110,7 +110,6 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
 
     of_ours(given, report)
-
 
 
 if __name__ == "__main__":

@@ -65,9 +65,7 @@ def protection_within(model: nn.Module, patterns: Sequence[str]) -> GradientProt
     return protection
 
 
-def _check_choice(
-    name: str, value: object, choices: Sequence[str], meant: str | None = None, ending: str = ""
-) -> None:
+def _check_choice(name: str, value: object, choices: Sequence[str], meant: str | None = None, ending: str = "") -> None:
     if isinstance(value, str) and value in choices:
         return
     near = [meant] if meant else get_close_matches(str(value), choices, n=1)

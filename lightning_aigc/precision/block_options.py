@@ -86,9 +86,7 @@ def options_of(module: Any, args: Sequence[Any], kwargs: dict[str, Any], itemsiz
     return _block(block, x.shape[0], tokens, _context(args, kwargs), itemsize, around)
 
 
-def _block(
-    block: Any, samples: int, tokens: int, context: Tensor | None, itemsize: int, around: float
-) -> list[Option]:
+def _block(block: Any, samples: int, tokens: int, context: Tensor | None, itemsize: int, around: float) -> list[Option]:
     long = tokens >= recompute.LONG_ATTENTION_TOKENS
     attn1 = _attention(block.attn1, samples, tokens, None, itemsize, frozenset({"output"} if long else ()))
     attn2 = [_Part(frozenset(), 0, 0.0)]
@@ -170,5 +168,3 @@ def _context(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     if context is None and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 3:
         context = args[1]
     return context if isinstance(context, Tensor) else None
-
-

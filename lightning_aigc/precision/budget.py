@@ -65,10 +65,6 @@ def read_budget(memory: object) -> MemoryBudget | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"memory.{name} must be a number above 0, got {value!r}")
     if name == "kept" and value > 1:
-        raise ConfigError(
-            f"memory.kept is a share of what native autograd saves, at most 1, got {value!r}; for {value:g} % write"
-            f" {value / 100:g}" if value <= 100 else f"memory.kept must be in (0, 1], got {value!r}"
-        )  # fmt: skip
+        percent = f"; for {value:g} % write {value / 100:g}" if value <= 100 else ""
+        raise ConfigError(f"memory.kept is a share of what native autograd saves, at most 1, got {value!r}{percent}")
     return MemoryBudget(**{name: float(value)})
-
-

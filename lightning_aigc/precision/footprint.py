@@ -21,15 +21,15 @@ ADAM_STATES = 2
 """Tensors of a parameter's size in the state of Adam and AdamW, assumed until the optimizer has a state."""
 
 
-def besides_activations(
-    model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, saved_now: int
-) -> int:
+def besides_activations(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, saved_now: int) -> int:
     """Bytes of a step that no plan changes: weights, gradients, optimizer states and whatever else is on the device.
 
     Args: saved_now is the bytes that autograd has saved when this is called.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    states = [leaf for optimizer in optimizers for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)]
+    states = [
+        leaf for optimizer in optimizers for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor)
+    ]
     gradients = [p.grad for p in trained if p.grad is not None]
     missing = sum(p.nbytes for p in trained if p.grad is None)
     if not states:

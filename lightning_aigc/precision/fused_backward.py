@@ -104,6 +104,12 @@ class FusedBackwardPrecision(Precision):
         """The loss scaler; None if the precision has none or the device is not known yet."""
         return self._stock.scaler if isinstance(self._stock, MixedPrecision) else None
 
+    @property
+    def plan(self) -> str:
+        """What a budget's first plan chose, in one line; empty before the first step, and with a level."""
+        swapped: Swapped | None = vars(self._module).get(SWAPPED) if self._module is not None else None
+        return swapped.planner.line if swapped is not None and swapped.planner is not None else ""
+
     # The module and its device
 
     def convert_module(self, module: nn.Module) -> nn.Module:

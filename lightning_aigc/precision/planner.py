@@ -211,7 +211,7 @@ class Planner:
         if picks is None:
             if not self.plans:
                 raise ConfigError(self.budget.cannot(least, native, besides))
-            picks = [min(range(len(of_call)), key=lambda i: of_call[i]) for of_call in ways]  # noqa: B023
+            picks = [min(range(len(of_call)), key=lambda i: of_call[i]) for of_call in ways]
         chosen: dict[object, Choices] = {}
         again = 0
         for key, pick in zip(keys, picks, strict=True):
@@ -441,4 +441,3 @@ def _of_a_step(module: nn.Module, forward: Mapping[Any, int], args: Any, kwargs:
         return total
     attention = sum(count for op, count in forward.items() if "attention" in str(op))
     return 2 * total + 1.5 * attention + total * trained / max(weights, 1)
-

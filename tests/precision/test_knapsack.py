@@ -25,7 +25,6 @@ def test_the_choice_is_that_of_trying_all(seed: int) -> None:
     assert sum(operations for _, operations in chosen) == best
 
 
-
 def test_nothing_fits_below_the_least() -> None:
     groups = [[(5, 1.0), (9, 0.0)], [(7, 1.0)]]
     assert choose(groups, 11) is None

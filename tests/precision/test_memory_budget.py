@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from fakes.kept_bytes import kept_bytes, step_peak_bytes
@@ -91,7 +90,9 @@ def test_no_block_keeps_less_than_at_max(unet: nn.Module) -> None:
 
 def test_the_least_share_is_named_and_can_be_had(unet: nn.Module) -> None:
     swapped = swap_forwards(unet, memory=MemoryBudget(kept=0.02))
-    with pytest.raises(ConfigError, match=r"^memory=\{kept: 0.02\} cannot be met: .*; use kept: [\d.]+ or more$") as met:
+    with pytest.raises(
+        ConfigError, match=r"^memory=\{kept: 0.02\} cannot be met: .*; use kept: [\d.]+ or more$"
+    ) as met:
         call_unet(unet)
     swapped.restore()
     share = float(re.findall(r"kept: ([\d.]+) or", str(met.value))[0])
@@ -148,8 +149,8 @@ def test_plans_depend_on_model_shapes_and_budget_alone() -> None:
     assert chosen[0] == chosen[1] and len(chosen[0]) > 2
     (line,) = lines
     assert re.match(
-        r"memory=\{kept: 0.25\}: saves [\d.]+ of native's [\d.]+ MiB \(0\.2\d*; at least 0\.\d+\): \d+ of \d+ blocks save"
-        r" what pays most, \d+ run again in backward, which repeats about [\d.]+% of a step's operations$",
+        r"memory=\{kept: 0.25\}: saves [\d.]+ of native's [\d.]+ MiB \(0\.2\d*; at least 0\.\d+\): \d+ of \d+ blocks"
+        r" save what pays most, \d+ run again in backward, which repeats about [\d.]+% of a step's operations$",
         line,
     ), line
 
@@ -255,7 +256,9 @@ def test_a_steps_peak_fits_peak_gb() -> None:
         swapped.restore()
     assert peaks[0] < peaks[1]
     swapped = swap_forwards(unet, memory=MemoryBudget(peak_gb=0.001))
-    with pytest.raises(ConfigError, match=r"memory=\{peak_gb: 0.001\} cannot be met: a step needs .*; use peak_gb: 0\.0"):
+    with pytest.raises(
+        ConfigError, match=r"memory=\{peak_gb: 0.001\} cannot be met: a step needs .*; use peak_gb: 0\.0"
+    ):
         call(unet)
     swapped.restore()
 
@@ -279,8 +282,6 @@ def test_fit_saves_all_that_pays_where_there_is_room(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"memory=fit cannot be met: .* it needs .* GiB; use a smaller batch"):
         call_unet(unet)
     swapped.restore()
-
-
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16-forward-fp16-backward"])
