@@ -3,8 +3,8 @@
     python benchmarks/torch_memory_budget.py [--pixels 256] [--width 0.5] [--budgets 0 0.05 ... 1] [--output FILE]
 
 AOTAutograd traces forward and backward once, on fake tensors; its partitioner then splits that graph at each budget, as
-inductor has it done. Kept is what the forward graph hands to the backward graph, without parameters, inputs and views of
-them. FLOPs are counted in both graphs as in memory_budget.py. Prints one JSON object per line.
+it does for inductor. Kept is what the forward graph hands to the backward graph, without parameters, inputs and views
+of them. FLOPs are counted in both graphs as in memory_budget.py. Prints one JSON object per line.
 """
 # mypy: allow-untyped-calls
 

@@ -44,7 +44,8 @@ class MemoryBudget:
             asks = f"it needs {(least + besides) / GIB:.3g} GiB; use"
         return (
             f"memory={self} cannot be met: a step needs {besides / GIB:.3g} GiB besides activations, and with every"
-            f" block run again {least / GIB:.3g} GiB of them are still saved; {asks} a smaller batch or smaller pictures"
+            f" block run again {least / GIB:.3g} GiB of them are still saved; {asks} a smaller batch or smaller"
+            " pictures"
         )
 
 

@@ -1,30 +1,31 @@
 """Plan what each swapped block saves for backward, to a budget of bytes.
 
-Planned is one call of a root, a model's part with swapped blocks, for the shapes of its arguments. The first call of each
-signature saves the least, and each block runs twice more in it, natively and fused, to count what it would save. From
-these counts the plan of the later calls is made.
+Planned is one call of a root, a model's part with swapped blocks, for the shapes of its arguments. The first call of
+each signature saves the least, and each block runs up to three times more in it, natively and fused, to count what it
+would save. From these counts the plan of the later calls is made.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import recompute
-from lightning_aigc.precision.block_options import ALL, Option, is_optional, options_of
+from lightning_aigc.precision.block_options import ALL, is_optional, options_of
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.footprint import available, besides_activations
-from lightning_aigc.precision.fused_forward import Choices, Keeps, choices_of, choosing, handed_to
+from lightning_aigc.precision.fused_forward import CHOICES, Choices, Keeps, choices_of, choosing, handed_to
 from lightning_aigc.precision.knapsack import choose
 from lightning_aigc.precision.layers import CannotSwapError
 from lightning_aigc.precision.saved_tensors import (
@@ -35,90 +36,8 @@ from lightning_aigc.precision.saved_tensors import (
     storage_of,
     tensors_in,
 )
+from lightning_aigc.precision.window import COUNTED, Call, Plan, Signature, Window, operations_of_a_step
 from lightning_aigc.rng import restore_random_states, tensor_states
-
-Signature = tuple[object, ...]
-MIB = 2**20
-
-
-def _flash_for_cpu(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_for_cpu}
-"""Operators that torch's own table of operations lacks."""
-
-
-@dataclass
-class Call:
-    """What was counted of one block's call."""
-
-    options: list[Option]
-    least: int
-    """Bytes saved inside the block at least."""
-    empty: int
-    """Bytes saved inside with `Keeps()`."""
-    times: int = 1
-
-    def ways(self) -> list[tuple[int, float]]:
-        """Bytes and repeated operations of each option, all calls of the block together."""
-        inside = (self.least if option.keeps is None else self.empty + option.saved_bytes for option in self.options)
-        return [(self.times * n, self.times * o.repeated) for n, o in zip(inside, self.options, strict=True)]
-
-
-@dataclass
-class Window:
-    """One call of a root."""
-
-    plan: Mapping[object, Choices] | None
-    """None while it is counted."""
-    count: SavedBytes
-    owned: frozenset[int] = frozenset()
-    calls: dict[tuple[nn.Module, Signature], Call] = field(default_factory=dict)
-    native_inside: int = 0
-    """Bytes that the blocks' own forwards save inside, beyond what was saved now."""
-    native_inputs: Storages = field(default_factory=dict)
-    """Blocks' arguments that their own forwards save."""
-    operations: float = 0.0
-    """Of a native step, estimated from forward."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    largest: int = 0
-    """Bytes that the largest block saves natively: what is alive while its backward runs."""
-
-    @property
-    def saved(self) -> int:
-        return self.count.bytes_beside(())
-
-    @property
-    def native(self) -> int:
-        """Bytes that native autograd saves."""
-        beside = sum(n for address, (_, n) in self.native_inputs.items() if address not in self.count.storages)
-        return self.saved + self.native_inside + beside
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The choices of a root's call, and what they cost."""
-
-    choices: Mapping[object, Choices]
-    kept: int
-    native: int
-    least: int
-    repeated: float
-    operations: float
-    again: int
-    """Blocks that run again."""
-    blocks: int
-
-    def summary(self, budget: MemoryBudget) -> str:
-        """One line."""
-        saved = self.blocks - self.again
-        return (
-            f"memory={budget}: saves {self.kept / MIB:.4g} of native's {self.native / MIB:.4g} MiB"
-            f" ({self.kept / max(self.native, 1):.3f}; at least {self.least / max(self.native, 1):.3f}):"
-            f" {saved} of {self.blocks} blocks save what pays most, {self.again} run again in backward, which repeats"
-            f" about {self.repeated / max(self.operations, 1):.1%} of a step's operations"
-        )
 
 
 class _Running(threading.local):
@@ -141,6 +60,7 @@ class Planner:
         self.model = model
         self.optimizers: Sequence[Optimizer] = ()
         self.plans: dict[Signature, Plan] = {}
+        self._without_plan: set[Signature] = set()
         self._handles: list[Any] = []
         self.line = ""
         """The first plan in words."""
@@ -175,7 +95,10 @@ class Planner:
             return None
         if _running.window is not None or _running.native:
             return None
-        plan = self.plans.get(signature_of(root, args, kwargs))
+        signature = signature_of(root, args, kwargs)
+        if signature in self._without_plan:
+            return None
+        plan = self.plans.get(signature)
         if plan is not None:
             window = Window(plan.choices, SavedBytes(frozenset()))
         else:
@@ -190,6 +113,8 @@ class Planner:
         if window.plan is not None:
             return
         window.count.__exit__()
+        if not failed and not window.calls:  # compiled, or no block with a choice: nothing to open a window for
+            self._without_plan.add(signature_of(root, args, kwargs))
         if not failed and window.calls:
             plan = self._planned(window)
             self.plans[signature_of(root, args, kwargs)] = plan
@@ -300,7 +225,7 @@ class Planner:
         window.native_inputs |= {a: s for a, s in inputs.items() if a in saved_inputs and a not in window.owned}
         window.largest = max(window.largest, inside)
         window.device = tensors_in((args, kwargs))[0].device
-        window.operations += _of_a_step(module, operations.get_flop_counts()["Global"], args, kwargs)
+        window.operations += operations_of_a_step(module, operations.get_flop_counts()["Global"], args, kwargs)
         return output
 
     def _with_options(
@@ -391,9 +316,10 @@ def _run(
 
 
 def signature_of(module: nn.Module, args: Any, kwargs: Any) -> Signature:
-    """The shapes and dtypes of a call's tensors, and whether the module trains."""
-    shapes = (((*tensor.shape,), tensor.dtype) for tensor in tensors_in((args, kwargs)))
-    return id(module), module.training, *shapes
+    """The shapes and dtypes of a call's tensors, the dtype that it computes in, and whether the module trains."""
+    tensors = tensors_in((args, kwargs))
+    shapes = (((*tensor.shape,), tensor.dtype) for tensor in tensors)
+    return id(module), module.training, _compute_dtype(args, kwargs) if tensors else None, *shapes
 
 
 def is_in_backward() -> bool:
@@ -431,13 +357,11 @@ def _compute_dtype(args: Any, kwargs: Any) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def _of_a_step(module: nn.Module, forward: Mapping[Any, int], args: Any, kwargs: Any) -> float:
-    """Operations of a module's native step: backward costs as much as forward, attention's half as much again, and the
-    gradients of weights as much as the products they are in."""
-    total = float(sum(forward.values()))
-    weights = sum(p.numel() for p in module.parameters() if p.dim() > 1)
-    trained = sum(p.numel() for p in module.parameters() if p.dim() > 1 and p.requires_grad)
-    if not trained and not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
-        return total
-    attention = sum(count for op, count in forward.items() if "attention" in str(op))
-    return 2 * total + 1.5 * attention + total * trained / max(weights, 1)
+def roots_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that are called from outside: a plain model, or the parts of a LightningModule or a container."""
+    if not isinstance(model, (LightningModule, nn.ModuleList, nn.ModuleDict)):
+        if any(CHOICES in module.__dict__ for module in model.modules()):
+            yield model
+        return
+    for child in model.children():
+        yield from roots_of(child)

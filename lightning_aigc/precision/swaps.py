@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
@@ -24,7 +23,7 @@ from lightning_aigc.precision.block_options import FEED_FORWARD, RESNET, TRANSFO
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Memory, choices_of, fused_or_own
 from lightning_aigc.precision.layers import INSTALLED, CannotSwapError, class_path
-from lightning_aigc.precision.planner import Planner
+from lightning_aigc.precision.planner import Planner, roots_of
 from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, why_no_kernel
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
@@ -244,7 +243,7 @@ def swap_forwards(
     if memory == "max":
         _recompute_blocks(model)
     if planner is not None:
-        for root in _roots(model):
+        for root in roots_of(model):
             planner.watch(root)
     swapped.saving = max(0.0, 1 - kept / native) if native else 0.0
     return swapped
@@ -295,16 +294,6 @@ def _install(module: nn.Module, forward: Callable[..., Any], choices: Choices, s
     own[CHOICES] = choices
     own["forward"] = own[INSTALLED] = types.MethodType(fused_or_own(forward), module)
     swapped._modules.append(module)
-
-
-def _roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that are called from outside: a plain model, or the parts of a LightningModule or a container."""
-    if not isinstance(model, (LightningModule, nn.ModuleList, nn.ModuleDict)):
-        if any(CHOICES in module.__dict__ for module in model.modules()):
-            yield model
-        return
-    for child in model.children():
-        yield from _roots(child)
 
 
 def _recompute_blocks(model: nn.Module) -> None:

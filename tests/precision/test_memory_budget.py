@@ -80,7 +80,7 @@ def test_no_block_keeps_less_than_at_max(unet: nn.Module) -> None:
     saved = [choices.keeps for choices in plan.choices.values()]
     assert 0 < len(saved) == plan.blocks - plan.again
     for (module, signature), choices in plan.choices.items():
-        tokens = next(shape for shape, _ in signature[2:])
+        tokens = next(shape for shape, _ in signature[3:])
         pixels = tokens[2] * tokens[3] if len(tokens) == 4 else tokens[1]
         has_attention = type(module).__name__ != "ResnetBlock2D"
         assert not choices.recomputes

@@ -77,7 +77,8 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradients of x, the context, the norm's two and the layers' sixteen tensors.
 
-    Args: kept is `forward`'s result without y, and keeps its bits; needs selects among the twenty: the others may be None.
+    Args: kept is `forward`'s result without y, and keeps its bits; needs selects among the twenty: the others may
+        be None.
     """
     grad_dtype = backward_dtype(grad_dtype, block.dtype)
     inward, out = [layer.to(grad_dtype) for layer in block.inward], block.out.to(grad_dtype)
