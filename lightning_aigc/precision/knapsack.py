@@ -25,7 +25,9 @@ def choose(groups: Sequence[Sequence[Way]], spare_bytes: float) -> list[int] | N
         return None
     fronts = [pareto(ways) for ways in groups]
     wanted = sum(max(ways[i][0] for i in front) - low for ways, front, low in zip(groups, fronts, least, strict=True))
-    cell = max(min(spare, wanted) / CELLS, 1.0)  # bytes are whole: up to CELLS of them nothing is rounded
+    if spare >= wanted:
+        return [front[-1] for front in fronts]
+    cell = max(spare / CELLS, 1.0)  # bytes are whole: up to CELLS of them nothing is rounded
     cells = min(CELLS, int(spare / cell))
     best = np.zeros(cells + 1)
     chosen = np.zeros((len(groups), cells + 1), dtype=np.int32)
