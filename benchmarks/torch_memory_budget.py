@@ -60,7 +60,8 @@ def is_view_of_an_input(node: Node) -> bool:
 
 def saved_bytes(forward: GraphModule, outputs: int) -> int:
     """Bytes that the forward graph hands to the backward graph."""
-    saved = {node for node in forward.graph.output_node().args[0][outputs:] if isinstance(node, Node)}
+    returned: Any = forward.graph.output_node().args[0]
+    saved = {node for node in returned[outputs:] if isinstance(node, Node)}
     values = [node.meta["val"] for node in saved if not is_view_of_an_input(node)]
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
@@ -70,7 +71,7 @@ def operations(graph: GraphModule) -> int:
     given = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with FlopCounterMode(display=False, custom_mapping=OF_THE_CPU) as counter:
         graph(*given)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def main() -> None:
@@ -131,7 +132,7 @@ def main() -> None:
         return output.sample.float().square().mean()  # type: ignore[no-any-return]
 
     names = [name for name, _ in unet.named_parameters()]
-    compiled = aot_function(loss, fw_compiler=lambda graph, _: graph, partition_fn=partition)  # type: ignore[arg-type]
+    compiled = aot_function(loss, fw_compiler=lambda graph, _: graph, partition_fn=partition)
     with fakes:
         compiled(list(unet.parameters()), list(inputs.values()))
 

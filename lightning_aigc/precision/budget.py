@@ -68,4 +68,4 @@ def read_budget(memory: object) -> MemoryBudget | None:
     if name == "kept" and value > 1:
         percent = f"; for {value:g} % write {value / 100:g}" if value <= 100 else ""
         raise ConfigError(f"memory.kept is a share of what native autograd saves, at most 1, got {value!r}{percent}")
-    return MemoryBudget(**{name: float(value)})
+    return MemoryBudget(kept=float(value)) if name == "kept" else MemoryBudget(peak_gb=float(value))

@@ -85,7 +85,7 @@ def storage_of(tensor: Tensor) -> tuple[int, StorageWeakRef, int] | None:
         storage = tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return None
-    return storage._cdata, StorageWeakRef(storage), storage.nbytes()
+    return storage._cdata, StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
 
 
 def owned_by(module: nn.Module) -> frozenset[int]:
