@@ -59,6 +59,29 @@ def draw_memory(rows: Sequence[Row], figure: Figure) -> None:
     ax.legend(loc="upper right")
 
 
+def budget_rows() -> list[Row]:
+    return rows_of("memory_budget", batch=1, lora=64, model="sd15")
+
+
+def draw_budget(rows: Sequence[Row], figure: Figure) -> None:
+    axes: Sequence[Axes] = figure.subplots(1, 2, sharey=True)
+    sides = {"budget": (TEAL, "o-", "memory: {kept: ...}"), "torch": (GREY, "s-", "torch: activation_memory_budget")}
+    for ax, (pixels, title) in zip(axes, ((512, "SD 1.5, 512 px"), (256, "half its width, 256 px")), strict=True):
+        here = [row for row in rows if row["pixels"] == pixels]
+        for variant, (colour, style, label) in sides.items():
+            points = sorted((row["kept_ratio"], row["flops_ratio"]) for row in here if row["variant"] == variant)
+            if points:
+                ax.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=label)
+        for row in here:
+            if row["variant"] in ("balanced", "lean", "max", "checkpointing"):
+                ax.plot(row["kept_ratio"], row["flops_ratio"], "D", color=LEVELS[row["variant"]], markersize=6)
+                place = (row["kept_ratio"], row["flops_ratio"])
+                ax.annotate(row["variant"], place, textcoords="offset points", xytext=(7, 3), fontsize=8)
+        ax.set(title=title, xlabel="kept for backward / native")
+        ax.legend(loc="upper right", fontsize=8)
+    axes[0].set_ylabel("FLOPs / native")
+
+
 def bytes_rows() -> list[Row]:
     return [row for row in rows_of("gradient_quality", learning_rate=0.001) if ", " not in row["mode"]]  # no variants
 
@@ -123,6 +146,7 @@ def draw_two_hosts(rows: Sequence[Row], figure: Figure) -> None:
 
 FIGURES: dict[str, tuple[str, Callable[[], list[Row]], Callable[[Sequence[Row], Figure], None]]] = {
     "memory": ("Memory against time, FusedBackwardPrecision", memory_rows, draw_memory),
+    "memory_budget": ("Repeated FLOPs against kept activations", budget_rows, draw_budget),
     "loss_bytes": ("Loss against bytes, a toy denoiser on four ranks", bytes_rows, draw_bytes),
     "adaptive_lr": ("LoRA of the tiny Stable Diffusion, five seeds", adaptive_rows, draw_adaptive),
     "two_hosts": ("Two hosts at 1 Gbit/s, a 58 M U-Net", two_hosts_rows, draw_two_hosts),

@@ -58,30 +58,59 @@ class Needs(NamedTuple):
     up: bool
 
 
-def project(x_TC: Tensor, layer: Projection) -> Tensor:
-    """The layer's output y_TD."""
+def inner(x_TC: Tensor, layer: Projection) -> Tensor | None:
+    """LoRA's inner tensor x down^T [T, R], unscaled; None without LoRA."""
+    return None if layer.down is None else matmul(x_TC, layer.down.t())
+
+
+def inner_gradient(dy_TD: Tensor, layer: Projection) -> Tensor | None:
+    """The gradient of LoRA's inner tensor [T, R], unscaled; None without LoRA."""
+    return None if layer.up is None else matmul(dy_TD, layer.up)
+
+
+def project(x_TC: Tensor, layer: Projection, inner_TR: Tensor | None = None) -> Tensor:
+    """The layer's output y_TD; `inner_TR` is `inner`'s result, if the caller has it."""
     y_TD = linear(x_TC, layer.weight, layer.bias)
     if layer.down is not None and layer.up is not None:
-        add_matmul_(y_TD, matmul(x_TC, layer.down.t()), layer.up.t(), layer.scale)
+        inner_TR = matmul(x_TC, layer.down.t()) if inner_TR is None else inner_TR
+        add_matmul_(y_TD, inner_TR, layer.up.t(), layer.scale)
     return y_TD
 
 
-def add_input_gradient(dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection) -> Tensor:
-    """Add this layer's input gradient to dx, accumulated inside the matrix products."""
+def add_input_gradient(
+    dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection, dinner_TR: Tensor | None = None
+) -> Tensor:
+    """Add this layer's input gradient to dx, accumulated inside the matrix products.
+
+    Args: dinner_TR is `inner_gradient`'s result, if the caller has it.
+    """
     dx_TC = matmul(dy_TD, layer.weight) if dx_TC is None else add_matmul_(dx_TC, dy_TD, layer.weight)
     if layer.down is not None and layer.up is not None:
-        add_matmul_(dx_TC, matmul(dy_TD, layer.up), layer.down, layer.scale)
+        dinner_TR = matmul(dy_TD, layer.up) if dinner_TR is None else dinner_TR
+        add_matmul_(dx_TC, dinner_TR, layer.down, layer.scale)
     return dx_TC
 
 
-def parameter_gradients(dy_TD: Tensor, x_TC: Tensor, layer: Projection, needs: Needs) -> ProjectionGradients:
-    """The gradients of weight, bias, down and up that are needed."""
+def parameter_gradients(
+    dy_TD: Tensor,
+    x_TC: Tensor,
+    layer: Projection,
+    needs: Needs,
+    inner_TR: Tensor | None = None,
+    dinner_TR: Tensor | None = None,
+) -> ProjectionGradients:
+    """The gradients of weight, bias, down and up that are needed.
+
+    Args: inner_TR and dinner_TR are the results of `inner` and `inner_gradient`, if the caller has them.
+    """
     ddown_RC = dup_DR = None
     if layer.down is not None and layer.up is not None:
         if needs.down:
-            ddown_RC = matmul(matmul(dy_TD, layer.up).mul_(layer.scale).t(), x_TC)
+            dinner_TR = matmul(dy_TD, layer.up) if dinner_TR is None else dinner_TR
+            ddown_RC = matmul(dinner_TR.mul(layer.scale).t(), x_TC)
         if needs.up:
-            dup_DR = matmul(dy_TD.t(), matmul(x_TC, layer.down.t()).mul_(layer.scale))
+            inner_TR = matmul(x_TC, layer.down.t()) if inner_TR is None else inner_TR
+            dup_DR = matmul(dy_TD.t(), inner_TR.mul(layer.scale))
     dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
     dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)

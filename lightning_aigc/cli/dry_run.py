@@ -11,6 +11,7 @@ from torch import nn
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.diffusion.vae_checks import describe_vae
+from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.protocols import CountsWrittenFiles, HasPackedBase, HasPipelineParts, HasReferenceImages
 from lightning_aigc.quantization.frozen import stored_bytes
 
@@ -44,6 +45,9 @@ class DryRun(Callback):
         seconds = time.perf_counter() - self._started_at
         peak = peak_memory_mib(pl_module.device)
         print(f"one step: {seconds:.2f} s with its warm-up, peak memory {peak:.0f} MiB on {pl_module.device}")
+        plan = trainer.precision_plugin.plan if isinstance(trainer.precision_plugin, FusedBackwardPrecision) else ""
+        if plan:
+            print(f"{plan}; the step above counted this and saved the least")
         loss = trainer.callback_metrics.get("loss")
         if loss is not None:
             print(f"loss: {float(loss):.4f}")

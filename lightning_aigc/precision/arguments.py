@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16-forward-fp16-backward"]
 MemoryLevel = Literal["off", "balanced", "lean", "max"]
-MemoryArgument = MemoryLevel | Literal[False]
-"""YAML 1.1 reads an unquoted `off` as false."""
+MemoryArgument = MemoryLevel | Literal["fit", False] | dict[str, float]
+"""A level, or a budget: "fit", {"kept": share} or {"peak_gb": GiB}. YAML 1.1 reads an unquoted `off` as false."""
 
 # Short names that Lightning's `precision` accepts.
 SHORT_NAMES = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -29,7 +30,8 @@ def check_arguments(
 ) -> None:
     """Raise ConfigError for the first wrong argument, or for two that exclude each other."""
     _check_choice("precision", precision, get_args(PrecisionName), SHORT_NAMES.get(str(precision)))
-    _check_choice("memory", memory, get_args(MemoryLevel))
+    if not isinstance(memory, MemoryBudget):
+        _check_choice("memory", memory, (*get_args(MemoryLevel), "fit"), ending=", {kept: 0.18} or {peak_gb: 6}")
     if isinstance(protect, str) or not isinstance(protect, Sequence):
         raise ConfigError(f"protect must be a list of module-name patterns, got {protect!r}; write [{protect!r}]")
     for pattern in protect:
@@ -63,9 +65,9 @@ def protection_within(model: nn.Module, patterns: Sequence[str]) -> GradientProt
     return protection
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str], meant: str | None = None) -> None:
+def _check_choice(name: str, value: object, choices: Sequence[str], meant: str | None = None, ending: str = "") -> None:
     if isinstance(value, str) and value in choices:
         return
     near = [meant] if meant else get_close_matches(str(value), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}{hint}")
+    raise ConfigError(f"{name} must be one of {', '.join(choices)}{ending}, got {value!r}{hint}")

@@ -25,6 +25,7 @@ from lightning_aigc.precision.layers import (
     tensors_of,
 )
 from lightning_aigc_kernels import Norm, Projection, lora_attention
+from lightning_aigc_kernels.lora_attention.op import KEEPS
 
 ATTENTION = "diffusers.models.attention_processor.Attention"
 
@@ -84,10 +85,18 @@ def attend(
     return y
 
 
-def _attention_keeps(x: Tensor, context: Tensor | None, query: Projection, choices: Choices) -> int:
-    """How many of an attention's output, value and key are saved for backward."""
+def _attention_keeps(
+    x: Tensor, context: Tensor | None, query: Projection, choices: Choices
+) -> int | frozenset[str] | tuple[str, ...]:
+    """What is saved of an attention for backward: how many of output, value and key, or the names."""
+    if choices.keeps is not None:
+        return choices.keeps.attn1 if context is None else choices.keeps.attn2
     if choices.memory == "balanced":
         return 3
+    if recompute.is_inside():
+        # A recomputed block's tensors are read at once, so nothing is computed a third time. A long attention is known
+        # when it runs again, and its query, key and value are made in backward alone.
+        return 1 if context is None and x.shape[1] >= recompute.LONG_ATTENTION_TOKENS else tuple(KEEPS)
     large = 2 * x.shape[1] * query.weight.numel() >= LARGE_PRODUCT
     if choices.memory != "lean" or not large:
         return 1

@@ -42,6 +42,8 @@ def resnet(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: A
     choices = choices_of(self)
 
     def run(x: Tensor, temb: Tensor | None) -> Tensor:
+        if choices.recomputes and self.conv_shortcut is not None:
+            recompute.mark_unread(self.conv_shortcut)
         hidden = norm_act_conv(x, self.norm1, self.conv1, choices.of("norm1"))
         scale = shift = None
         if self.time_emb_proj is not None and temb is not None:

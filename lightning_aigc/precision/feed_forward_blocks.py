@@ -51,8 +51,9 @@ def gated(
 ) -> Tensor:
     """Gated feed-forward, saved and recomputed as `choices` say."""
     first, second, activation = layers
+    keep_projection = choices.memory == "balanced" if choices.keeps is None else choices.keeps.projection
     return feed_forward(
-        x, norm, first, second, activation, keep_projection=choices.memory == "balanced",
+        x, norm, first, second, activation, keep_projection=keep_projection,
         grad_dtype=choices.grad_dtype, skip_product=skip_product,
     )  # fmt: skip
 
@@ -64,7 +65,8 @@ def feed_forward_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     layers = feed_forward_layers(self)
     norm = Norm(on=False)
     check_same_dtype(hidden_states, *tensors_of(layers[:2], norm))
-    return lambda: gated(hidden_states, norm, layers, choices_of(self), skip_product=False)
+    choices = choices_of(self)
+    return lambda: gated(hidden_states, norm, layers, choices, skip_product=False)
 
 
 def feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices, skip_product: bool) -> Tensor:

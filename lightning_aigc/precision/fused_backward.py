@@ -23,6 +23,7 @@ from lightning_aigc.precision.arguments import (
     check_arguments,
     protection_within,
 )
+from lightning_aigc.precision.budget import MemoryBudget, read_budget
 from lightning_aigc.precision.overflow import SkippedSteps
 from lightning_aigc.rng import random_states
 
@@ -52,6 +53,9 @@ class FusedBackwardPrecision(Precision):
             in float16 under a dynamic loss scale.
         memory: How much to recompute in backward. off: nothing is swapped, bit-identical to Lightning's precision;
             balanced: element-wise work and each attention's query; lean: cheap products too; max: whole blocks.
+            Or a budget, for which each block's share is planned from the first step's shapes: {"kept": 0.18}, a share
+            of the activations that native autograd saves; {"peak_gb": 6}, GiB of a whole step; "fit", what the device
+            has.
         protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
             precision under every lossy option.
         strict: Raise at fit start for a supported block, or part of one, that would run its class's forward, and for a
@@ -74,12 +78,13 @@ class FusedBackwardPrecision(Precision):
         input_grad_density: float = 1.0,
         attention_grad_density: float = 1.0,
     ) -> None:
+        budget = read_budget(memory)
         if memory is False:
             memory = "off"
         densities = {"input_grad_density": input_grad_density, "attention_grad_density": attention_grad_density}
-        check_arguments(precision, memory, protect, strict, densities)
+        check_arguments(precision, budget or memory, protect, strict, densities)
         self.precision = precision
-        self.memory: MemoryLevel = memory
+        self.memory: MemoryLevel | MemoryBudget = budget or memory  # type: ignore[assignment]  # checked above
         self.protect = tuple(protect)
         self.strict = strict
         self.input_grad_density = float(input_grad_density)
@@ -91,12 +96,19 @@ class FusedBackwardPrecision(Precision):
         self._skipped = SkippedSteps(self.forward_context)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(precision={self.precision!r}, memory={self.memory!r})"
+        memory = self.memory if isinstance(self.memory, MemoryBudget) else repr(self.memory)
+        return f"{type(self).__name__}(precision={self.precision!r}, memory={memory})"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler; None if the precision has none or the device is not known yet."""
         return self._stock.scaler if isinstance(self._stock, MixedPrecision) else None
+
+    @property
+    def plan(self) -> str:
+        """What a budget's first plan chose, in one line; empty before the first step, and with a level."""
+        swapped: Swapped | None = vars(self._module).get(SWAPPED) if self._module is not None else None
+        return swapped.planner.line if swapped is not None and swapped.planner is not None else ""
 
     # The module and its device
 
@@ -131,6 +143,8 @@ class FusedBackwardPrecision(Precision):
         swapped: Swapped | None = vars(module).get(SWAPPED) if module is not None else None
         if swapped is not None and self._device is not None:
             swapped.set_device(self._device)  # Lightning moves the module after converting it
+            if swapped.planner is not None:
+                swapped.planner.optimizers = optimizers
             if isinstance(module, LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(swapped.summary())
         return model, optimizers, lr_schedulers

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_aigc.precision.layers import CannotSwapError
 
+if TYPE_CHECKING:
+    from lightning_aigc.precision.planner import Planner
+
 Memory = Literal["off", "balanced", "lean", "max"]
 CHOICES = "_fused_backward"
 """Attribute of a swapped module with its Choices."""
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """What one call of a block that is not recomputed saves, besides the inputs of its parts."""
+
+    attn1: frozenset[str] = frozenset()
+    """Of the self-attention's output, value, key and query; see `lora_attention`."""
+    attn2: frozenset[str] = frozenset()
+    """Of the attention to the text's."""
+    projection: bool = False
+    """Whether the feed-forward's first projection is saved."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,10 @@ class Choices:
     """Whether this module is a block that runs again in backward."""
     protected: frozenset[str] = frozenset()
     """Parts of this module exempt from lossy options, by the fused forward's names for them."""
+    keeps: Keeps | None = None
+    """What to save in place of what `memory` says."""
+    planner: Planner | None = None
+    """Chooses `recomputes` and `keeps` for each call, to a budget."""
 
     def of(self, part: str) -> Choices:
         """The choices for one part of the module."""
@@ -45,10 +66,59 @@ class Choices:
 OFF = Choices("off")
 
 
+class _Chosen(threading.local):
+    """The choices of the call that is being prepared, in place of the module's."""
+
+    module: nn.Module | None = None
+    choices: Choices = OFF
+
+
+_chosen = _Chosen()  # thread-local, because backward of a CUDA device runs in another thread
+
+
 def choices_of(module: nn.Module) -> Choices:
     """The Choices of a module, OFF if it is not swapped."""
+    if _chosen.module is module:
+        return _chosen.choices
     found: Choices = module.__dict__.get(CHOICES, OFF)
     return found
+
+
+class _Handed(threading.local):
+    """What a block's container chose for it."""
+
+    module: nn.Module | None = None
+    keeps: Keeps | None = None
+
+
+_handed = _Handed()
+
+
+@contextlib.contextmanager
+def handing_down(module: nn.Module, keeps: Keeps | None) -> Iterator[None]:
+    """While it holds, `handed_to(module)` is `keeps`."""
+    outer = _handed.module, _handed.keeps
+    _handed.module, _handed.keeps = module, keeps
+    try:
+        yield
+    finally:
+        _handed.module, _handed.keeps = outer
+
+
+def handed_to(module: nn.Module) -> Keeps | None:
+    """What the container of this block chose for it, None if nothing."""
+    return _handed.keeps if _handed.module is module else None
+
+
+@contextlib.contextmanager
+def choosing(module: nn.Module, choices: Choices) -> Iterator[None]:
+    """While it holds, `choices_of(module)` are these."""
+    outer = _chosen.module, _chosen.choices
+    _chosen.module, _chosen.choices = module, choices
+    try:
+        yield
+    finally:
+        _chosen.module, _chosen.choices = outer
 
 
 def fused_or_own(fused: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +129,10 @@ def fused_or_own(fused: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and CHOICES in self.__dict__:
+        choices: Choices | None = self.__dict__.get(CHOICES)
+        if choices is not None and torch.is_grad_enabled():
+            if choices.planner is not None and not torch.compiler.is_compiling():
+                return choices.planner.call(self, choices, fused, args, kwargs)
             try:
                 call = fused(self, *args, **kwargs)
             except CannotSwapError:

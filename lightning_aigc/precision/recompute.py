@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
+from lightning_aigc.precision import saved_tensors
 from lightning_aigc_kernels import KnownAttention
 
 LONG_ATTENTION_TOKENS = 512
@@ -55,6 +56,7 @@ def checkpoint_block(module: nn.Module, block: Callable[..., Tensor], *inputs: A
         compiled: Tensor = checkpoint(block, *inputs, use_reentrant=False)
         return compiled
     saved: list[KnownAttention] = []
+    saved_tensors.note(inputs)
 
     def contexts() -> tuple[_Run, _Run]:
         return _Run(saved, is_recomputing=False), _Run(saved, is_recomputing=True)
@@ -73,6 +75,11 @@ def checkpoint_block(module: nn.Module, block: Callable[..., Tensor], *inputs: A
 def _has_active_dropout(module: nn.Module) -> bool:
     """Whether a dropout in this block is active, for example that of a LoRA on a convolution."""
     return any(isinstance(layer, _DropoutNd) and layer.training and layer.p > 0 for layer in module.modules())
+
+
+def is_inside() -> bool:
+    """Whether a block runs that will be, or is being, recomputed for backward."""
+    return not torch.compiler.is_compiling() and _current.run is not None
 
 
 def is_recomputing() -> bool:
@@ -95,6 +102,7 @@ def save_attention(attention: KnownAttention) -> None:
     """Save an attention of the first run for recomputation, in call order."""
     if not torch.compiler.is_compiling() and _current.run is not None and not _current.run.is_recomputing:
         _current.run.saved.append(attention)
+        saved_tensors.note(attention)
 
 
 def saved_attention() -> KnownAttention | None:

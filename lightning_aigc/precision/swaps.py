@@ -19,15 +19,14 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import attention_blocks, convolution_blocks, feed_forward_blocks, transformer_blocks
 from lightning_aigc.precision.arguments import protection_within
 from lightning_aigc.precision.attention_blocks import ATTENTION
+from lightning_aigc.precision.block_options import FEED_FORWARD, RESNET, TRANSFORMER, TRANSFORMER_BLOCK
+from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Memory, choices_of, fused_or_own
 from lightning_aigc.precision.layers import INSTALLED, CannotSwapError, class_path
+from lightning_aigc.precision.planner import Planner, roots_of
 from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, why_no_kernel
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
-RESNET = "diffusers.models.resnet.ResnetBlock2D"
-TRANSFORMER_BLOCK = "diffusers.models.attention.BasicTransformerBlock"
-TRANSFORMER = "diffusers.models.transformers.transformer_2d.Transformer2DModel"
-FEED_FORWARD = "diffusers.models.attention.FeedForward"
 CONV2D = "torch.nn.modules.conv.Conv2d"
 SEQUENTIAL = "torch.nn.modules.container.Sequential"
 KERNELS = ("group_norm_silu", "geglu")
@@ -132,6 +131,8 @@ class Swapped:
     strict: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device that the ops will run on, as far as known."""
+    planner: Planner | None = None
+    """With a budget in place of a level."""
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
 
     def set_device(self, device: torch.device) -> None:
@@ -148,6 +149,8 @@ class Swapped:
 
         A wrapper around the fused forward stays, and then calls the class's forward.
         """
+        if self.planner is not None:
+            self.planner.remove()
         for module in self._modules:
             own = module.__dict__
             own.pop(CHOICES, None)
@@ -155,15 +158,23 @@ class Swapped:
                 own.pop("forward", None)
         self._modules.clear()
 
+    @property
+    def _asked(self) -> object:
+        return self.memory if self.planner is None else self.planner.budget
+
     def summary(self) -> str:
         """One line with the number of swapped blocks, the expected saving, the kernels, and the blocks left alone."""
         swapped, left = self.blocks.total(), self.left_alone.total()
         if swapped:
             kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.blocks.items()))
-            line = f"memory={self.memory}: swapped {swapped} of {swapped + left} blocks"
-            line += f" ({kinds}), keeping about {1 - self.saving:.0%} of their activations; {kernels_on(self.device)}"
+            line = f"memory={self._asked}: swapped {swapped} of {swapped + left} blocks ({kinds})"
+            if self.planner is None:
+                line += f", keeping about {1 - self.saving:.0%} of their activations"
+            else:
+                line += ", the first step keeping the least"
+            line += f"; {kernels_on(self.device)}"
         else:
-            line = f"memory={self.memory}: swapped nothing, backward keeps what it kept before; covered are {COVERED}"
+            line = f"memory={self._asked}: swapped nothing, backward keeps what it kept before; covered are {COVERED}"
         if left:
             reasons = "; ".join(f"{count} {name}: {why}" for (name, why), count in sorted(self.left_alone.items()))
             line += f"; left alone: {reasons}"
@@ -183,7 +194,7 @@ def kernels_on(device: torch.device) -> str:
 def swap_forwards(
     model: nn.Module,
     *,
-    memory: Memory,
+    memory: Memory | MemoryBudget,
     protect: Sequence[str] = (),
     strict: bool = False,
     grad_dtype: torch.dtype | None = None,
@@ -196,12 +207,15 @@ def swap_forwards(
     Raises: ConfigError for a protect pattern that covers no module; with `strict`, for a module of the table that
         cannot be swapped, and for a device whose kernels cannot run.
     """
-    swapped = Swapped(memory, strict=strict)
+    planner = None
+    if isinstance(memory, MemoryBudget):  # without a plan a block saves what it saves at the level "max"
+        planner, memory = Planner(memory, model), "max"
+    swapped = Swapped(memory, strict=strict, planner=planner)
     swapped.set_device(next((p.device for p in model.parameters()), swapped.device))
     if memory == "off":
         return swapped
     protected = _names_to_protect(model, protection_within(model, protect))
-    choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density)
+    choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density, planner=planner)
     native = kept = 0.0
     outer_is_swapped: dict[nn.Module, bool] = {}
     for name, module, row in _candidates(model):
@@ -228,6 +242,9 @@ def swap_forwards(
             kept += before - after
     if memory == "max":
         _recompute_blocks(model)
+    if planner is not None:
+        for root in roots_of(model):
+            planner.watch(root)
     swapped.saving = max(0.0, 1 - kept / native) if native else 0.0
     return swapped
 

@@ -16,7 +16,7 @@ from lightning_aigc.precision import recompute
 from lightning_aigc.precision.attention_blocks import attention_layers, attention_part
 from lightning_aigc.precision.convolution_blocks import norm_act_conv, normalized
 from lightning_aigc.precision.feed_forward_blocks import feed_forward_layers, feed_forward_part
-from lightning_aigc.precision.fused_forward import check_same_dtype, choices_of
+from lightning_aigc.precision.fused_forward import check_same_dtype, choices_of, handing_down
 from lightning_aigc.precision.layers import (
     CannotSwapError,
     check_group_norm,
@@ -120,7 +120,8 @@ def transformer(
         else:
             tokens = norm_act_conv(x, self.norm, self.proj_in, around, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
         for block in self.transformer_blocks:
-            tokens = block(tokens, encoder_hidden_states=context, timestep=timestep, class_labels=class_labels)
+            with handing_down(block, choices.keeps):
+                tokens = block(tokens, encoder_hidden_states=context, timestep=timestep, class_labels=class_labels)
         if self.use_linear_projection:
             tokens = self.proj_out(tokens)
         pixels: Tensor = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)

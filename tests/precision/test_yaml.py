@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import yaml
 from lightning_aigc.cli import main
 
 
-def fit_from_yaml(folder: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, **trainer: Any) -> int:
+def fit_from_yaml(
+    folder: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, more: Sequence[str] = (), **trainer: Any
+) -> int:
     config = {
         "trainer": {
             "plugins": plugin,
@@ -33,7 +36,7 @@ def fit_from_yaml(folder: Path, plugin: Any, monkeypatch: pytest.MonkeyPatch, **
     monkeypatch.setattr(sys, "argv", ["lightning"])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with warnings.catch_warnings(action="ignore"), pytest.raises(SystemExit) as stop:
-        main(["fit", "-c", str(path)])
+        main(["fit", "-c", str(path), *more])
     return int(stop.value.code)
 
 
@@ -51,11 +54,31 @@ def test_a_config_names_the_plugin(
     assert saved["init_args"]["protect"] == ["layer"]
 
 
+@pytest.mark.parametrize("memory", [{"kept": 0.18}, {"peak_gb": 6}, "fit"], ids=str)
+def test_a_budget_in_place_of_a_level_is_saved_with_the_run(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = {"class_path": "FusedBackwardPrecision", "init_args": {"precision": "bf16-mixed", "memory": memory}}
+    assert fit_from_yaml(tmp_path, plugin, monkeypatch) == 0
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["plugins"]
+    assert saved["init_args"]["memory"] == memory
+
+
+def test_a_budget_is_given_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = {"class_path": "FusedBackwardPrecision", "init_args": {"precision": "bf16-mixed", "memory": "lean"}}
+    more = ["--trainer.plugins.init_args.memory", "{kept: 0.3}"]
+    assert fit_from_yaml(tmp_path, plugin, monkeypatch, more) == 0
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["plugins"]
+    assert saved["init_args"]["memory"] == {"kept": 0.3}
+
+
 @pytest.mark.parametrize(
     ("init_args", "words"),
     [
         ({"precision": "bf16"}, ["precision", "bf16"]),
         ({"memory": "leen"}, ["memory", "leen", "did you mean lean"]),
+        ({"memory": {"kept": 1.8}}, ["memory.kept is a share", "at most 1, got 1.8"]),
+        ({"memory": {"kep": 0.2}}, ["{kept: 0.18} or {peak_gb: 6}", "kep"]),
         ({"memry": "lean"}, ["memry", "did you mean memory"]),
         ({"input_grad_density": 2.0}, ["input_grad_density must be in (0, 1], got 2.0"]),
     ],

@@ -27,6 +27,8 @@ from lightning_aigc_kernels.linear_with_lora import (
     Needs,
     Projection,
     add_input_gradient,
+    inner,
+    inner_gradient,
     parameter_gradients,
     project,
 )
@@ -125,17 +127,25 @@ def _backward_op(
     need_first, need_second = Needs(*need_layers[:4]), Needs(*need_layers[4:])
 
     normalized = normalize(x_TC, norm, dtype)
-    projected_T2D = projected if projected.numel() else project(normalized.value, first.to(dtype))
+    # LoRA's inner tensors and their gradients are made once for both of their uses.
+    inner_TR = None
+    if not projected.numel():
+        inner_TR = inner(normalized.value, first.to(dtype))
+        projected = project(normalized.value, first.to(dtype), inner_TR)
+    projected_T2D = projected
+    inner_TR = inner_TR if dtype == grad_dtype else None
     normalized_TC, first = normalized.value.to(grad_dtype), first.to(grad_dtype)
     dy_TC = rows_of(dy).to(grad_dtype)
-    dproduct_TD = add_input_gradient(None, dy_TC, second)
+    dinner_TR = inner_gradient(dy_TC, second)
+    dproduct_TD = add_input_gradient(None, dy_TC, second, dinner_TR)
     dprojected_T2D, product_TD = geglu.backward(dproduct_TD, projected_T2D.to(grad_dtype), activation, any(need_second))
-    del projected_T2D, dproduct_TD
+    del projected, projected_T2D, dproduct_TD
     dsecond: tuple[Tensor | None, ...] = (None,) * 4
     if product_TD is not None:
-        dsecond = parameter_gradients(dy_TC, product_TD, second, need_second)
-    dfirst = parameter_gradients(dprojected_T2D, normalized_TC, first, need_first)
-    dnormalized_TC = add_input_gradient(None, dprojected_T2D, first)
+        dsecond = parameter_gradients(dy_TC, product_TD, second, need_second, dinner_TR=dinner_TR)
+    dinner_TR = inner_gradient(dprojected_T2D, first)
+    dfirst = parameter_gradients(dprojected_T2D, normalized_TC, first, need_first, inner_TR, dinner_TR)
+    dnormalized_TC = add_input_gradient(None, dprojected_T2D, first, dinner_TR)
     dx_TC, dnorm_weight, dnorm_bias = normalize_backward(dnormalized_TC, x_TC, norm, normalized, need_weight, need_bias)
     gradients = (dnorm_weight, dnorm_bias, *dfirst, *dsecond)
     return [dx_TC.view(x.shape), *wanted(gradients, unpack(parameters, given), unpack(needs, given, absent=False))]

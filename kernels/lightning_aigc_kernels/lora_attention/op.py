@@ -1,7 +1,7 @@
 """LayerNorm, the q, k, v projections with their LoRA branches, attention and the output projection as one op.
 
 Native autograd saves the normalised input, q, k, v, the attention's output and every LoRA's inner tensor. This op saves
-its input and, as `keeps` says, the attention's output, the value and the key, in this order; it recomputes the rest.
+its input and, as `keeps` says, the attention's output, the value, the key and the query; it recomputes the rest.
 Attention to a short context is cheap, so its output need not be saved either. The LoRA gradients are exact.
 
 Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a flat token dimension is written R.
@@ -9,6 +9,7 @@ Dimensions: N samples, H heads, T tokens of x, S of the context, C features; a f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from lightning_aigc_kernels.lora_attention import passes
 from lightning_aigc_kernels.normalization import Norm
 from lightning_aigc_kernels.packing import empty_wanted, pack_layers, spread, unpack, unpack_layers, wanted
 
+KEEPS = {"output": passes.OUTPUT, "value": passes.VALUE, "key": passes.KEY, "query": passes.QUERY}
+"""What can be saved for backward, each with its bit in the op's `keeps`."""
 KnownAttention = tuple[Tensor, Tensor, Tensor]
 """An attention's output [N, T, C] and its two softmax tensors, from an earlier forward pass of the same inputs."""
 
@@ -35,15 +38,16 @@ def lora_attention(
     out: Projection,
     heads: int,
     *,
-    keeps: int = 1,
+    keeps: int | Collection[str] = 1,
     grad_dtype: torch.dtype | None = None,
     gradient_density: float = 1.0,
     known: KnownAttention | None = None,
 ) -> tuple[Tensor, KnownAttention | None]:
     """out(attention(q, k, v)) with q of norm(x), and k and v of the context or norm(x), without the residual.
 
-    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keeps`, 0 to 3, is how many of the attention's
-        output, v and k, in this order, are saved for backward instead of recomputed. `grad_dtype` is the dtype of
+    Args: x [N, T, C]; context [N, S, C'] or None for self-attention. `keeps` names what is saved for
+        backward instead of recomputed, of "output", "value", "key" and "query"; a number, 0 to 3, is how many of the
+        first three. `grad_dtype` is the dtype of
         backward's products, for a scaled loss. `gradient_density` below 1 drops the smallest entries of dq, dk and dv
         (see `sparse_attention_backward`). `known`, the attention's output of an earlier pass, skips the attention, and
         only it is saved.
@@ -55,17 +59,18 @@ def lora_attention(
     refuse_functorch("lora_attention")
     _check(x, context, (query, key, value), heads, keeps, gradient_density)
     dtype = compute_dtype(x)
+    bits = sum(KEEPS[name] for name in (tuple(KEEPS)[:keeps] if isinstance(keeps, int) else set(keeps)))
     parameters, given, scales = pack_layers(norm, (query, key, value, out))
     with without_autocast(x):
         y, *made = _call(
-            x, context, parameters, given, list(known or ()), norm.on, norm.eps, heads, scales, keeps, dtype,
+            x, context, parameters, given, list(known or ()), norm.on, norm.eps, heads, scales, bits, dtype,
             grad_dtype, gradient_density,
         )  # fmt: skip
-    return y, known or ((made[0].detach(), made[1].detach(), made[2].detach()) if keeps else None)
+    return y, known or ((made[0].detach(), made[1].detach(), made[2].detach()) if bits & passes.OUTPUT else None)
 
 
 def _check(
-    x: Tensor, context: Tensor | None, inward: tuple[Projection, ...], heads: int, keeps: int, density: float
+    x: Tensor, context: Tensor | None, inward: tuple[Projection, ...], heads: int, keeps: Any, density: float
 ) -> None:
     check_density(density, "gradient_density")
     if x.dim() != 3 or (context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0])):
@@ -76,8 +81,11 @@ def _check(
         raise ValueError(f"heads must divide the query's and the value's features: got {heads} heads for {widths}")
     if widths[0] != widths[1]:
         raise ValueError(f"query and key must have equally many features, got {widths[0]} and {widths[1]}")
-    if keeps not in range(4):
-        raise ValueError(f"keeps must be 0, 1, 2 or 3 (output, value, key), got {keeps}")
+    if isinstance(keeps, int):
+        if keeps not in range(4):
+            raise ValueError(f"keeps must be 0, 1, 2 or 3 (output, value, key), got {keeps}")
+    elif not set(keeps) <= KEEPS.keys():
+        raise ValueError(f"keeps must name some of {', '.join(KEEPS)}, got {keeps!r}")
 
 
 @torch.library.custom_op("lightning_aigc::lora_attention", mutates_args=())
@@ -96,7 +104,7 @@ def _op(
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor]:
-    """y; without `known` also the saved ones of the attention's output with its softmax, v and k."""
+    """y; without `known` also the saved ones of the attention's output with its softmax, v, k and q."""
     norm, (*inward, out) = unpack_layers(parameters, given, normed, eps, scales)
     block = passes.Block(norm, inward, out, heads, dtype)
     return passes.forward(x, context, block, keeps, known[0] if known else None)
@@ -113,6 +121,7 @@ def _backward_op(
     parameters: list[Tensor],
     given: list[bool],
     kept: list[Tensor],
+    keeps: int,
     needs: list[bool],
     normed: bool,
     eps: float,
@@ -126,19 +135,19 @@ def _backward_op(
     norm, (*inward, out) = unpack_layers(parameters, given, normed, eps, scales)
     block = passes.Block(norm, inward, out, heads, dtype)
     all_needs = needs[:2] + unpack(needs[2:], given, absent=False)
-    gradients = passes.backward(dy, x, context, block, kept, all_needs, grad_dtype, density)
+    gradients = passes.backward(dy, x, context, block, kept, keeps, all_needs, grad_dtype, density)
     return wanted(gradients, (x, context, *unpack(parameters, given)), all_needs)
 
 
 @_backward_op.register_fake
-def _(dy, x, context, parameters, given, kept, needs, *options):  # type: ignore[no-untyped-def]
+def _(dy, x, context, parameters, given, kept, keeps, needs, *options):  # type: ignore[no-untyped-def]
     return empty_wanted((x, context, *parameters), needs)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, context, parameters, ctx.given, known, normed, eps, heads, scales, _, dtype, grad_dtype, density = inputs
+    x, context, parameters, ctx.given, known, normed, eps, heads, scales, keeps, dtype, grad_dtype, density = inputs
     ctx.options = normed, eps, heads, scales, dtype, grad_dtype, density
-    ctx.known = len(known)
+    ctx.known, ctx.keeps = len(known), passes.OUTPUT if known else keeps
     ctx.save_for_backward(x, context, *parameters, *(known or output[1:]))
     ctx.set_materialize_grads(False)
 
@@ -151,7 +160,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     x, context, *saved = ctx.saved_tensors  # read once: under checkpointing a second read is an error
     parameters, kept = saved[: len(of_parameters)], saved[len(of_parameters) :]
     needs = [*x_and_context, *of_parameters]
-    gradients = iter(_call_backward(grads[0], x, context, parameters, ctx.given, kept, needs, *ctx.options))
+    gradients = iter(_call_backward(grads[0], x, context, parameters, ctx.given, kept, ctx.keeps, needs, *ctx.options))
     return *spread(gradients, x_and_context), spread(gradients, of_parameters), None, *nothing
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,17 @@ from lightning_aigc_kernels.linear_with_lora import (
     Projection,
     ProjectionGradients,
     add_input_gradient,
+    inner,
+    inner_gradient,
     parameter_gradients,
     project,
 )
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 from lightning_aigc_kernels.normalization import Norm, Normalized, normalize, normalize_backward
 from lightning_aigc_kernels.rows import in_shape_of, rows_of
+
+OUTPUT, VALUE, KEY, QUERY = 1, 2, 4, 8
+"""Bits of what is saved for backward; the attention's output counts as three tensors, with its two softmax tensors."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Block:
 def forward(
     x: Tensor, context: Tensor | None, block: Block, keeps: int, known_output: Tensor | None = None
 ) -> list[Tensor]:
-    """Return y and the tensors to save: the first `keeps` of the attention's output with its softmax, v and k.
+    """Return y and the tensors to save, by the bits of `keeps`: the attention's output with its softmax, v, k and q.
 
     With `known_output` the attention is skipped, and only y is returned.
     """
@@ -53,8 +59,9 @@ def forward(
     features = block.inward[2].weight.shape[0]
     o_RC = o_NHTD.transpose(1, 2).reshape(qkv[0].shape[0], features)
     y = in_shape_of(x, project(o_RC, out))
-    kept_output = (o_RC.view(*x.shape[:-1], features), softmax1, softmax2) if keeps else ()
-    return [y, *kept_output, *(qkv[2], qkv[1])[: max(keeps - 1, 0)]]
+    kept_output = (o_RC.view(*x.shape[:-1], features), softmax1, softmax2) if keeps & OUTPUT else ()
+    kept_rows = (rows for bit, rows in zip((VALUE, KEY, QUERY), reversed(qkv), strict=True) if keeps & bit)
+    return [y, *kept_output, *kept_rows]
 
 
 def backward(
@@ -63,37 +70,59 @@ def backward(
     context: Tensor | None,
     block: Block,
     kept: Sequence[Tensor],
+    keeps: int,
     needs: Sequence[bool],
     grad_dtype: torch.dtype | None,
     density: float,
 ) -> list[Tensor | None]:
     """The gradients of x, the context, the norm's two and the layers' sixteen tensors.
 
-    Args: kept is `forward`'s result without y; needs selects among the twenty: the others may be None.
+    Args: kept is `forward`'s result without y, and keeps its bits; needs selects among the twenty: the others may
+        be None.
     """
     grad_dtype = backward_dtype(grad_dtype, block.dtype)
     inward, out = [layer.to(grad_dtype) for layer in block.inward], block.out.to(grad_dtype)
     _, need_context, need_weight, need_bias, *need_layers = needs
     needs_of = [Needs(*need_layers[4 * i : 4 * i + 4]) for i in range(4)]
-    normalized, dqkv_RC, dout = _attention_backward(dy, x, context, block, out, kept, needs_of[3], density)
+    saved = _Saved.of(kept, keeps)
+    normalized, inners, dqkv_RC, dout = _attention_backward(dy, x, context, block, out, saved, needs_of[3], density)
+    if grad_dtype != block.dtype:
+        inners = [None] * 3
 
     normalized_RC = normalized.value.to(grad_dtype)
     source_RC = normalized_RC if context is None else rows_of(context).to(grad_dtype)
     sources = normalized_RC, source_RC, source_RC
-    dlayers = [
-        parameter_gradients(d, source, layer, need)
-        for d, source, layer, need in zip(dqkv_RC, sources, inward, needs_of[:3], strict=True)
-    ]
-    dnormalized_RC = add_input_gradient(None, dqkv_RC[0], inward[0])
+    dlayers: list[ProjectionGradients] = []
+    dnormalized_RC: Any = None
     dcontext_RC = None
-    for d, layer in zip(dqkv_RC[1:], inward[1:], strict=True):
-        if context is None:
-            dnormalized_RC = add_input_gradient(dnormalized_RC, d, layer)
+    for i, (d, layer) in enumerate(zip(dqkv_RC, inward, strict=True)):
+        dinner_RR = inner_gradient(d, layer)  # made once for both of its uses
+        dlayers.append(parameter_gradients(d, sources[i], layer, needs_of[i], inners[i], dinner_RR))
+        if i == 0 or context is None:
+            dnormalized_RC = add_input_gradient(dnormalized_RC, d, layer, dinner_RR)
         elif need_context:
-            dcontext_RC = add_input_gradient(dcontext_RC, d, layer)
+            dcontext_RC = add_input_gradient(dcontext_RC, d, layer, dinner_RR)
     dx_RC, *dnorm = normalize_backward(dnormalized_RC, rows_of(x), block.norm, normalized, need_weight, need_bias)
     dcontext = dcontext_RC.view(context.shape) if context is not None and dcontext_RC is not None else None
     return [dx_RC.view(x.shape), dcontext, *dnorm, *(gradient for layer in (*dlayers, dout) for gradient in layer)]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What the forward pass saved."""
+
+    output: list[Tensor]
+    """The attention's output and its two softmax tensors, or nothing."""
+    qkv: tuple[Tensor | None, Tensor | None, Tensor | None]
+    """As rows."""
+
+    @staticmethod
+    def of(kept: Sequence[Tensor], keeps: int) -> _Saved:
+        """Undo `forward`'s packing."""
+        first = 3 if keeps & OUTPUT else 0
+        rows = iter(kept[first:])
+        v, k, q = (next(rows) if keeps & bit else None for bit in (VALUE, KEY, QUERY))
+        return _Saved(list(kept[:first]), (q, k, v))
 
 
 def _attention_backward(
@@ -102,20 +131,21 @@ def _attention_backward(
     context: Tensor | None,
     block: Block,
     out: Projection,
-    kept: Sequence[Tensor],
+    saved: _Saved,
     needs_out: Needs,
     density: float,
-) -> tuple[Normalized, list[Tensor], ProjectionGradients]:
-    """The recomputed normalised x, the gradients of q, k and v as rows, and those of the output projection `out`."""
+) -> tuple[Normalized, list[Tensor | None], list[Tensor], ProjectionGradients]:
+    """The recomputed normalised x and LoRA's inner tensors, the gradients of q, k and v as rows, and those of `out`."""
     samples, grad_dtype = x.shape[0], out.weight.dtype
-    output, kept_vk = list(kept[:3]), kept[3:]
-    normalized, qkv = _projections(x, context, block, kept_vk)
+    output = saved.output
+    normalized, qkv, inners = _projections(x, context, block, saved.qkv)
     if not output:
         o_NHTD, *softmax = attend(*(_heads_first(rows, samples, block.heads) for rows in qkv))
         output = [o_NHTD.transpose(1, 2).reshape(-1, block.inward[2].weight.shape[0]), *softmax]
     dy_RC, o_RC = rows_of(dy).to(grad_dtype), rows_of(output[0]).to(grad_dtype)
-    dout = parameter_gradients(dy_RC, o_RC, out, needs_out)
-    do_RC = add_input_gradient(None, dy_RC, out)
+    dinner_RR = inner_gradient(dy_RC, out)
+    dout = parameter_gradients(dy_RC, o_RC, out, needs_out, dinner_TR=dinner_RR)
+    do_RC = add_input_gradient(None, dy_RC, out, dinner_RR)
     heads_first = [_heads_first(rows.to(grad_dtype), samples, block.heads) for rows in (do_RC, *qkv, o_RC)]
     do, q, k, v, o = heads_first
     dqkv_NHTD: tuple[Tensor, ...] = attend_backward(do, q, k, v, o, *output[1:])
@@ -126,19 +156,24 @@ def _attention_backward(
         d.transpose(1, 2).reshape(d.shape[0] * d.shape[2], layer.weight.shape[0])
         for d, layer in zip(dqkv_NHTD, block.inward, strict=True)
     ]
-    return normalized, dqkv_RC, dout
+    return normalized, inners, dqkv_RC, dout
 
 
 def _projections(
-    x: Tensor, context: Tensor | None, block: Block, kept_vk: Sequence[Tensor] = ()
-) -> tuple[Normalized, tuple[Tensor, ...]]:
-    """The normalised x, and q, k and v as rows, computed except for a saved v, or v and k."""
+    x: Tensor, context: Tensor | None, block: Block, saved_qkv: Sequence[Tensor | None] = (None, None, None)
+) -> tuple[Normalized, tuple[Tensor, ...], list[Tensor | None]]:
+    """The normalised x, q, k and v as rows, computed unless saved, and LoRA's inner tensors of the computed ones."""
     normalized = normalize(rows_of(x), block.norm, block.dtype)
     source_RC = normalized.value if context is None else rows_of(context).to(block.dtype)
-    sources = normalized.value, source_RC, source_RC
-    missing = list(zip(sources, block.inward, strict=True))[: 3 - len(kept_vk)]
-    computed = [project(source, layer.to(block.dtype)) for source, layer in missing]
-    return normalized, (*computed, *reversed(kept_vk))
+    qkv: list[Tensor] = []
+    inners: list[Tensor | None] = [None, None, None]
+    for i, (layer, saved) in enumerate(zip(block.inward, saved_qkv, strict=True)):
+        if saved is None:
+            source, cast = normalized.value if i == 0 else source_RC, layer.to(block.dtype)
+            inners[i] = inner(source, cast)
+            saved = project(source, cast, inners[i])
+        qkv.append(saved)
+    return normalized, tuple(qkv), inners
 
 
 def _heads_first(rows_RC: Tensor, samples: int, heads: int) -> Tensor:
