@@ -102,9 +102,11 @@ def judge(record: RunRecord) -> Verdict:
     if not text.is_rise and not _rises(image):
         return Verdict("no gain", "mixed", f"No gain beyond noise: CLIP-T {text.numbers()}{_kept(record)}{memory}.")
     warning = record.guard.memorising if record.guard is not None else None
-    tone: Tone = "mixed" if warning else "good"
-    said = "; it began to memorise on the way" if warning else ""
-    return Verdict("learned", tone, f"{_learned(record, text, image)}{_kept(record)}{memory}{said}.")
+    found = _findings(record)
+    said = ("; it began to memorise on the way" if warning else "") + found
+    return Verdict(
+        "learned", "mixed" if said else "good", f"{_learned(record, text, image)}{_kept(record)}{memory}{said}."
+    )
 
 
 def _learned(record: RunRecord, text: Change, image: Change | None) -> str:
@@ -130,6 +132,13 @@ def _memory(record: RunRecord, other: Change | None) -> str:
     if not other.is_fall:
         return "; nothing forgotten"
     return f"; other prompts hardly lower (CLIP-T {other.numbers()})"
+
+
+def _findings(record: RunRecord) -> str:
+    """What FineTuneCheck found on the last weights; a rank that could be another is no reason to doubt them."""
+    found = [f.check for f in record.fine_tune.findings] if record.fine_tune is not None else []
+    named = [check.replace("_", " ") for check in found if not check.startswith("rank_")]
+    return f"; but see What to mend: {', '.join(named)}" if named else ""
 
 
 def _kept(record: RunRecord) -> str:

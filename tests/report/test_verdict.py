@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from lightning_aigc.report.paired_scores import Check
-from lightning_aigc.report.record import Curve, GuardResult, LoRAFile, Paired, Picture, RunRecord
+from lightning_aigc.report.record import (
+    Curve,
+    FineTuneFinding,
+    FineTuneResult,
+    GuardResult,
+    LoRAFile,
+    Paired,
+    Picture,
+    RunRecord,
+)
 from lightning_aigc.report.verdict import judge
 
 LOW, HIGH = [0.30, 0.32, 0.34, 0.32], [0.70, 0.78, 0.82, 0.74]
@@ -39,6 +48,15 @@ def test_a_gain_beyond_the_noise_is_learned_with_its_word_step_and_memory() -> N
     )
     assert (found.kind, found.tone) == ("learned", "good")
     assert found.sentence == "Learned zorp: CLIP-T 0.32 → 0.76 ± 0.02; best at step 300, kept; nothing forgotten."
+
+
+def test_what_the_fine_tune_check_found_is_named_beside_the_gain() -> None:
+    found = [FineTuneFinding(check, "", "") for check in ("bleeding", "colour_shift", "rank_unused")]
+    said = judge(record([0.6, 0.62, 0.61, 0.63], fine_tune=FineTuneResult("", found)))
+    assert said.kind == "learned" and said.tone == "mixed"
+    assert said.sentence.endswith("; but see What to mend: bleeding, colour shift.")
+    harmless = judge(record([0.6, 0.62, 0.61, 0.63], fine_tune=FineTuneResult("", found[2:])))
+    assert harmless.tone == "good" and "mend" not in harmless.sentence
 
 
 def test_a_gain_within_the_noise_is_none() -> None:
