@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import warnings
 import weakref
@@ -33,10 +34,9 @@ def shared_clip_model(name: str, pretrained: str | None, device: torch.device) -
 
     The callbacks of a run score with the same model; each with its own would cost a card hundreds of MiB.
     """
-    found = _HELD.get((name, pretrained))
+    found = _HELD.get((name, pretrained, device))
     if found is None:
-        found = _HELD[name, pretrained] = CLIPModel(name, pretrained, device)
-    found.to(device)
+        found = _HELD[name, pretrained, device] = CLIPModel(name, pretrained, device)
     return found
 
 
@@ -51,6 +51,7 @@ class CLIPModel:
     def __init__(self, name: str, pretrained: str | None, device: torch.device) -> None:
         import open_clip
 
+        named_weights = pretrained
         source, weights_file = _locate(open_clip, name, pretrained)
         pretrained = pretrained or _DEFAULT_WEIGHTS.get(name)
         is_named = ":" not in source
@@ -78,13 +79,17 @@ class CLIPModel:
             ) from error
         self.model.eval().requires_grad_(False).float().to(device)
         self.preprocessing: dict[str, Any] = dict(self.model.visual.preprocess_cfg)
-        self.device = device
+        self.name, self.pretrained, self.device = name, named_weights, device
 
-    def to(self, device: torch.device) -> None:
-        """Move the weights."""
-        if device != self.device:
-            self.model.to(device)
-            self.device = device
+    def on(self, device: torch.device) -> CLIPModel:
+        """The model of these arguments on a device: itself, the one that is there already, or a copy."""
+        if device == self.device:
+            return self
+        found = _HELD.get((self.name, self.pretrained, device))
+        if found is None:
+            found = _HELD[self.name, self.pretrained, device] = copy.copy(self)
+            found.model, found.device = copy.deepcopy(self.model).to(device), device
+        return found
 
     @torch.no_grad()
     def embed_images(self, images_N3HW: Tensor, batch_size: int) -> Tensor:
@@ -108,7 +113,7 @@ class CLIPModel:
         return torch.cat(parts)
 
 
-_HELD: weakref.WeakValueDictionary[tuple[str, str | None], CLIPModel] = weakref.WeakValueDictionary()
+_HELD: weakref.WeakValueDictionary[tuple[str, str | None, torch.device], CLIPModel] = weakref.WeakValueDictionary()
 
 
 def preprocess(images_N3HW: Tensor, config: dict[str, Any]) -> Tensor:

@@ -132,7 +132,7 @@ class CLIPSimilarity(Metric):
     def _clip(self) -> CLIPModel:
         if not self._loaded:
             self._loaded.append(shared_clip_model(self.model, self.pretrained, torch.device(self.device)))
-        self._loaded[0].to(torch.device(self.device))
+        self._loaded[0] = self._loaded[0].on(torch.device(self.device))
         return self._loaded[0]
 
     def _references(self) -> Tensor | None:
@@ -156,7 +156,7 @@ class CLIPSimilarity(Metric):
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> CLIPSimilarity:
         super()._apply(fn, exclude_state)
         if self._loaded:
-            self._loaded[0].to(torch.device(self.device))
+            self._loaded[0] = self._loaded[0].on(torch.device(self.device))
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -272,7 +272,10 @@ def test_a_model_that_is_not_ddp_is_refused() -> None:
     [
         ({"sparsity_target": 1.0}, r"sparsity must be in \[0, 1\), got 1.0: 0.75 sends a quarter"),
         ({"sparsity_target": -0.1}, r"sparsity must be in \[0, 1\), got -0.1"),
-        ({"mode": "int5"}, "mode must be one of auto, dense, bf16, int8, int4, int3, sparse.*local; got 'int5'"),
+        (
+            {"mode": "int5"},
+            "mode must be one of auto, dense, bf16, int8, int4, int3, ternary, sparse.*local; got 'int5'",
+        ),
         ({"strategy": "random"}, "strategy must be layer_wise_adaptive or uniform, got 'random'"),
         ({"protect_layers": "vae"}, r"protect wants a list of name patterns, got the string 'vae'; write \['vae'\]"),
         ({"sparsty": 0.5}, "unexpected keyword argument 'sparsty'; SyncOptions has mode, sparsity"),

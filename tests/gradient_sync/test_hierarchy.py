@@ -24,8 +24,8 @@ from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync import process_groups
 
 STEPS = range(5)
-WITH_RESIDUALS = [mode for mode in MODES if mode not in ("dense", "local")]
-NODES_FIRST = [mode for mode in WITH_RESIDUALS if mode != "low_rank"]
+WITH_RESIDUALS = [mode for mode in MODES if mode not in ("dense", "local", "ternary")]
+NODES_FIRST = [mode for mode in MODES if mode not in ("dense", "local", "low_rank")]
 RESUMED_ON = {"four flat": 4, "four on two nodes": 4, "two": 2}
 
 

@@ -41,6 +41,8 @@ class StandIn:
         return wrapped
 
     class Swapped:
+        planner = None  # a level, no budget
+
         def __init__(self, owner: StandIn, layers: list[nn.Linear]) -> None:
             self.owner, self.layers = owner, layers
 
