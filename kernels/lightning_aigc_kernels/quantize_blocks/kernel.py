@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of
 from lightning_aigc_kernels.quantize_blocks.layout import BITS, BLOCK, BLOCKS, GROUP, HUGE, TINY, scale_magnitude
 
-CONFIGS = {"cuda": LaunchConfig(1024, 65_535, 4), "npu": LaunchConfig(512, 960), "cpu": LaunchConfig(64, 3)}
+CONFIGS = {"cuda": LaunchConfig(1024, 65_535, 4), "npu": LaunchConfig(256, 960), "cpu": LaunchConfig(64, 3)}
 LANES = tl.constexpr(BLOCK)
 BLOCKS_K = tl.constexpr(BLOCKS)
 GROUP_N = tl.constexpr(GROUP)
