@@ -103,6 +103,19 @@ def why_no_kernel(op: str) -> str | None:
         _kernel_module(op)
     except Exception as error:  # the other vendor's Triton may raise anything
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    return _why_no_driver()
+
+
+def _why_no_driver() -> str | None:
+    """The reason why Triton launches nothing here, such as that of another vendor's cards; None if it can."""
+    try:
+        from triton.runtime import driver
+    except ImportError:  # a kernel that needs no Triton
+        return None
+    try:
+        driver.active.get_current_target  # noqa: B018 - the first look makes the driver
+    except Exception as error:  # vendors' drivers look for compilers and libraries when they are made
+        return f"Triton has no driver for this machine's cards ({type(error).__name__}: {error})"
     return None
 
 

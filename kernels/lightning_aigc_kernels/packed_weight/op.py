@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import is_traced
-from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, KERNEL_DTYPES, warn_once, why_no_kernel
+from lightning_aigc_kernels.dispatch import KERNEL_DTYPES, kernel_for
 from lightning_aigc_kernels.packed_weight import reference
 from lightning_aigc_kernels.packed_weight.reference import Format
 
@@ -28,23 +28,9 @@ def unpack_weight(packed: Tensor, scales: Tensor, kind: Format, shape: Sequence[
 
 
 def _unpack(packed: Tensor, scales: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    flat: Tensor
-    if _has_kernel(packed, dtype):
-        from lightning_aigc_kernels.packed_weight import kernel
-
-        flat = kernel.unpack(packed, scales, kind, dtype)
-    else:
-        flat = reference.unpack(packed, scales, kind, dtype)  # type: ignore[arg-type]
+    kernel = kernel_for("packed_weight", scales) if dtype in KERNEL_DTYPES else None
+    flat: Tensor = (kernel or reference).unpack(packed, scales, kind, dtype)
     return flat[: math.prod(shape)].view(tuple(shape))
-
-
-def _has_kernel(packed: Tensor, dtype: torch.dtype) -> bool:
-    if packed.device.type not in KERNEL_DEVICES or dtype not in KERNEL_DTYPES:
-        return False
-    reason = why_no_kernel("packed_weight")
-    if reason is not None:
-        warn_once("packed_weight", packed.device.type, f"its Triton kernel cannot: {reason}")
-    return reason is None
 
 
 @torch.library.custom_op("lightning_aigc::unpack_weight", mutates_args=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -76,6 +77,22 @@ def test_a_triton_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatch, "_kernel_module", broken)
     monkeypatch.setattr(dispatch, "why_no_kernel", why_no_kernel.__wrapped__)
     with pytest.warns(FallbackWarning, match=r"Triton cannot be imported \(ImportError: no module named triton\)"):
+        assert kernel_for("group_norm_silu", tensor_on("cuda")) is None
+
+
+def test_a_triton_without_a_driver_for_the_card_is_named(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where torch brought the Triton of another vendor's cards."""
+
+    class Driver:
+        @property
+        def active(self) -> Any:
+            raise RuntimeError("0 active drivers")
+
+    runtime = ModuleType("triton.runtime")
+    vars(runtime)["driver"] = Driver()
+    for name, module in (("triton", ModuleType("triton")), ("triton.runtime", runtime)):
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.warns(FallbackWarning, match=r"no driver for this machine's cards \(RuntimeError: 0 active drivers\)"):
         assert kernel_for("group_norm_silu", tensor_on("cuda")) is None
 
 
