@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import json
 import platform
 import statistics
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rows import keep_row
 from unet_variants import Variant, build, inputs_of
 
 PRECISIONS = {"bf16-true": torch.bfloat16, "32-true": torch.float32, "bf16-mixed": torch.float32}
@@ -123,10 +123,7 @@ def main() -> None:
                 "ratio": round(statistics.geometric_mean(ratios), 3),
                 "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
             }
-            print(json.dumps(row), flush=True)
-            if options.output:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
 
 
 if __name__ == "__main__":

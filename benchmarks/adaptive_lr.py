@@ -37,10 +37,11 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 
-from adaptive_lr_table import VARIANTS, goals, read_rows, table
+from adaptive_lr_table import VARIANTS, goals, table
 from adaptive_lr_training import SETTINGS, Cell, Score, train
 from forked_child import Child, be_quiet
 from lightning_aigc.metrics import CLIPSimilarity
+from rows import read_rows
 
 RESULTS = Path(__file__).parent / "results" / "adaptive_lr_grid.jsonl"
 TIMES = (1.0, 3.0, 10.0, 30.0)

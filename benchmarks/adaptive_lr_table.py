@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
 from adaptive_lr_training import CHECKS, SETTINGS, Cell
 
 VARIANTS = ("fixed", "adaptive", "prodigy", "schedule_free")
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()] if file.exists() else []
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:

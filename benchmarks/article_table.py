@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from article_markdown import markdown
+from rows import keep_row, read_rows
 from two_hosts import HOSTS, two_hosts
 
 PARTS = ("npu_sparse", "fused_backward", "adaptive_lr", "guard", "caches", "background_snapshots")
@@ -45,10 +46,6 @@ def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if arm in EVERY_SEED or seed == options.seeds[0]:
                 for job in options.jobs:
                     yield {"job": job, "arm": arm, "rate": options.rate, "seed": seed, "steps": options.steps}
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def run_cell(cell: dict[str, Any], port: int) -> dict[str, Any]:
@@ -154,9 +151,7 @@ def main() -> int:
             if cell in known:
                 continue
             row = run_cell(cell, free_port() if options.rate == "loopback" else 29600 + number)
-            print(json.dumps(row), flush=True)
-            with options.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
     return 0
 
 

@@ -16,7 +16,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import datetime
-import json
 import platform
 import tempfile
 import time
@@ -32,6 +31,7 @@ from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
 from lightning_aigc.precision import FusedBackwardPrecision
+from rows import keep_row
 
 BATCHES = 10
 """Batches of training pictures that are scored."""
@@ -123,10 +123,7 @@ def main() -> None:
                     "device": f"cpu ({platform.machine()})", "torch": torch.__version__, "steps": options.steps,
                     "seed": seed, **found,
                 }  # fmt: skip
-                print(json.dumps(row), flush=True)
-                if options.output:
-                    with options.output.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                keep_row(row, options.output)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ rotation with random signs before them, stochastic rounding, ternary values, sig
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +23,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from gradient_quality import batches_of_ranks
+from lightning_aigc.gradient_sync.ternary import hadamard
+from rows import keep_row
 from toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 
 RANKS, RATE, ROTATED = 4, 1e-3, 256
@@ -105,13 +105,6 @@ CASES = {
 }
 
 
-def hadamard(size: int) -> Tensor:
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(size)
-
-
 class Channel:
     """Four ranks' flat gradients [ranks, N], summed in two hops that are both quantized."""
 
@@ -180,9 +173,7 @@ def main() -> None:
             "seeds": options.seeds, "sent_ratio": round(CASES[name].ratio, 4), "losses": [round(x, 5) for x in losses],
             "loss_to_dense": round(statistics.mean(losses) / statistics.mean(dense), 4),
         }  # fmt: skip
-        print(json.dumps(row), flush=True)
-        with options.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        keep_row(row, options.output)
 
 
 if __name__ == "__main__":

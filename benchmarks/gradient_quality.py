@@ -12,7 +12,6 @@ four ranks, with simulated collectives.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from torch.func import grad, vmap
 from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
 from lightning_aigc.gradient_sync.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
+from rows import keep_row
 from toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 from virtual_ranks import RANKS, VirtualGroups, VirtualSync, run_together
 
@@ -152,19 +152,12 @@ def main() -> None:
     dense = {}
     for rate in options.rates:
         dense[rate], row = run("dense", None, rate)
-        write(row, options.output)
+        keep_row(row, options.output)
     best_rate = min(dense, key=dense.__getitem__)
     yardstick = dense[best_rate]
     for name in options.modes:
         loss, row = run(name, MODES[name], best_rate)
-        write(row | {"loss_to_best_dense": round(loss / yardstick, 4)}, options.output)
-
-
-def write(row: dict[str, Any], output: Path | None) -> None:
-    print(json.dumps(row), flush=True)
-    if output is not None:
-        with output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        keep_row(row | {"loss_to_best_dense": round(loss / yardstick, 4)}, options.output)
 
 
 if __name__ == "__main__":

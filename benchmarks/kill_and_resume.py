@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fakes.kill_phases import ENDING, PHASES, everything_in, told
 from killable_run import Run, log_of, write_config
 from lightning_aigc.checkpoint import newest_complete
+from rows import keep_row
 from run_result import differing, result
 from snapshot_throughput import throughput
 
@@ -150,10 +151,7 @@ def main() -> int:
                 "date": date.today().isoformat(), "device": "cpu, one thread a rank, shared",
                 "torch": torch.__version__, **row,
             }  # fmt: skip
-            print(json.dumps(row), flush=True)
-            if options.output:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
     return 1 if bad else 0
 
 

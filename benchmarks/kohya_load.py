@@ -14,7 +14,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import importlib.util
-import json
 import sys
 import time
 import types
@@ -26,6 +25,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from lightning_aigc.tiny.embedded import resolve
+from rows import keep_row
 
 
 def kohya_networks(path: Path) -> Any:
@@ -80,10 +80,7 @@ def main() -> None:
         "largest_difference_to_diffusers": float((kohya - in_diffusers).abs().max()),
         "largest_change_by_the_lora": round(float((kohya - plain).abs().max()), 4),
     }
-    print(json.dumps(row))
-    if given.output:
-        with given.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    keep_row(row, given.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import datetime
-import json
 import platform
 import tempfile
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
+from rows import keep_row
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -91,10 +91,7 @@ def main() -> None:
                 "relative": round(loss / dense[0], 4),
                 "cosine": round(torch.cosine_similarity(watch.gradient, dense[1], dim=0).item(), 4),
             }
-            print(json.dumps(row))
-            if options.output:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
 
 
 if __name__ == "__main__":

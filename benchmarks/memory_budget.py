@@ -19,7 +19,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 import argparse
 import datetime
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +33,7 @@ from kept_memory import kept_mib
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.swaps import swap_forwards
 from repeated_flops import OF_THE_CPU, open_ops
+from rows import keep_row
 from unet_variants import Variant, build, inputs_of
 
 LEVELS = ("balanced", "lean", "max", "checkpointing")
@@ -104,10 +104,7 @@ def main() -> None:
             "flops_ratio": round(flops / native_flops, 4),
             **more,
         }
-        print(json.dumps(row), flush=True)
-        if given.output:
-            with given.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep_row(row, given.output)
 
     of_ours(given, report)
 

@@ -14,7 +14,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import datetime
-import json
 import resource
 import tempfile
 import time
@@ -28,6 +27,7 @@ from lightning_aigc.diffusion.packed_cache import PackedCache
 from lightning_aigc.quantization.frozen import PackedBase, pack_layers
 from lightning_aigc.quantization.layers import FORMATS, frozen_layers
 from real_size import fill, sdxl_unet
+from rows import keep_row
 
 
 def build(model: str) -> torch.nn.Module:
@@ -75,10 +75,7 @@ def main() -> None:
         "cpu_s": round(first_s, 1), "cached_cpu_s": round(second_s, 1),
         "peak_over_source": round(after_kib / before_kib, 4),
     }  # fmt: skip
-    print(json.dumps(row))
-    if options.output:
-        with options.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+    keep_row(row, options.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ torch reference. Before it is timed, a backend must give the reference's bits. M
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels.dispatch import cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import packed_bytes, reference
+from rows import keep_row
 
 BUFFERS = 4
 BITS = (3, 4, 8)
@@ -112,10 +112,7 @@ def main() -> None:
                 "gb_s": round(statistics.median(rates), 2),
                 "gb_s_spread": [round(min(rates), 2), round(max(rates), 2)],
             }  # fmt: skip
-            print(json.dumps(row), flush=True)
-            if options.output:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
 
 
 if __name__ == "__main__":

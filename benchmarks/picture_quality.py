@@ -33,12 +33,14 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from article_jobs import FEW_STEPS, TARGETS
 from article_ours import LoRA, WholeUNet
+from article_table import free_port
 from guide_run import import_once
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks, set_references
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion.unet_training import UNetTraining
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.strategies import NPUSparseStrategy
+from rows import keep_row, read_rows
 
 RESULTS = Path(__file__).parent / "results" / "picture_quality.jsonl"
 MODES: dict[str, dict[str, Any]] = {
@@ -151,19 +153,11 @@ def fork_rank(cell: dict[str, Any], rank: int, world: int, port: int, log: Path,
         }  # fmt: skip
         signal.alarm(LIMIT_S)
         train(cell, row_file)
-    except BaseException:
+    except BaseException:  # a fork must never return into its parent's code, whatever happened
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(1)  # train ends a rank that came to its end
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -195,10 +189,6 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="+", default=list(RANKS), choices=list(RANKS))
@@ -226,9 +216,7 @@ def main() -> int:
             if any(all(row[key] == value for key, value in cell.items()) for row in read_rows(options.output)):
                 continue
             row = run_cell(cell | {"cache": cache})
-            print(json.dumps(row), flush=True)
-            with options.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
     return 0
 
 

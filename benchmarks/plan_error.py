@@ -40,7 +40,8 @@ from lightning_aigc.cluster import workload
 from lightning_aigc.cluster.cost_model import predict, ring_factor
 from lightning_aigc.cluster.workload import Job, Links, Shape
 from lightning_aigc.gradient_sync import GradientCompressor
-from scaling_model import SIZES, WARM_UP, make_model, slowest_s
+from rows import keep_row
+from scaling_model import SIZES, forward, make_model, timed_in_turns, train
 from two_hosts import DEVICE, HOSTS, enter, two_hosts
 
 MODES = ("dense", "int8", "int4", "int3", "sparse")
@@ -62,20 +63,15 @@ def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
     model, batch = make_model(), torch.randn(BATCH, 1024)
     small, large = (torch.zeros(size) for size in SIZES)
 
-    def forward() -> None:
-        with torch.no_grad():
-            model(batch)
-
-    def train(module: nn.Module) -> None:
-        module.zero_grad()
-        module(batch).square().mean().backward()
-
     def train_synced(ddp: nn.Module, compressor: GradientCompressor) -> None:
-        train(ddp)
+        train(ddp, batch)
         compressor.finish_step()
 
-    steps: dict[str, Callable[[], Any]] = {"forward": forward, "compute": lambda: train(model)}
-    steps["hop"] = lambda: dist.all_reduce(torch.zeros(1))
+    steps: dict[str, Callable[[], Any]] = {
+        "forward": partial(forward, model, batch),
+        "compute": partial(train, model, batch),
+        "hop": lambda: dist.all_reduce(torch.zeros(1)),
+    }
     if inside is not None:
         steps["inside small"] = lambda: dist.all_reduce(small, group=inside)
         steps["inside large"] = lambda: dist.all_reduce(large, group=inside)
@@ -84,12 +80,7 @@ def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
         compressor = GradientCompressor(mode=mode)  # type: ignore[arg-type]
         compressor.hook_into_model(ddp)
         steps[mode] = partial(train_synced, ddp, compressor)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(WARM_UP + rounds):
-        for name, step in steps.items():
-            took = slowest_s(step)
-            if i >= WARM_UP:
-                times[name].append(took)
+    times = timed_in_turns(steps, rounds)
     if rank == 0:
         found: dict[str, Any] = {name: statistics.median(of) for name, of in times.items()}
         found["spread"] = {mode: max(times[mode]) / min(times[mode]) for mode in MODES}
@@ -178,10 +169,7 @@ def main() -> None:
                 "error_with_shipped_constant": round(with_shipped / found[mode] - 1, 3),
                 "compression_GBps": round(speed / 1e9, 3),
             }  # fmt: skip
-            print(json.dumps(row), flush=True)
-            if options.output is not None:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep_row(row, options.output)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import argparse
 import contextlib
 import datetime
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_aigc_kernels import custom_op
+from rows import keep_row
 from unet_variants import Variant, build, inputs_of
 
 aten = torch.ops.aten
@@ -94,10 +94,7 @@ def main() -> None:
             "ratio": round(sum(by_operator.values()) / sum(counts["native"].values()), 3),
             "by_operator": {name: round(count / 1e12, 4) for name, count in sorted(by_operator.items())},
         }
-        print(json.dumps(row), flush=True)
-        if given.output:
-            with given.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep_row(row, given.output)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,14 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from lightning_aigc.cluster.cost_model import predict
@@ -58,6 +59,28 @@ def slowest_s(step: Callable[[], Any]) -> float:
     return took.item()
 
 
+def forward(model: nn.Module, batch: Tensor) -> None:
+    with torch.no_grad():
+        model(batch)
+
+
+def train(module: nn.Module, batch: Tensor) -> None:
+    """A step without an optimizer."""
+    module.zero_grad()
+    module(batch).square().mean().backward()
+
+
+def timed_in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step on the slowest rank; all take turns in every round, so that a moment of load hits all."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(WARM_UP + rounds):
+        for name, step in steps.items():
+            took = slowest_s(step)
+            if i >= WARM_UP:
+                times[name].append(took)
+    return times
+
+
 def measure(rank: int, ranks: int, repeats: int, store: str, out: str) -> None:
     """One rank's part; rank 0 writes the medians."""
     torch.set_num_threads(1)
@@ -66,27 +89,14 @@ def measure(rank: int, ranks: int, repeats: int, store: str, out: str) -> None:
     ddp = nn.parallel.DistributedDataParallel(make_model())
     small, large = (torch.zeros(size) for size in SIZES)
 
-    def forward() -> None:
-        with torch.no_grad():
-            model(batch)
-
-    def train(module: nn.Module) -> None:
-        module.zero_grad()
-        module(batch).square().mean().backward()
-
     steps: dict[str, Callable[[], Any]] = {
-        "forward_s": forward,
-        "compute_s": lambda: train(model),
-        "ddp_s": lambda: train(ddp),
+        "forward_s": partial(forward, model, batch),
+        "compute_s": partial(train, model, batch),
+        "ddp_s": partial(train, ddp, batch),
         "small_s": lambda: dist.all_reduce(small),
         "large_s": lambda: dist.all_reduce(large),
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(WARM_UP + repeats):
-        for name, step in steps.items():
-            took = slowest_s(step)
-            if i >= WARM_UP:
-                times[name].append(took)
+    times = timed_in_turns(steps, repeats)
     if rank == 0:
         found = {name: statistics.median(of) for name, of in times.items()}
         found |= {"spread": max(times["ddp_s"]) / min(times["ddp_s"])}

@@ -45,6 +45,7 @@ from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc_kernels import PackedWeight
 from real_size import build_pipeline, build_sdxl_pipeline
+from rows import keep_row
 
 MIB = 2**20
 VARIANTS = (
@@ -258,10 +259,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu, storages counted",
             "torch": torch.__version__,
         }
-        print(json.dumps(header | row), flush=True)
-        if given.output:
-            with given.output.open("a") as file:
-                file.write(json.dumps(header | row) + "\n")
+        keep_row(header | row, given.output)
 
 
 if __name__ == "__main__":

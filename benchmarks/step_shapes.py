@@ -19,7 +19,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from lightning_aigc.quantization.layers import FORMATS, frozen_layers
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight, set_packed_
 from lightning_aigc_kernels.packed_weight.reference import BLOCK, BYTES_OF_A_BLOCK
 from real_size import sdxl_unet
+from rows import keep_row
 from step_memory import MIB, VARIANTS, PeakOfStorages
 
 
@@ -137,10 +137,7 @@ def main() -> None:
             "variant": variant, "batch": options.batch, "rank": options.rank, "pixels": options.pixels,
             "torch": torch.__version__,
         } | count(variant, options)  # fmt: skip
-        print(json.dumps(row), flush=True)
-        if options.output:
-            with options.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep_row(row, options.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ at a time, so that no rank holds all of them. For more ranks the same payloads a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from datetime import date
@@ -31,6 +30,7 @@ from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.mode_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from rows import keep_row
 
 SDXL = {
     "sample_size": 128, "cross_attention_dim": 2048, "block_out_channels": (320, 640, 1280),
@@ -118,10 +118,7 @@ def main() -> None:
                         scale = (1 - 1 / further["ranks"]) / (1 - 1 / ranks)
                         further["sent_mb"] = {k: round(v * scale, 1) for k, v in row["sent_mb"].items()}
                 for each in rows:
-                    print(json.dumps(each), flush=True)
-                    if options.output is not None:
-                        with options.output.open("a") as file:
-                            file.write(json.dumps(each) + "\n")
+                    keep_row(each, options.output)
 
 
 if __name__ == "__main__":

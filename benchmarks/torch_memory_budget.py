@@ -17,7 +17,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import argparse
 import copy
 import datetime
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memory_budget import counted, with_fakes
 from repeated_flops import OF_THE_CPU
+from rows import keep_row
 from unet_variants import build
 
 VIEWS = (
@@ -101,10 +101,7 @@ def main() -> None:
             "budget": budget,
             "planned_s": round(seconds, 1),
         }
-        print(json.dumps(row), flush=True)
-        if given.output:
-            with given.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep_row(row, given.output)
 
     unet = build(given.model, given.lora, torch.bfloat16, device="meta", width=given.width)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)

@@ -29,6 +29,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from rows import keep_row
+
 DEVICE = "aigc0"
 RUN = os.environ.setdefault("TWO_HOSTS_RUN", str(os.getpid()))
 """The process that makes the namespaces; those that it starts inherit it."""
@@ -138,10 +140,7 @@ def write_rows(rows: list[dict[str, Any]], about: dict[str, Any], output: Path |
             "step_time_ratio": round(row["step_time_s"] / plain, 3),
         }  # fmt: skip
         entry = {key: round(value, 4) if isinstance(value, float) else value for key, value in entry.items()}
-        print(json.dumps(entry), flush=True)
-        if output:
-            with output.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+        keep_row(entry, output)
 
 
 def main() -> int:

@@ -22,7 +22,6 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 import argparse
 import datetime
-import json
 import platform
 import statistics
 import sys
@@ -37,6 +36,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "benchmarks"))
 from bandwidth import replay_seconds
 from kept_memory import kept_by_compiled_mib, kept_mib, peak_mib
+from rows import keep_row
 from unet_variants import VARIANTS, Variant, build, inputs_of
 
 
@@ -154,10 +154,7 @@ def main() -> None:
     }
     for name in options.variants:
         row = header | row_of(name, found, options.rounds)
-        print(json.dumps(row))
-        if options.output:
-            with options.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        keep_row(row, options.output)
 
 
 def row_of(name: str, found: Figures, rounds: int) -> dict[str, Any]:
