@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.stall_watchdog import FOLDER, StallWatchdog, default_after_s
+from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, report_folder
 
 
 class StallWatch(Callback):
@@ -32,10 +31,8 @@ class StallWatch(Callback):
         if trainer.world_size == 1 or not dist.is_initialized():
             return
         timeout = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
-        after_s = default_after_s(timeout) if self._after_s is None else self._after_s
-        root = str(trainer.default_root_dir)
-        folder = None if "://" in root else Path(root, FOLDER)
-        self._watchdog = StallWatchdog(after_s, folder, trainer.global_rank, trainer.world_size, timeout)
+        folder = report_folder(str(trainer.default_root_dir))
+        self._watchdog = StallWatchdog(self._after_s, folder, trainer.global_rank, trainer.world_size, timeout)
         self._watchdog.start()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

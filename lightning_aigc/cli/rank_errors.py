@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_aigc.cli.config_errors import first_sentence
-from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.errors import UserError
+from lightning_aigc.gradient_sync.sync_error import stopped_by
 
 
 def share_errors(module: Any, data: Any) -> None:
@@ -51,7 +52,7 @@ class _SharedHook:
         if self._kept.error is None:
             try:
                 result = self.__wrapped__(*args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # raised below, or by the next hook that all ranks run
                 self._kept.error = error
         if self._agrees:
             raise_on_all_ranks(self._kept.error)
@@ -73,4 +74,4 @@ def raise_on_all_ranks(error: Exception | None) -> None:
         raise error
     for rank, (host, said) in enumerate(everybody):
         if said is not None:
-            raise ConfigError(f"rank {rank} ({host}) stopped, and this rank with it: {said}")
+            raise stopped_by(rank, host, said)

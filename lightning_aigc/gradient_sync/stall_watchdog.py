@@ -33,7 +33,7 @@ class StallWatchdog:
     """A thread that reports a stall: no call of `progress` for `after_s` seconds.
 
     Args:
-        after_s: seconds without progress before the report; 0 never reports.
+        after_s: seconds without progress before the report; None is a third of the timeout, 0 never reports.
         folder: where `rank0.txt` and its like are written; None writes them to stderr.
         rank, world_size: of this process.
         timeout: what ends the run if it goes on waiting, for the line on the console.
@@ -44,7 +44,7 @@ class StallWatchdog:
 
     def __init__(
         self,
-        after_s: float,
+        after_s: float | None,
         folder: Path | None,
         rank: int,
         world_size: int,
@@ -52,6 +52,7 @@ class StallWatchdog:
         describe: Callable[[], Sequence[str]] = list,
         say: Callable[[str], None] | None = None,
     ) -> None:
+        after_s = default_after_s(timeout) if after_s is None else after_s
         if after_s < 0:
             raise ConfigError(f"the watchdog's seconds must be above 0, or 0 to turn it off; got {after_s}")
         self.after_s, self.folder, self.rank, self.world_size = after_s, folder, rank, world_size
@@ -144,6 +145,11 @@ class StallWatchdog:
             self._board.clear()
         if self.rank == 0:
             self._say(f"steps finish again: {self._doing} is next")
+
+
+def report_folder(run_folder: str) -> Path | None:
+    """The folder of a run's reports; None for a run that has none, or whose folder is a URL."""
+    return Path(run_folder, FOLDER) if run_folder and "://" not in run_folder else None
 
 
 def default_after_s(timeout: timedelta) -> float:

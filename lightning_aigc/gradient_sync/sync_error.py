@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 
 
@@ -19,6 +20,11 @@ def explain(error: BaseException, groups: ProcessGroups, step: int) -> SyncError
         f"{type(error).__name__}: {said[0]}. Most often another rank has stopped or hangs: look at its log first; a "
         f"rank that is only slow needs a longer timeout than {groups.timeout}"
     )
+
+
+def stopped_by(rank: int, host: str, sentence: str) -> ConfigError:
+    """Return the error of a rank that stops because another one did, with that one's sentence."""
+    return ConfigError(f"rank {rank} ({host}) stopped, and this rank with it: {sentence}")
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:

@@ -51,7 +51,7 @@ class CLIPModel:
     def __init__(self, name: str, pretrained: str | None, device: torch.device) -> None:
         import open_clip
 
-        named_weights = pretrained
+        self.name, self.pretrained, self.device = name, pretrained, device
         source, weights_file = _locate(open_clip, name, pretrained)
         pretrained = pretrained or _DEFAULT_WEIGHTS.get(name)
         is_named = ":" not in source
@@ -79,7 +79,6 @@ class CLIPModel:
             ) from error
         self.model.eval().requires_grad_(False).float().to(device)
         self.preprocessing: dict[str, Any] = dict(self.model.visual.preprocess_cfg)
-        self.name, self.pretrained, self.device = name, named_weights, device
 
     def on(self, device: torch.device) -> CLIPModel:
         """The model of these arguments on a device: itself, the one that is there already, or a copy."""

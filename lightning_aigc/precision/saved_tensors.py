@@ -83,7 +83,7 @@ def storage_of(tensor: Tensor) -> tuple[int, StorageWeakRef, int] | None:
         return None
     try:
         storage = tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # a kind of tensor that has no storage, as inside torch.func
         return None
     return storage._cdata, StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
 
@@ -94,9 +94,14 @@ def owned_by(module: nn.Module) -> frozenset[int]:
     return frozenset(storage[0] for storage in found if storage is not None)
 
 
+def is_in_backward() -> bool:
+    """Whether autograd's engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint runs a region now, whose tensors are recomputed, or recomputes it in backward."""
-    if torch._C._current_graph_task_id() != -1:
+    if is_in_backward():
         return True
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"

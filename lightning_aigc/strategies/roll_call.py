@@ -17,8 +17,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.sync_error import SyncError
+from lightning_aigc.gradient_sync.sync_error import SyncError, stopped_by
 
 POLL_S = 0.1
 SAY_FAREWELL_S = 10.0
@@ -59,7 +58,7 @@ def call_roll(store: Store, rank: int, ranks: int, timeout: timedelta | None) ->
         if store.check(["failed"]):
             by, host, sentence = json.loads(store.get("failed"))
             store.add("told", 1)
-            raise ConfigError(f"rank {by} ({host}) stopped, and this rank with it: {sentence}")
+            raise stopped_by(by, host, sentence)
         if time.monotonic() > deadline:
             missing = ", ".join(str(other) for other in range(ranks) if not store.check([f"here/{other}"]))
             raise SyncError(

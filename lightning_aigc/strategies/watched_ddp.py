@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.stall_watchdog import FOLDER, StallWatchdog, default_after_s
+from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, report_folder
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
 
 
@@ -31,13 +30,15 @@ class WatchedDDPStrategy(DeviceDDPStrategy):
 
     def _watch(self) -> None:
         """Begin to watch, once there is a process group."""
-        timeout = self._timeout or default_pg_timeout
-        after_s = default_after_s(timeout) if self._stall_after_s is None else self._stall_after_s
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         root = "" if trainer is None else str(trainer.default_root_dir)
-        folder = Path(root, FOLDER) if root and "://" not in root else None
         self._watchdog = StallWatchdog(
-            after_s, folder, self.global_rank, self.world_size, timeout, lambda: self.describe_wait()
+            self._stall_after_s,
+            report_folder(root),
+            self.global_rank,
+            self.world_size,
+            self._timeout or default_pg_timeout,
+            lambda: self.describe_wait(),
         )
         self._watchdog.start()
 
