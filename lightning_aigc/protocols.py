@@ -63,6 +63,19 @@ class HasPackedBase(Protocol):
     packed_base: Any
     """What was packed, with `summary()`; None if nothing was."""
 
+    def full_precision_base(self) -> AbstractContextManager[object]:
+        """Compute with the whole weights until the block ends."""
+        ...
+
+
+@runtime_checkable
+class HasAveragedWeights(Protocol):
+    """Has an average of its weights, to be sampled and saved in their place."""
+
+    def averaged_weights(self) -> AbstractContextManager[object]:
+        """Swap in the average until the block ends."""
+        ...
+
 
 @runtime_checkable
 class SavesLoRA(Protocol):
@@ -70,6 +83,64 @@ class SavesLoRA(Protocol):
 
     def save_lora(self, path: str | Path, **metadata: Any) -> Any:
         """Write the file; `metadata` has strings and numbers for its header."""
+        ...
+
+
+@runtime_checkable
+class SavesModel(Protocol):
+    """Saves its trained model whole."""
+
+    saved_kind: str
+    """What is saved, for the summary: pipeline or controlnet."""
+
+    def save_model(self, path: str | Path) -> Sequence[Path]:
+        """Write `path`, a single `.safetensors` file, and beside it a folder; return what was written."""
+        ...
+
+
+@runtime_checkable
+class ProtectsGradients(Protocol):
+    """Names modules whose gradients stay dense and in full precision through every lossy path.
+
+    FusedBackwardPrecision, the npu_sparse strategy and `base_quantization` add them to their own lists.
+    """
+
+    protected_gradients: Sequence[str]
+    """Name patterns, as in FusedBackwardPrecision's `protect`."""
+
+
+@runtime_checkable
+class SupportsControlCheck(Protocol):
+    """Compares the loss with right conditions to that with another picture's, for ControlGuard."""
+
+    def control_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with all that frozen parts compute, so that checks of it take two forwards."""
+        ...
+
+    def control_losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the losses [B] with the right and with another picture's condition, at fixed noise."""
+        ...
+
+
+@runtime_checkable
+class SamplesWithConditions(Protocol):
+    """Draws pictures from conditions, for EdgeReport."""
+
+    def conditioning(self, batch: dict[str, Any]) -> Tensor:
+        """Return the batch's conditions, [B, C, H, W] in 0..1."""
+        ...
+
+    def round_trip(self, pixels_B3HW: Tensor) -> Tensor:
+        """Return pixels in -1..1 as the autoencoder gives them back, [B, 3, H, W] in 0..1 on the CPU."""
+        ...
+
+
+@runtime_checkable
+class HasHeldOutBatches(Protocol):
+    """Is a data module that gives batches of pictures that are not trained on."""
+
+    def held_out_loader(self, batch_size: int) -> Any:
+        """Return a loader of them in order, of training pictures where none is held out."""
         ...
 
 
@@ -133,6 +204,15 @@ class HasReferenceImages(Protocol):
 
     def reference_images(self, count: int) -> Tensor:
         """Return up to `count` pictures, [N, 3, H, W] in 0..1."""
+        ...
+
+
+@runtime_checkable
+class HasExampleBatch(Protocol):
+    """Provides a few training examples, on which a base's bits are chosen."""
+
+    def example_batch(self, count: int) -> dict[str, Any]:
+        """Return up to `count` examples of one size as a batch, the same at each call."""
         ...
 
 
@@ -213,6 +293,15 @@ class HasSnapshotState(Protocol):
 
     def without_averaging(self) -> AbstractContextManager[object]:
         """Read the parameters in a block without triggering an average over ranks."""
+        ...
+
+
+@runtime_checkable
+class HasShardedTensors(Protocol):
+    """Cuts weights and optimizer states over the ranks, as DTensors."""
+
+    def from_shards(self, tree: Any) -> Any:
+        """Return a nested value with the sharded tensors in it that `sharding.shards.to_shards` made plain."""
         ...
 
 

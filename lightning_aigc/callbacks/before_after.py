@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.sampling.pairs import Pair, sample_on_all_ranks
 from lightning_aigc.callbacks.sampling.thumbnail import data_uri, thumbnail
-from lightning_aigc.errors import SamplingTooSlow
+from lightning_aigc.errors import SamplingTooSlow, UserError
 from lightning_aigc.metrics import CLIPSimilarity
-from lightning_aigc.protocols import SupportsSampling
+from lightning_aigc.protocols import HasPackedBase, SupportsSampling
 from lightning_aigc.report.record import Paired, Picture
 
 WHENS = ("before", "after")
@@ -37,6 +38,8 @@ class BeforeAfter:
         """Thumbnails by kind and time, such as `prior_before`."""
         self.scores: dict[str, list[float]] = {}
         """Of each picture, such as `clip_t_before`."""
+        self.full_base: dict[str, Paired] = {}
+        """Scores after training on a packed base and on the full-precision one, by name."""
 
     def measure(
         self,
@@ -63,6 +66,35 @@ class BeforeAfter:
                 if scores_N is not None and bool(scores_N.isfinite().all()):
                     self.scores[f"{kind}{metric}_{when}"] = scores_N.tolist()
 
+    def measure_full_base(
+        self, trainer: Trainer, pl_module: LightningModule, judge: CLIPSimilarity, note: Callable[[str], None]
+    ) -> None:
+        """Score what was trained on a packed base where it is used, on the full-precision one. Collective."""
+        prompts = self.prompts.get("", [])
+        if (
+            not isinstance(pl_module, HasPackedBase)
+            or pl_module.packed_base is None
+            or "clip_t_after" not in self.scores
+        ):
+            return
+        with contextlib.ExitStack() as stack:
+            failed = ""
+            try:
+                stack.enter_context(pl_module.full_precision_base())
+            except (RuntimeError, OSError, UserError) as error:  # out of memory, or the source is gone
+                failed = str(error).splitlines()[0]
+            if trainer.strategy.reduce_boolean_decision(bool(failed), all=False):
+                note(f"no score on the full-precision base: {failed or 'another rank could not load it'}")
+                return
+            try:
+                sampled = sample_on_all_ranks(trainer, pl_module, self.pairs(prompts), judge)
+            except SamplingTooSlow as slow:
+                note(str(slow))
+                return
+        for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
+            if scores_N is not None and f"{metric}_after" in self.scores:
+                self.full_base[f"full_base_{metric}"] = Paired(self.scores[f"{metric}_after"], scores_N.tolist())
+
     def pairs(self, prompts: Sequence[str]) -> list[Pair]:
         """Each prompt as often, with seeds that count up."""
         per_prompt = max(1, math.ceil(self.num_images / len(prompts)))
@@ -78,7 +110,8 @@ class BeforeAfter:
     def paired_scores(self) -> dict[str, Paired]:
         """The scores of both times by name."""
         names = sorted({name.rpartition("_")[0] for name in self.scores})
-        return {name: Paired(*(self.scores.get(f"{name}_{when}", []) for when in WHENS)) for name in names}
+        found = {name: Paired(*(self.scores.get(f"{name}_{when}", []) for when in WHENS)) for name in names}
+        return found | self.full_base
 
     def pictures(self) -> list[Picture]:
         """The pictures that the page shows, of both times."""

@@ -17,6 +17,8 @@ from lightning_aigc.protocols import AddsToReport, DescribesTrainingData
 from lightning_aigc.report.record import LoRAFile, RunRecord, Snapshots
 
 CONFIG_FILE = "config.yaml"
+SHARED = ("figures", "result_files", "sheets")
+"""Fields of the record that several callbacks add to."""
 
 
 def record_of(trainer: Trainer, pl_module: LightningModule) -> RunRecord:
@@ -37,7 +39,7 @@ def record_of(trainer: Trainer, pl_module: LightningModule) -> RunRecord:
     for source in found:
         if isinstance(source, AddsToReport):
             for name, value in source.report_entries().items():
-                setattr(record, name, value)
+                setattr(record, name, getattr(record, name) | value if name in SHARED else value)
     return record
 
 

@@ -194,6 +194,8 @@ class RunReport(Callback):
             trainer.progress_bar_callback.finish()
         peak = self._peak_mib(pl_module.device)
         self._pictures.measure(trainer, pl_module, "after", self._judge, self._note)
+        if self._judge is not None:
+            self._pictures.measure_full_base(trainer, pl_module, self._judge, self._note)
         if self._snapshots is not None and self._snapshots.blocked_s:
             with contextlib.suppress(SnapshotError):  # ExactSnapshot says it
                 self._snapshots.wait()

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
 from lightning_aigc.callbacks.sampling.checks import check_images
+from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, require_sampling, sample_pairs
 from lightning_aigc.callbacks.sampling.png import log_picture, write_png
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet
@@ -123,13 +124,14 @@ class SampleGrid(Callback):
             self._draw(trainer, pl_module)
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw on rank zero, without any collective; all ranks meet at a barrier afterwards, whatever happened."""
+        """Draw on rank zero alone, once weights are gathered; all ranks meet at a barrier afterwards."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         try:
-            if trainer.is_global_zero and not self._too_slow:
-                with isolate_rng(pl_module.device), evaluating(pl_module):
-                    self._draw_on_rank_zero(trainer, pl_module)
+            with gathered_weights(pl_module):
+                if trainer.is_global_zero and not self._too_slow:
+                    with isolate_rng(pl_module.device), evaluating(pl_module):
+                        self._draw_on_rank_zero(trainer, pl_module)
         except SamplingTooSlow as error:
             self._too_slow = True  # on rank zero alone, hence every rank comes to the barrier below
             warnings.warn(f"SampleGrid draws no more: {error}", stacklevel=2)

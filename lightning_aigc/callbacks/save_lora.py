@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch import LightningModule, Trainer
 
+from lightning_aigc.callbacks.save_result import SaveResult
 from lightning_aigc.errors import ModelError
-from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA
+from lightning_aigc.protocols import DescribesTrainingData, SavesLoRA
+from lightning_aigc.sharding.own_class import own_class
 
 
-class SaveLoRA(Callback):
+class SaveLoRA(SaveResult):
     """Saves `<default_root_dir>/<output_name>.safetensors` at the end; on the way and on Ctrl-C a file named by step.
 
     Works with any LightningModule that has `save_lora(path, **metadata)`.
@@ -23,48 +23,17 @@ class SaveLoRA(Callback):
         output_name: Name without ending; unset means the module's `output_name`, or lora.
     """
 
+    unnamed = "lora"
+
     def __init__(self, every_n_steps: int = 500, output_name: str | None = None) -> None:
-        self.every_n_steps, self.output_name = every_n_steps, output_name
-        self._is_off = False
-        self._last_step = 0
-        self._started_at = 0.0
+        super().__init__(every_n_steps, output_name)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._is_off = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(pl_module, SavesLoRA):
             raise ModelError(
-                f"SaveLoRA needs a module with save_lora(path, **metadata), {type(pl_module).__name__} has none"
+                f"SaveLoRA needs a module with save_lora(path, **metadata), {own_class(pl_module).__name__} has none"
             )
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last_step, self._started_at = trainer.global_step, time.time()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        if self.every_n_steps and not self._is_off and step > self._last_step and step % self.every_n_steps == 0:
-            self._last_step = step
-            self._write(trainer, pl_module, f"_step_{step:06d}")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_off:
-            self._write(trainer, pl_module, "")
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        step = trainer.global_step
-        if isinstance(exception, KeyboardInterrupt) and not self._is_off and step > self._last_step:
-            self._write(trainer, pl_module, f"_step_{step:06d}")
-            rank_zero_info(f"saved {self.file_path(trainer, pl_module, f'_step_{step:06d}')}")
-
-    def file_path(self, trainer: Trainer, pl_module: LightningModule, suffix: str = "") -> Path:
-        """The path of the final file; of one on the way with a suffix such as `_step_000100`."""
-        name = self.output_name or (pl_module.output_name if isinstance(pl_module, HasOutputName) else "lora")
-        return Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
-
-    def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
-        """The files that a finished run must have, for ExactSnapshot."""
-        return [] if self._is_off else [self.file_path(trainer, pl_module)]
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         path = self.file_path(trainer, pl_module, suffix)

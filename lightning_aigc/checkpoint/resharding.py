@@ -1,5 +1,6 @@
 """Resharding: what a rank starts with from a snapshot that another number of ranks wrote.
 
+Sharded tensors are cut anew.
 Gradients of an open accumulation window become their mean over the old ranks, so that their mean over the new ranks is
 the same. The position in the epoch becomes the same fraction of it, at the same micro-batch of a window. A rank without
 a counterpart gets new random states.
@@ -13,13 +14,19 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.checkpoint.reader import Snapshot
+from lightning_aigc.sharding.shards import has_shards, recut
 
 
 def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
     """This rank's state; its loaders' states are None, and the loops' counters say where the loaders begin."""
     old = snapshot.world_size
     own: dict[str, Any] = snapshot.rank(rank % old)
-    if own["gradients"]:
+    is_sharded = has_shards(own["checkpoint"])
+    if is_sharded:
+        states = [own if k == rank % old else snapshot.rank(k) for k in range(old)]
+        for key in ("checkpoint", "gradients"):
+            own[key] = recut([state[key] for state in states], rank, world_size)
+    if own["gradients"] and not is_sharded:
         of_all = [snapshot.rank(k)["gradients"] for k in range(old)]
         own["gradients"] = {
             name: _mean([gradients[name] for gradients in of_all if name in gradients], old)

@@ -20,7 +20,8 @@ from lightning_aigc.checkpoint.resharding import reshard
 from lightning_aigc.checkpoint.run_config import device_name, differences, limits_of, training_config
 from lightning_aigc.checkpoint.storage import MANIFEST, complete_folders, name_of
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.protocols import HasSnapshotState
+from lightning_aigc.protocols import HasShardedTensors, HasSnapshotState
+from lightning_aigc.sharding.shards import has_shards
 
 LATEST = "latest"
 
@@ -58,7 +59,16 @@ class ResumeSession:
         for note in resume_caveats(snapshot, world_size, device_name(trainer)):
             rank_zero_warn(f"not bit for bit the run of the snapshot: {note}")
         is_same = snapshot.world_size == world_size
-        self._own = snapshot.rank(rank) if is_same else reshard(snapshot, rank, world_size)
+        own = snapshot.rank(rank) if is_same else reshard(snapshot, rank, world_size)
+        if has_shards(own["checkpoint"]):
+            if not isinstance(trainer.strategy, HasShardedTensors):
+                raise ConfigError(
+                    f"{snapshot.path} is of a sharded run, and {type(trainer.strategy).__name__} keeps weights whole; "
+                    "resume with the strategy of that run (zero_2 or zero_3), on any number of ranks"
+                )
+            for key in ("checkpoint", "gradients"):
+                own[key] = trainer.strategy.from_shards(own[key])
+        self._own = own
 
     def load(self) -> None:
         """Hand Lightning its checkpoint, and the strategy its state."""

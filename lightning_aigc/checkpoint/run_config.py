@@ -17,6 +17,7 @@ from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.protocols import DeclaresSnapshotArguments, WritesFinalFiles
+from lightning_aigc.sharding.own_class import own_class
 
 TRAINER_KEYS = (
     "accumulate_grad_batches",
@@ -44,7 +45,7 @@ def training_config(trainer: Trainer, module: LightningModule, data: Any = None)
         return relevant(config, ignored)
     found: dict[str, Any] = {
         "trainer": {name: getattr(trainer, name) for name in TRAINER_KEYS if hasattr(trainer, name)},
-        "model": {"class_path": type(module).__qualname__, "init_args": dict(module.hparams)},
+        "model": {"class_path": own_class(module).__qualname__, "init_args": dict(module.hparams)},
         "data": {"class_path": type(data).__qualname__, "init_args": dict(data.hparams)} if data is not None else {},
         "optimizer": [_settings(optimizer) for optimizer in trainer.optimizers],
     }
@@ -80,6 +81,7 @@ def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _settings(optimizer: Any) -> dict[str, Any]:
+    optimizer = getattr(optimizer, "optim", optimizer)  # of a ZeroRedundancyOptimizer the configured one
     values = {key: value for key, value in optimizer.defaults.items() if key != "lr"}  # a schedule may have changed lr
     return {"class_path": type(optimizer).__qualname__, **values}
 

@@ -22,6 +22,7 @@ from lightning_aigc.devices import accelerator_module
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.host_state import host_bytes
 from lightning_aigc.protocols import HasDeferredSnapshotKeys
+from lightning_aigc.sharding.local_parts import local_part
 
 SLAB = 64 * 2**20
 """bytes. A power of two: torch rounds pinned memory up to one, so that a single block could be twice the state."""
@@ -161,6 +162,7 @@ class DeferredCopies:
 
     def _add(self, value: Any) -> None:
         if isinstance(value, Tensor):
+            value = local_part(value.detach())
             if value.numel():
                 self._found[value.data_ptr()] = value, value._version
         elif isinstance(value, (dict, list, tuple)):

@@ -208,7 +208,7 @@ def local_path(address: str | Path) -> Path:
 
 def download(address: str) -> Path:
     """Copy a remote folder to a local one, which is removed when the process ends."""
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     filesystem, path = url_to_fs(address)
     folder = tempfile.mkdtemp(prefix="snapshots-")

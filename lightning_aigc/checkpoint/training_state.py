@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_aigc.checkpoint.lightning_loops import LoopState, State, dump_checkpoint
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasSnapshotState
+from lightning_aigc.sharding.shards import to_shards
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 PER_RANK_KEYS = ("callbacks",)
@@ -36,9 +37,10 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
     strategy, module = trainer.strategy, trainer.lightning_module
     with strategy.without_averaging() if isinstance(strategy, HasSnapshotState) else contextlib.nullcontext():
         checkpoint = checkpoint_of(trainer)
+    checkpoint = to_shards(checkpoint)
     own = {
         "moment": loop_state.to_plain(),
-        "gradients": gradients(module) if loop_state.is_window_open else {},
+        "gradients": to_shards(gradients(module)) if loop_state.is_window_open else {},
         "buffers": local_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
         "in_eval": training_modes(trainer),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,

@@ -13,9 +13,11 @@ TRAINER_VERBS = ("fit", "validate", "test", "predict")
 OWN_VERBS = {
     "init": "look at a folder of pictures and write a config for it: lightning init photos/ -o my.yaml",
     "sample": 'draw a grid of pictures with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
+    "encode": "write latents and embeddings of many pictures as shards, which training streams: -c my.yaml -o shards/",
     "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
     "report": "compare runs: one page, a Markdown table, and their curves as a picture",
+    "import-deepspeed": "write a config from a ds_config.json, and say what each of its keys became",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
 }
 USAGE = """usage: lightning VERB [options]
@@ -25,10 +27,12 @@ USAGE = """usage: lightning VERB [options]
   validate   print val_loss of the held-out pictures, with the run's newest snapshot; test does the same
   predict    draw the run's validation_prompts with its newest snapshot
   sample     {sample}
+  encode     {encode}
   export     {export}
   doctor     {doctor}
   report     {report}
   plan       {plan}
+  import-deepspeed   {import-deepspeed}
 
 lightning VERB --help shows a verb's options; fit takes -c several times, --print_config and --dry_run.
 """.format(**OWN_VERBS)
@@ -52,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run_own_verb(verb: str, arguments: list[str]) -> int:
     # Imported on demand: doctor must run where importing torch, which the other verbs need, fails.
-    own = importlib.import_module(f"lightning_aigc.cli.{verb}")
+    own = importlib.import_module(f"lightning_aigc.cli.{verb.replace('-', '_')}")
     parser = argparse.ArgumentParser(prog=f"lightning {verb}")
     own.add_arguments(parser)
     try:

@@ -6,6 +6,7 @@ An exception in a check becomes a finding too, so that one failing check does no
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -194,6 +195,27 @@ def check_command(host: Host) -> Findings:
     return found
 
 
+def check_sharding(host: Host) -> Findings:
+    """Which stages of ZeRO this machine can run, and on which backend."""
+    if "error" in host.probe["torch"]:
+        return [("unknown", "torch does not answer, so no stage of ZeRO is known to run")]
+    npu_version = host.probe["torch_npu"].get("value")
+    cards = {kind: host.probe[kind].get("value") or [] for kind in ("npu", "cuda")}
+    kind = next((kind for kind, found in cards.items() if found), "cpu")
+    if kind == "npu" and npu_version and _version(npu_version) < (2, 6):
+        return [("warn", "zero_1 can run; zero_2 and zero_3 want torch_npu 2.6 or later: its fully_shard came then")]
+    count = (os.cpu_count() or 1) if kind == "cpu" else len(cards[kind])
+    if kind != "cpu" and count < 2:
+        return [("note", "one card here: zero_1, zero_2 and zero_3 want two ranks or more, on other nodes too")]
+    backend = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}[kind]
+    counted = f"{count} {'cores' if kind == 'cpu' else kind}"
+    return [("ok", f"zero_1, zero_2 and zero_3 can run here over {backend} ({counted})")]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
+
+
 CHECKS: dict[str, Check] = {
     "versions": check_versions,
     "imports": check_imports,
@@ -201,6 +223,7 @@ CHECKS: dict[str, Check] = {
     "topology": check_topology,
     "kernels": check_kernels,
     "gradient sync": check_gradient_sync,
+    "sharding": check_sharding,
     "environment": check_environment,
     "threads": check_threads,
     "command": check_command,

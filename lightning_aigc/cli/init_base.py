@@ -18,7 +18,9 @@ HUB = {
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
 }
 NATIVE_SIDE = {"sd": 512, "sdxl": 1024}
-CARDS = ("8gb", "12gb", "24gb", "910b")
+KINDS_BY_GIB = ((22, "24gb"), (11, "12gb"), (7, "8gb"), (5, "6gb"))
+"""The card from so many GiB on; a card shows a little less than its name says."""
+CARDS = ("4gb", "6gb", "8gb", "12gb", "24gb", "910b")
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,10 @@ def find_card(given: str | None) -> Card:
         return Card("910b", f"found {npu.get_device_name(0)}")
     if torch.cuda.is_available():
         gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-        kind = "24gb" if gib > 22 else "12gb" if gib > 11 else "8gb"
+        kind = next((name for least, name in KINDS_BY_GIB if gib > least), "4gb")
         precision = None if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
         return Card(kind, f"found {torch.cuda.get_device_name(0)} with {gib:.0f} GiB", precision)
-    return Card("12gb", "no card here, so values for 12 GB; --card 8gb, 24gb or 910b writes others")
+    return Card("12gb", "no card here, so values for 12 GB; --card 4gb, 6gb, 8gb, 24gb or 910b writes others")
 
 
 def _side_of(pipeline: Path) -> int:

@@ -18,20 +18,33 @@ HELD_OUT_FROM, HELD_OUT = 20, 0.1
 CHECKS = 6
 """About how many times a run is looked at."""
 CONFIGS = {
+    ("sd", "4gb"): "sd_qlora_4gb.yaml", ("sd", "6gb"): "sd_lora_8gb.yaml",
+    ("sdxl", "4gb"): "sdxl_qlora_6gb.yaml", ("sdxl", "6gb"): "sdxl_qlora_6gb.yaml",
     ("sd", "8gb"): "sd_lora_8gb.yaml", ("sd", "12gb"): "sd_lora.yaml", ("sd", "24gb"): "sd_lora.yaml",
-    ("sd", "910b"): "sd_lora_ascend.yaml", ("sdxl", "8gb"): "sdxl_lora.yaml", ("sdxl", "12gb"): "sdxl_lora.yaml",
+    ("sd", "910b"): "sd_lora_ascend.yaml", ("sdxl", "8gb"): "sdxl_qlora_6gb.yaml", ("sdxl", "12gb"): "sdxl_lora.yaml",
     ("sdxl", "24gb"): "sdxl_lora.yaml", ("sdxl", "910b"): "sdxl_lora.yaml",
 }  # fmt: skip
 MEMORY = {
+    ("sd", "4gb"): ("max", "blocks are recomputed in backward"),
+    ("sd", "6gb"): ("max", "a step took 2.4 GiB on an H100 (docs/first_hour.md)"),
+    ("sdxl", "4gb"): ("max", "2.5 GiB and the card's context, by counting (docs/quantized_base.md)"),
+    ("sdxl", "6gb"): ("max", "3.5 GiB and the card's context, by counting (docs/quantized_base.md)"),
     ("sd", "8gb"): ("max", "blocks are recomputed in backward"),
     ("sd", "12gb"): ("lean", "a step of 4 pictures took 2.8 GiB on an H100 (docs/first_hour.md)"),
     ("sd", "24gb"): ("off", "fastest: nothing is recomputed; a step of 4 pictures took 6.3 GiB on an H100"),
     ("sd", "910b"): ("lean", "not run on this chip yet"),
-    ("sdxl", "8gb"): ("max", "the U-Net's step alone took 5.8 GiB on an H100; whether 8 GB are enough is not known"),
+    ("sdxl", "8gb"): ("max", "3.5 GiB and the card's context, by counting (docs/quantized_base.md)"),
     ("sdxl", "12gb"): ("max", "the U-Net's step took 5.8 GiB on an H100; lean took 6.6"),
     ("sdxl", "24gb"): ("lean", "the U-Net's step took 6.6 GiB on an H100"),
     ("sdxl", "910b"): ("lean", "not run on this chip yet"),
 }
+QUANTIZED = {
+    ("sd", "4gb"): ("int8", "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"),
+    ("sdxl", "4gb"): ("nf4", "int8 needs 1 GiB more; the LoRA loses a little on the full-precision base"),
+    ("sdxl", "6gb"): ("int8", "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"),
+    ("sdxl", "8gb"): ("int8", "a whole base takes 5.8 GiB for the step alone; no loss was seen in 8 bits"),
+}
+"""`base_quantization`, where the whole base would not fit."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,8 @@ def choose(
         trigger,
         _captions(look),
     ]
+    if (base.family, card.kind) in QUANTIZED:
+        chosen.append(Choice("model.init_args.base_quantization", *QUANTIZED[base.family, card.kind]))
     if card.precision is not None:
         chosen.append(Choice("trainer.plugins.init_args.precision", card.precision, "this card has no bfloat16"))
     if base.family == "sdxl":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.modes import AUTO_MODES, AVERAGE_BITS, DEFAULT_MODE, MODES, worthwhile_mode
 from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, Job, Links, Shape
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.sharding.stored_bytes import StoredBytes, stored_bytes
 
 LARGER_BUCKETS_MB = (50, 100, 200)
+STAGES = {"zero_1": 1, "zero_2": 2, "zero_3": 3}
 WORTH_SAYING = 0.01
 """Of efficiency, for a line on larger buckets."""
 DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
@@ -34,6 +36,10 @@ class Plan:
     chosen_mode: str | None
     """The mode of the config's strategy; where that is auto, what it would choose by the modelled times."""
     is_auto: bool = False
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the trained parameters, where they were counted."""
+    strategy: str | None = None
+    """zero_1 to zero_3 where the config has it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sparsity", type=float, help="of the sparse modes (default: the config's, else 0.75)")
     parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="kind of card (default: the config's)")
     parser.add_argument("--efficiency", type=float, help="also print the link and step time that reach it, as 0.927")
+    parser.add_argument(
+        "--strategy", choices=tuple(STAGES), help="also print what a rank stores when the model is shared out"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -67,12 +76,18 @@ def run(args: argparse.Namespace) -> int:
     Raises: UserError with what to change.
     """
     plan = make_plan(args)
+    strategy = args.strategy or plan.strategy
+    stored = None if strategy is None else stored_of(strategy, plan)
     rows = [row_of(mode, plan, args.efficiency) for mode in modes_of(plan)]
     if args.json:
         about = {"modelled": True, "plan": asdict(plan), "constants": constants(plan), "modes": rows}
+        if stored is not None:
+            about["stored_bytes"] = {"strategy": strategy, **asdict(stored), "total": stored.total}
         print(json.dumps(about, indent=1))
     else:
         print(as_text(plan, rows, args.efficiency))
+        if stored is not None:
+            print(_stored_line(str(strategy), plan, stored))
     return 0
 
 
@@ -113,7 +128,34 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if is_auto:
         costs = {mode: cost_model.predict(mode, job, shape, links) for mode in AUTO_MODES}
         chosen = worthwhile_mode({mode: cost.wire_s + cost.compression_s for mode, cost in costs.items()})
-    return Plan(job, shape, links, step_time_from, source, chosen, is_auto)
+    shapes = () if counted is None else counted.shapes
+    return Plan(job, shape, links, step_time_from, source, chosen, is_auto, shapes, zero_strategy(config))
+
+
+def zero_strategy(config: Mapping[str, Any]) -> str | None:
+    """The name of a config's ZeRO strategy; None for any other."""
+    strategy = (config.get("trainer") or {}).get("strategy")
+    if isinstance(strategy, dict) and str(strategy.get("class_path", "")).rpartition(".")[2] == "ZeROStrategy":
+        strategy = f"zero_{(strategy.get('init_args') or {}).get('stage') or 3}"
+    return strategy if isinstance(strategy, str) and strategy in STAGES else None
+
+
+def stored_of(strategy: str, plan: Plan) -> StoredBytes:
+    """What the rank that stores most keeps between steps, with AdamW and float32 weights."""
+    shapes = plan.shapes or ((int(plan.job.trainable),),)  # not counted: as one row of values, cut evenly
+    ranks = plan.shape.ranks
+    of_ranks = (stored_bytes(shapes, STAGES[strategy], ranks, rank) for rank in range(ranks if plan.shapes else 1))
+    return max(of_ranks, key=lambda stored: stored.total)
+
+
+def _stored_line(strategy: str, plan: Plan, stored: StoredBytes) -> str:
+    alone = stored_bytes(plan.shapes or ((int(plan.job.trainable),),), 0, 1).total
+    exact = "to the byte" if plan.shapes else "from the count of parameters alone"
+    return (
+        f"{strategy} on {plan.shape.ranks} ranks stores {stored.total} bytes a rank at most ({exact}): parameters "
+        f"{stored.parameters}, gradients {stored.gradients}, AdamW {stored.states}; {1 - stored.total / alone:.0%} "
+        f"less than ddp's {alone}. Frozen weights and activations come on top."
+    )
 
 
 def modes_of(plan: Plan) -> list[str]:

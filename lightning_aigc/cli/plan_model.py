@@ -28,6 +28,8 @@ class Counted:
     frozen_bytes: float
     """Mean bytes per frozen parameter."""
     low_rank_elements: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of each trained parameter."""
 
 
 def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
         small=sum(trained[name].numel() for name in small),
         frozen=frozen_count,
         frozen_bytes=sum(p.numel() * p.element_size() for p in frozen) / max(frozen_count, 1),
+        shapes=tuple(tuple(p.shape) for p in trained.values()),
         low_rank_elements=sum(min(options.rank, rows, columns) * (rows + columns) for rows, columns in shapes),
     )
 

@@ -13,12 +13,21 @@ NO_LORA = "none"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
-    parser.description = "Draw pictures with the base model and the LoRA of a run, as the run itself sampled."
+    parser.description = (
+        "Draw pictures with the base model and the LoRA or ControlNet of a run, as the run itself sampled."
+    )
     parser.add_argument("-c", "--config", type=Path, required=True, help="the run's config.yaml")
     parser.add_argument("--prompts", nargs="+", default=[], help="one row each; default: the run's validation_prompts")
     parser.add_argument("--negative_prompt", default=None, help="what the pictures shall not show")
     parser.add_argument("--lora", default=None, help=f"a .safetensors file, or {NO_LORA}; default: the run's own")
-    parser.add_argument("--weight", nargs="+", type=float, default=[1.0], help="LoRA weights, one column each")
+    parser.add_argument(
+        "--weight", nargs="+", type=float, default=[1.0], help="weights of the LoRA or ControlNet, one column each"
+    )
+    control = parser.add_argument_group("runs of ControlNetTraining")
+    control.add_argument("--condition", nargs="+", type=Path, default=[], help="pictures to follow")
+    control.add_argument("--is_condition", action="store_true", help="they are conditions already: edges, not photos")
+    control.add_argument("--controlnet", default=None, help="a ControlNet's folder; default: the run's own")
+    control.add_argument("--resolution", type=int, default=None, help="longer side in pixels; default: the run's")
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: the run's validation seeds")
     parser.add_argument("--num_inference_steps", type=int, default=None, help="default: the run's")
     parser.add_argument("--guidance_scale", type=float, default=None, help="default: the run's")
@@ -36,6 +45,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError('there are no prompts to draw; give some: --prompts "a photo of a zorp mug"')
     if (args.num_inference_steps or 1) < 1:
         raise ConfigError(f"--num_inference_steps must be at least 1, got {args.num_inference_steps}")
+    if settings.model_class == "ControlNetTraining":
+        from lightning_aigc.cli.sample_controlled import draw_controlled
+
+        return draw_controlled(args, settings, prompts)
+    if args.condition or args.controlnet:
+        raise ConfigError("--condition and --controlnet belong to runs of ControlNetTraining; leave them out")
     lora = settings.find_lora(args.lora)
 
     import torch
@@ -77,19 +92,30 @@ def _settings(path: Path) -> RunConfig:
         raise ConfigError(
             f"the config {path} cannot be read ({reason}); give the run's: -c runs/x/config.yaml"
         ) from error
-    model = ((config.get("model") or {}) if isinstance(config, dict) else {}).get("init_args") or {}
+    config = config if isinstance(config, dict) else {}
+    model = (config.get("model") or {}).get("init_args") or {}
     if "pretrained_model_name_or_path" not in model:
         raise ConfigError(
             f"the config {path} names no model.init_args.pretrained_model_name_or_path; give the config of a run"
         )
-    return RunConfig(path, model, config.get("trainer") or {})
+    class_path = str((config.get("model") or {}).get("class_path") or "")
+    data = (config.get("data") or {}).get("init_args") or {}
+    return RunConfig(path, model, config.get("trainer") or {}, class_path.rpartition(".")[2], data)
 
 
 class RunConfig:
     """What `sample` needs of a run's config."""
 
-    def __init__(self, path: Path, model: dict[str, Any], trainer: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: dict[str, Any],
+        trainer: dict[str, Any],
+        model_class: str = "",
+        data: dict[str, Any] | None = None,
+    ) -> None:
         self.path, self.model, self.trainer = path, model, trainer
+        self.model_class, self.data = model_class, data or {}
 
     @property
     def seeds(self) -> list[int]:

@@ -27,6 +27,7 @@ class Sample:
     bucket: int
     mask: Path | None = None
     is_prior: bool = False
+    condition: Path | None = None
 
 
 def crop_offset(placement: Placement, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
@@ -65,7 +66,25 @@ def load_mask_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.ui
         raise DataError(f"the mask {sample.mask} cannot be read: {error}") from error
 
 
-def _cut(image: Image.Image, placement: Placement, left_top: tuple[int, int]) -> Image.Image:
+def load_condition_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.uint8]:
+    """Load the sample's condition RGB [H, W, 3], cropped like its picture.
+
+    Scaled by area, and repeated where it grows: lines of one pixel are neither ringed nor blurred.
+    """
+    assert sample.condition is not None
+    try:
+        picture, _ = load_picture(sample.condition)
+    except (Exception, PictureRejectedError) as error:
+        raise DataError(f"the condition {sample.condition} cannot be read: {error}") from error
+    return np.asarray(_cut(picture, sample.placement, left_top, Image.Resampling.BOX))
+
+
+def _cut(
+    image: Image.Image,
+    placement: Placement,
+    left_top: tuple[int, int],
+    resampling: Image.Resampling = Image.Resampling.LANCZOS,
+) -> Image.Image:
     """Scale and crop in one step, so that only the cropped pixels are computed, even for extreme aspect ratios."""
     x_scale, y_scale = image.width / placement.scaled_width, image.height / placement.scaled_height
     left, top = left_top[0] * x_scale, left_top[1] * y_scale
@@ -74,4 +93,4 @@ def _cut(image: Image.Image, placement: Placement, left_top: tuple[int, int]) ->
     size = (placement.width, placement.height)
     if size == image.size:
         return image
-    return image.resize(size, Image.Resampling.LANCZOS, box=(left, top, right, bottom))
+    return image.resize(size, resampling, box=(left, top, right, bottom))

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_aigc.data.captions import shuffle_tags
-from lightning_aigc.data.crop import Sample, crop_offset, load_mask_pixels, load_pixels
+from lightning_aigc.data.crop import Sample, crop_offset, load_condition_pixels, load_mask_pixels, load_pixels
 from lightning_aigc.data.encoded import EmbeddingCache, LatentCache, to_minus_one_to_one
-from lightning_aigc.data.sampler import BatchPlan, BucketBatchSampler
+from lightning_aigc.data.sampler import BatchPlan, BucketBatchSampler, ResumableSampler
 
 Batch = dict[str, Any]
 
@@ -63,6 +63,7 @@ class BatchDataset(Dataset[Batch]):
         self.latents = latents
         self.embeddings = embeddings
         self._masks: dict[int, NDArray[np.uint8] | None] = {}
+        self._conditions: dict[int, NDArray[np.uint8]] = {}
         placements = [sample.placement for sample in samples]
         self._original_size = torch.tensor([sample.original_size for sample in samples]).reshape(-1, 2)
         self._target_size = torch.tensor([(p.height, p.width) for p in placements]).reshape(-1, 2)
@@ -124,6 +125,12 @@ class BatchDataset(Dataset[Batch]):
                 pixels.append(pixels_HW3[:, ::-1] if flip else pixels_HW3)
                 masks.append(mask)
             batch["pixel_values"] = to_minus_one_to_one(torch.from_numpy(np.stack(pixels)))
+        if self.samples[samples[0]].condition is not None:
+            conditions = [
+                self._condition(index, offset)[:, :: -1 if flip else 1]
+                for index, flip, offset in zip(samples, flips, left_top_B2.tolist(), strict=True)
+            ]
+            batch["conditioning"] = torch.from_numpy(np.stack(conditions)).permute(0, 3, 1, 2).contiguous()
         if self.has_masks:
             shape = self.samples[samples[0]].placement
             mask_B1HW = torch.ones(len(samples), 1, shape.height, shape.width)
@@ -132,6 +139,15 @@ class BatchDataset(Dataset[Batch]):
                     mask_B1HW[at, 0] = torch.from_numpy((mask[:, ::-1] if flips[at] else mask).astype(np.float32) / 255)
             batch["mask"] = mask_B1HW
         return batch
+
+    def _condition(self, index: int, left_top: list[int]) -> NDArray[np.uint8]:
+        """The condition of a picture, bytes [H, W, 3]; held in memory if latents are, which have one crop."""
+        if index in self._conditions:
+            return self._conditions[index]
+        condition = load_condition_pixels(self.samples[index], (left_top[0], left_top[1]))
+        if self.latents is not None and self.latents.in_memory:
+            self._conditions[index] = condition
+        return condition
 
     def _mask(self, index: int) -> NDArray[np.uint8] | None:
         """The mask of a picture with cached latents; held in memory if the latents are."""
@@ -155,17 +171,17 @@ class BatchLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         # A generator, because Lightning may call set_epoch between iter() and the first batch.
-        self._delivered = self.sampler.start if isinstance(self.sampler, BucketBatchSampler) else 0
+        self._delivered = self.sampler.start if isinstance(self.sampler, ResumableSampler) else 0
         for batch in super().__iter__():
             self._delivered += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
         """Epoch and batches delivered, without those that workers have prefetched."""
-        return self.sampler.state_dict(self._delivered) if isinstance(self.sampler, BucketBatchSampler) else {}
+        return self.sampler.state_dict(self._delivered) if isinstance(self.sampler, ResumableSampler) else {}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Start the next iteration after the last batch that the state counts as delivered."""
-        if state and isinstance(self.sampler, BucketBatchSampler):
+        if state and isinstance(self.sampler, ResumableSampler):
             self.sampler.load_state_dict(state)
             self._delivered = None

@@ -22,7 +22,7 @@ from lightning_aigc.data.cache import (
     require_finite,
 )
 from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
-from lightning_aigc.data.encoder import Encoder
+from lightning_aigc.data.encoder import Encoder, MakesConditions
 from lightning_aigc.errors import DataError
 
 _DIFFUSERS = ".".join(diffusers.__version__.split(".")[:2])
@@ -92,7 +92,7 @@ class EncodedTensors:
 
 
 class LatentCache(EncodedTensors):
-    """Latent moments of every sample; with flips, row = sample + number of samples * flip."""
+    """Latent moments of every sample, with conditions that the encoder makes; of flips, row = sample + count * flip."""
 
     def __init__(self, folder: Path, samples: Sequence[Sample], flips: bool, identity: dict[str, str]) -> None:
         self.samples = samples
@@ -107,6 +107,7 @@ class LatentCache(EncodedTensors):
                 crop="center",
                 flip=flip,
                 diffusers=_DIFFUSERS,
+                **({"condition": identity["condition"]} if "condition" in identity else {}),
             )
             for sample, flip in rows
         ]
@@ -127,7 +128,11 @@ class LatentCache(EncodedTensors):
                 )
             for row, moments in zip(chosen, moments_B2Chw, strict=True):
                 require_finite(moments, f"the picture {self.samples[row % len(self.samples)].path}", _VAE_HINT)
-            return [{"latent_moments": moments} for moments in moments_B2Chw]
+            entries = [{"latent_moments": moments} for moments in moments_B2Chw]
+            made = encoder.make_conditions(torch.stack(pixels)) if isinstance(encoder, MakesConditions) else None
+            if made is not None:
+                entries = [e | {"conditioning": one} for e, one in zip(entries, made.cpu(), strict=True)]
+            return entries
 
         title = "encoding pictures" if progress else None
         with torch.no_grad():

@@ -30,6 +30,15 @@ class Encoder(Protocol):
         ...
 
 
+@runtime_checkable
+class MakesConditions(Protocol):
+    """Makes conditions of pictures, which are cached beside the latents; the identity names them as `condition`."""
+
+    def make_conditions(self, pixels_B3HW: Tensor) -> Tensor | None:
+        """Make conditions of pixels in -1..1, uint8 [B, C, H, W]; None where they are files."""
+        ...
+
+
 def require_encoder(model: object) -> Encoder:
     """Return the model if it is an Encoder. Raises: DataError naming the missing methods."""
     if isinstance(model, Encoder):

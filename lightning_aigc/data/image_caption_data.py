@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_aigc.data.advice.material import material_of_run
 from lightning_aigc.data.buckets import BucketSettings
 from lightning_aigc.data.cache import check_writable
 from lightning_aigc.data.choices import MissingCaptions, check_choices
-from lightning_aigc.data.crop import crop_offset, load_pixels
+from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
 from lightning_aigc.data.encoded_caches import EncodedCaches
 from lightning_aigc.data.encoder import Encoder, require_encoder
@@ -40,6 +41,7 @@ class ImageCaptionData(LightningDataModule):
     `pixel_values` [B, 3, H, W] float32 in -1..1, or `latent_moments` [B, 2C, h, w] where latents are cached;
     `captions` and `names`, lists of B texts; the caption embeddings where they are cached;
     `mask` [B, 1, H, W] in 0..1 where masks are used; `is_prior` bool [B];
+    `conditioning` uint8 [B, C, H, W] where there are conditions;
     `original_size`, `crop_top_left`, `target_size` int64 [B, 2] as (height, width) or (top, left).
 
     The user's folders are never modified.
@@ -80,6 +82,8 @@ class ImageCaptionData(LightningDataModule):
             images added later change nothing; at least one if above 0. Class images are never held out.
         validation_data_dir: Folder of images that are held out, with captions, instead of `validation_split`.
         mask_dir: Folder of masks named like the images; white is learned, black is not.
+        conditioning_data_dir: Folder of conditions named like the images, for `conditions: folder`; or list them in
+            metadata.jsonl under `conditioning_image`. They share crop, flip and bucket with their image.
         use_alpha_mask: Take the alpha channel of an image as its mask.
         num_workers: Processes that load images. By default chosen from the cores and caches.
         pin_memory: Copy batches through pinned memory. By default where an accelerator is present.
@@ -126,6 +130,7 @@ class ImageCaptionData(LightningDataModule):
         validation_split: float = 0.0,
         validation_data_dir: str | None = None,
         mask_dir: str | None = None,
+        conditioning_data_dir: str | None = None,
         use_alpha_mask: bool = False,
         num_workers: int | None = None,
         pin_memory: bool | None = None,
@@ -157,12 +162,12 @@ class ImageCaptionData(LightningDataModule):
     def prepare_data(self) -> None:
         """Check all pictures in one process per node; the other ranks read the results from the cache folder."""
         if self._stage != "predict":
-            self._build_index()
+            self.index()
 
     def setup(self, stage: str) -> None:
         """Index the pictures and print the report. Raises: DataError for anything that would stop training later."""
         if stage == "fit":
-            self._build_index()
+            self.index()
             if self.trainer is None or self.trainer.is_global_zero:
                 print_anywhere(self.report())
 
@@ -171,7 +176,7 @@ class ImageCaptionData(LightningDataModule):
         if self.trainer is None:
             return self.loader()
         if self.caches.wanted:
-            index = self._build_index()
+            index = self.index()
             index.report.cache = self.caches.fill_together(self.trainer, index.samples, index.report, "cache")
         return self.loader(self.trainer.global_rank, self.trainer.world_size)
 
@@ -180,7 +185,7 @@ class ImageCaptionData(LightningDataModule):
 
         Raises: DataError where no picture is held out and that is all that was asked for.
         """
-        index, trainer = self._build_index(), self.trainer
+        index, trainer = self.index(), self.trainer
         if not index.validation:
             if self._stage in ("validate", "test"):
                 raise DataError(NOTHING_HELD_OUT)
@@ -201,7 +206,7 @@ class ImageCaptionData(LightningDataModule):
 
     def prepare(self, encoder: Encoder | None = None, rank: int = 0, world_size: int = 1) -> None:
         """Index the pictures and fill the configured caches, as `fit` does before its first step."""
-        self._build_index()
+        self.index()
         if self.caches.wanted:
             ready = require_encoder(encoder)
             self._fill_caches(ready, rank, world_size)
@@ -210,7 +215,7 @@ class ImageCaptionData(LightningDataModule):
 
     def loader(self, rank: int = 0, world_size: int = 1) -> DataLoader[Batch]:
         """The training loader of one rank. Its sampler shards over ranks, so Lightning does not replace it."""
-        index = self._build_index()
+        index = self.index()
         if self.caches.are_missing:
             raise DataError("the caches are not filled yet: call prepare(encoder) before loader()")
         self._sampler = self._make_sampler(index, rank, world_size)
@@ -227,7 +232,7 @@ class ImageCaptionData(LightningDataModule):
     @property
     def data_report(self) -> DataReport:
         """The data report; indexes the pictures if needed."""
-        return self._build_index().report
+        return self.index().report
 
     # For callbacks
 
@@ -236,13 +241,32 @@ class ImageCaptionData(LightningDataModule):
 
         For image-to-image scores.
         """
-        chosen = self._build_index().spread_samples(count)
+        chosen = self.index().spread_samples(count)
         pictures = [load_pixels(sample, crop_offset(sample.placement))[0] for sample in chosen]
         return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
+    def example_batch(self, count: int) -> Batch:
+        """Up to `count` of the user's pictures, evenly spread over the largest bucket, as a batch of validation."""
+        batch: Batch = next(iter(self._plain_loader(self.index().spread_samples(count), count)))
+        return batch
+
+    def held_out_loader(self, batch_size: int) -> DataLoader[Batch]:
+        """Batches of held-out pictures, of training pictures where none is held out, in order and without caches."""
+        index = self.index()
+        return self._plain_loader(index.validation or index.spread_samples(len(index.samples)), batch_size)
+
+    def _plain_loader(self, samples: Sequence[Sample], batch_size: int) -> DataLoader[Batch]:
+        caches = EncodedCaches(self.cache_dir, False, False, batch_size)
+        return validation_loader(samples, self.options, False, caches, batch_size, 0, 1, {"num_workers": 0})
+
+    @property
+    def has_condition_files(self) -> bool:
+        """Whether conditions are files that the user gave."""
+        return self.index().has_conditions
+
     def lora_metadata(self) -> dict[str, Any]:
         """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
-        index = self._build_index()
+        index = self.index()
         own = {row for bucket in index.buckets for row in bucket}
         return {
             "trigger_phrase": self.options.trigger_word,
@@ -263,7 +287,8 @@ class ImageCaptionData(LightningDataModule):
         """What the Trainer does: fit, validate, test or predict."""
         return None if self.trainer is None or self.trainer.state.fn is None else str(self.trainer.state.fn.value)
 
-    def _build_index(self) -> TrainingIndex:
+    def index(self) -> TrainingIndex:
+        """All pictures, found, checked and placed once. Raises: DataError for what would stop training later."""
         if self._index is None:
             if self.caches.wanted:
                 check_writable(self.cache_dir)
@@ -293,7 +318,7 @@ class ImageCaptionData(LightningDataModule):
         return BucketBatchSampler(index.buckets, index.class_buckets, batch_size, prior_ratio, seed, rank, world_size)
 
     def _fill_caches(self, encoder: Encoder, rank: int, world_size: int) -> None:
-        index = self._build_index()
+        index = self.index()
         index.report.cache = self.caches.fill(encoder, index.samples, index.report, rank, world_size)
         self.validation_caches.fill(encoder, index.validation, index.report, rank, world_size)
 

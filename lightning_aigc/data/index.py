@@ -10,6 +10,7 @@ from lightning_aigc.data.buckets import Placement, bucket_shapes, place, place_i
 from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word, long_captions
 from lightning_aigc.data.checked_folder import CheckedFolder, check_folder
 from lightning_aigc.data.checks import CHECKS
+from lightning_aigc.data.conditions import pair_conditions
 from lightning_aigc.data.crop import Sample
 from lightning_aigc.data.findings import DataCheckError, Finding
 from lightning_aigc.data.image_file import PictureInfo
@@ -38,6 +39,11 @@ class TrainingIndex:
     report: DataReport
     validation: list[Sample] = field(default_factory=list)
     """The held-out pictures."""
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether each picture has a condition file."""
+        return self.samples[0].condition is not None
 
     def spread_samples(self, count: int) -> list[Sample]:
         """Up to `count` of the user's samples, evenly spread over the largest bucket, so all have the same size."""
@@ -108,6 +114,7 @@ def _check_folders(settings: IndexSettings, report: DataReport) -> list[CheckedF
             report.class_images_found = len(folder.found.pictures)
             report.class_images_used = len(folder.accepted)
     report.findings = [finding for check in CHECKS for finding in check(folders, settings)]
+    report.findings += pair_conditions(folders, settings)
     return folders
 
 
@@ -173,6 +180,7 @@ def _sample(
         placement=placement,
         bucket=0,
         mask=mask,
+        condition=picture.condition,
     )
 
 

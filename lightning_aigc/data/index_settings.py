@@ -24,6 +24,7 @@ class IndexSettings:
     class_folder: Path | None = None
     validation_folder: Path | None = None
     mask_folder: Path | None = None
+    condition_folder: Path | None = None
     caption_extension: str = ".txt"
     caption_key: str = "text"
     caption_separator: str = ","
@@ -56,6 +57,7 @@ class IndexSettings:
             "class_folder": _folder(given["class_data_dir"]),
             "validation_folder": _folder(given["validation_data_dir"]),
             "mask_folder": _folder(given["mask_dir"]),
+            "condition_folder": _folder(given["conditioning_data_dir"]),
             "caption_extension": dotted(given["caption_extension"]),
             "caption_key": given["caption_column"] if given["train_data_dir"] is not None else "text",
         }

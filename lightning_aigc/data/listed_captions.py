@@ -12,6 +12,9 @@ from typing import Any
 from lightning_aigc.data.captions import clean_caption, decode_text
 from lightning_aigc.data.names import comparable, printable
 
+CONDITION_KEY = "conditioning_image"
+"""diffusers' name of the condition's column."""
+
 
 class ListedCaptions:
     """Captions by picture name; metadata.jsonl takes precedence over captions.csv.
@@ -26,6 +29,8 @@ class ListedCaptions:
         self.problems = problems
         self._from: list[dict[str, tuple[str, str]]] = [{}, {}]  # jsonl, csv: name -> (caption, where)
         self._taken: set[str] = set()
+        self.conditions: dict[str, Path] = {}
+        """Files by picture name, of the key `conditioning_image` in metadata.jsonl."""
 
     def take(self, name: str) -> tuple[str, str] | None:
         """The caption listed for a picture and where it stands, or None; marks the entry as used."""
@@ -66,6 +71,8 @@ class ListedCaptions:
                 self.problems.append(f"{where}: {self.caption_key!r} must be text, got {type(caption).__name__}")
                 caption = "?"
             self._add(0, path, row["file_name"], caption, where)
+            if isinstance(row.get(CONDITION_KEY), str):
+                self.conditions[self._name(path, row["file_name"])] = path.parent / row[CONDITION_KEY]
 
     def read_csv(self, path: Path) -> None:
         limit = csv.field_size_limit(2**31 - 1)
@@ -113,10 +120,14 @@ class ListedCaptions:
         return text
 
     def _add(self, source: int, path: Path, file_name: str, caption: str, where: str) -> None:
-        prefix = path.parent.relative_to(self.folder).as_posix()
-        name = comparable(os.path.normpath(f"{prefix}/{file_name}".replace("\\", "/")))
+        name = self._name(path, file_name)
         caption = clean_caption(caption)
         known = self._from[source].get(name)
         if known is not None and known[0] != caption:
             self.problems.append(f"{name} has two different captions, in {known[1]} and {where}; keep one")
         self._from[source][name] = (caption, where)
+
+    def _name(self, path: Path, file_name: str) -> str:
+        """The picture's name relative to the folder, as entries of the listing `path` are compared."""
+        prefix = path.parent.relative_to(self.folder).as_posix()
+        return comparable(os.path.normpath(f"{prefix}/{file_name}".replace("\\", "/")))

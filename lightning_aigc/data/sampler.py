@@ -18,7 +18,38 @@ class BatchPlan(NamedTuple):
     user_count: int
 
 
-class BucketBatchSampler(DistributedSampler[Any]):
+class ResumableSampler(DistributedSampler[Any]):
+    """A sampler of batches that resumes at any of them.
+
+    It is a DistributedSampler because Lightning replaces any other sampler, and calls `set_epoch` on
+    `DataLoader.sampler` only.
+    """
+
+    _start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of an epoch; a position loaded for another epoch is dropped."""
+        if epoch != self.epoch:
+            self._start = 0
+        self.epoch = epoch
+
+    @property
+    def start(self) -> int:
+        """The first batch of the next iteration."""
+        return self._start
+
+    def state_dict(self, position: int | None = None) -> dict[str, int]:
+        """The position in the data: `position` batches of this epoch were delivered, by default the loaded position."""
+        return {"epoch": self.epoch, "position": self._start if position is None else position, "batches": len(self)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the last delivered batch; after an epoch's last batch, with the next epoch."""
+        finished = state["position"] >= len(self)
+        self.epoch = state["epoch"] + int(finished)
+        self._start = 0 if finished else state["position"]
+
+
+class BucketBatchSampler(ResumableSampler):
     """Yields BatchPlans for DataLoader(batch_size=None, sampler=...).
 
     It is a DistributedSampler because Lightning replaces any other sampler, and calls `set_epoch` on
@@ -55,27 +86,6 @@ class BucketBatchSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[BatchPlan]:
         start, self._start = self._start, 0
         yield from self.plans(self.epoch)[start:]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; a position loaded for another epoch is dropped."""
-        if epoch != self.epoch:
-            self._start = 0
-        self.epoch = epoch
-
-    @property
-    def start(self) -> int:
-        """The first batch of the next iteration."""
-        return self._start
-
-    def state_dict(self, position: int | None = None) -> dict[str, int]:
-        """The position in the data: `position` batches of this epoch were delivered, by default the loaded position."""
-        return {"epoch": self.epoch, "position": self._start if position is None else position, "batches": len(self)}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the last delivered batch; after an epoch's last batch, with the next epoch."""
-        finished = state["position"] >= len(self)
-        self.epoch = state["epoch"] + int(finished)
-        self._start = 0 if finished else state["position"]
 
     def plans(self, epoch: int) -> list[BatchPlan]:
         """All batches of this rank in one epoch."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_aigc.data.captions import clean_caption, decode_text
 from lightning_aigc.data.image_file import looks_like_a_picture
 from lightning_aigc.data.listed_captions import ListedCaptions
-from lightning_aigc.data.names import printable
+from lightning_aigc.data.names import comparable, printable
 from lightning_aigc.errors import DataError
 
 _REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at most, so `2024_summer` is a name
@@ -27,6 +27,8 @@ class Picture:
     repeats: int = 1
     empty_caption: str | None = None
     """Where its caption stands that has no text."""
+    condition: Path | None = None
+    """The condition that metadata.jsonl lists for it."""
 
 
 @dataclass
@@ -116,7 +118,11 @@ def _add_sidecar(sidecars: dict[str, Path], path: Path, extension_length: int, e
 
 def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dict[str, Path]) -> None:
     by_stem: dict[str, Picture] = {}
+    listed_conditions = {path.resolve() for path in captions.conditions.values()}
+    if listed_conditions:  # they may lie among the pictures
+        found.pictures = [picture for picture in found.pictures if picture.path.resolve() not in listed_conditions]
     for picture in found.pictures:
+        picture.condition = captions.conditions.get(comparable(picture.name))
         listed = captions.take(picture.name)
         key = str(picture.path.with_suffix("")) if picture.path.suffix else str(picture.path)
         sidecar = sidecars.get(key, sidecars.get(str(picture.path)))

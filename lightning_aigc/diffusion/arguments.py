@@ -42,9 +42,23 @@ def check_lora(args: Any, lora_alpha: float) -> None:
     lora_config(args.lora_targets, args.rank, lora_alpha)
 
 
-def check_trained_weights(saved: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
-    """Raise ModelError if a checkpoint's weights are not exactly this model's trained weights."""
-    advice = "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
+def check_fine_tuning(args: Any) -> None:
+    """Check the arguments of StableDiffusionFineTuning. Raises: ModelError naming the first that cannot be."""
+    _positive(args, "text_encoder_lr")
+    if args.base_quantization is not None:
+        raise ModelError(
+            f"model.init_args.base_quantization: {args.base_quantization} packs weights that StableDiffusionFineTuning"
+            " trains or saves whole; leave it unset, or train a LoRA on a packed base with StableDiffusionLoRA"
+        )
+
+
+def check_reward(args: Any) -> None:
+    """Check the reward's arguments of ControlNetTraining. Raises: ModelError naming the first out of range."""
+    _not_negative(args, "reward_weight", "reward_max_timestep", "reward_start_step")
+
+
+def check_trained_weights(saved: Mapping[str, Tensor], trained: Mapping[str, Tensor], advice: str) -> None:
+    """Raise ModelError, ending in `advice`, if a checkpoint's weights are not exactly this model's trained weights."""
     missing, foreign = trained.keys() - saved.keys(), saved.keys() - trained.keys()
     if missing or foreign:
         raise ModelError(

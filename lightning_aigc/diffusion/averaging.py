@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from diffusers.training_utils import EMAModel
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_aigc.sharding.full_state import shard_like
 
 
 def is_schedule_free(optimizer: Any) -> bool:
@@ -24,17 +27,25 @@ def loaded_averages(optimizer: Any, checkpoint: dict[str, Any]) -> list[Any]:
     return [optimizer]
 
 
+def follow_shards(ema: EMAModel, trained: Sequence[nn.Parameter]) -> EMAModel:
+    """Cut the average as the weights are, if a strategy has sharded them since; returns it."""
+    if any(isinstance(parameter, DTensor) for parameter in trained):
+        ema.shadow_params = [shard_like(value, p) for value, p in zip(ema.shadow_params, trained, strict=True)]
+    return ema
+
+
 @contextlib.contextmanager
 def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequence[Any]) -> Iterator[None]:
     """Load the average into `trained` until the block ends, then restore the weights bit for bit."""
     free = [o for o in optimizers if is_schedule_free(o)]
-    if ema is None and not free:
+    is_gathered = ema is not None and isinstance(ema.shadow_params[0], DTensor) and not isinstance(trained[0], DTensor)
+    if (ema is None and not free) or is_gathered:  # a sharded model's average is swapped in before it is gathered
         yield
         return
     backup = [p.detach().clone() for p in trained]
     was_training = [bool(o.param_groups[0]["train_mode"]) for o in free]
     if ema is not None:
-        ema.to(device=trained[0].device)
+        follow_shards(ema, trained).to(device=trained[0].device)
         ema.copy_to(trained)
     else:
         for optimizer in free:

@@ -158,7 +158,7 @@ def _pipeline_class(path: Path, name: str) -> tuple[Family, type]:
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ModelError(f"{KEY}: {index} cannot be read ({error}); copy the pipeline folder again") from error
     if class_name not in PIPELINES:
-        raise ModelError(f"{KEY}: {name} is a {class_name}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}")
+        raise ModelError(f"{KEY}: {name} is a {class_name}; this model trains {' and '.join(PIPELINES)}")
     needed = ["unet", "vae", "text_encoder", "tokenizer", "scheduler"]
     if class_name == "StableDiffusionXLPipeline":
         needed += ["text_encoder_2", "tokenizer_2"]
@@ -172,9 +172,7 @@ def _family_of(pipeline: Any, name: str) -> Family:
     for family, pipeline_class in PIPELINES.values():
         if isinstance(pipeline, pipeline_class):
             return family
-    raise ModelError(
-        f"{KEY}: {name} is a {type(pipeline).__name__}; StableDiffusionLoRA trains {' and '.join(PIPELINES)}"
-    )
+    raise ModelError(f"{KEY}: {name} is a {type(pipeline).__name__}; this model trains {' and '.join(PIPELINES)}")
 
 
 def family_of_checkpoint(path: Path) -> Family:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 
-from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid, SaveLoRA
+from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid
 
 ALL = 10**9
 
@@ -32,15 +32,15 @@ def has_default_snapshots(trainer: Any, settings: RunSettings) -> bool:
     return bool(has_checkpoints and settings.checkpoints_total_limit)
 
 
-def default_callbacks(trainer: Any, settings: RunSettings) -> list[Callback]:
-    """Report, LoRA files, sample grids, a progress bar, and snapshots by step for `--resume`.
+def default_callbacks(trainer: Any, settings: RunSettings, saver: Callback) -> list[Callback]:
+    """Report, `saver` for the result, sample grids, a progress bar, and snapshots by step for `--resume`.
 
     They replace the Trainer's own progress bar and its checkpoint at each epoch's end; the user's callbacks stay.
     """
     if trainer.fast_dev_run:
         return []
     given = trainer.callbacks
-    wanted: list[Callback] = [RunReport(), SaveLoRA(every_n_steps=settings.checkpointing_steps)]
+    wanted: list[Callback] = [RunReport(), saver]
     if settings.draws_samples:
         wanted.append(
             SampleGrid(

@@ -45,6 +45,15 @@ class FrozenEncoders:
         return torch.cat(encoded)
 
     @torch.no_grad()
+    def round_trip(self, pixels_B3HW: Tensor) -> Tensor:
+        """Encode pixels in -1..1 to the latents' means and decode these, float32 [B, 3, H, W] in 0..1 on the CPU."""
+        mean = self.encode_pixels(pixels_B3HW).chunk(2, dim=1)[0]
+        vae = self.parts.vae
+        with float32_region(self.device):
+            decoded = [vae.decode(each.to(vae.dtype)[None]).sample for each in mean]
+        return torch.cat(decoded).float().div(2).add(0.5).clamp(0, 1).cpu()
+
+    @torch.no_grad()
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
         return encode_prompts(self.parts, list(captions), self.device)
@@ -91,3 +100,32 @@ class FrozenEncoders:
                 " look at the picture, or set model.init_args.vae_dtype: float32"
             )
         return moments
+
+
+class EncodesCaches:
+    """A DiffusionModule's part that is a `data.Encoder`, for ImageCaptionData's caches."""
+
+    device: Any
+    text_encoders: Any
+
+    def loaded(self) -> Components:
+        """The pipeline's components."""
+        raise NotImplementedError
+
+    @property
+    def encoders(self) -> FrozenEncoders:
+        return FrozenEncoders(self.loaded(), self.device)
+
+    def encoder_identity(self) -> dict[str, str]:
+        return self.encoders.identity()
+
+    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
+        """Encode pixels in -1..1 to the latents' mean and log-variance, float32 [B, 2C, H, W], unscaled."""
+        return self.encoders.encode_pixels(pixels_B3HW)
+
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        return self.encoders.encode_captions(captions)
+
+    def can_cache_captions(self) -> bool:
+        return not self.text_encoders

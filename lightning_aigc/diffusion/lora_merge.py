@@ -52,7 +52,7 @@ def merge_into_pipeline(
         with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as temporary:
             unfinished = Path(temporary) / "pipeline"
             pipeline.save_pretrained(unfinished)
-            _load_in_float32(unfinished)
+            load_in_float32(unfinished)
             if output_dir.exists():
                 output_dir.rmdir()
             shutil.move(unfinished, output_dir)
@@ -101,7 +101,7 @@ def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) ->
             )
 
 
-def _load_in_float32(folder: Path) -> None:
+def load_in_float32(folder: Path) -> None:
     """Set the configs so that transformers loads float32 by default, as diffusers does.
 
     transformers 5 follows the dtype in `config.json`: a half-precision text encoder would meet a float32 U-Net. Drop

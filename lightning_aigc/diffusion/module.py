@@ -1,15 +1,14 @@
 """DiffusionModule: the arguments and hooks that every model family shares.
 
 A family inherits the arguments, because YAML keys are flat and jsonargparse finds arguments through
-`super().__init__(**kwargs)`. The behaviour is composed from `encoders`, `objectives`, `averaging`, `optimization`,
-`sampling` and `default_callbacks`.
+`super().__init__(**kwargs)`. The behaviour is composed from `encoders`, `trained_weights`, `objectives`, `averaging`,
+`optimization`, `sampling` and `default_callbacks`.
 
 Legend: B batch, N pictures.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,31 +21,28 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.arguments import check_shared_arguments, check_trained_weights
-from lightning_aigc.diffusion.averaging import averaged, is_schedule_free, loaded_averages
+from lightning_aigc.diffusion.arguments import check_shared_arguments
+from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
 from lightning_aigc.diffusion.components import Components, check_source, load_components
 from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
-from lightning_aigc.diffusion.encoders import FrozenEncoders
+from lightning_aigc.diffusion.encoders import EncodesCaches
 from lightning_aigc.diffusion.evaluation import EvaluatedModule
+from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
-from lightning_aigc.diffusion.packed_base import (
-    CHECKPOINT_KEY,
-    check_base_quantization,
-    check_same_base,
-    checkpoint_entry,
-    pack_base,
-)
+from lightning_aigc.diffusion.packed_base import check_base_quantization, pack_base, with_full_precision
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
-from lightning_aigc.errors import ModelError
-from lightning_aigc.quantization import Kind, PackedBase
+from lightning_aigc.diffusion.trained_weights import KeepsTrainedWeights
+from lightning_aigc.quantization import BaseQuantization, PackedBase
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class DiffusionModule(EvaluatedModule):
+class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     """Base class of the model families: loss, optimizer, averages, checkpoints, sample pictures and callbacks.
 
     A family defines `adapt`, `example_losses`, `validation_losses`, `sample`, and how to save its result.
@@ -67,7 +63,8 @@ class DiffusionModule(EvaluatedModule):
         base_dtype: Dtype of the frozen denoiser and text encoders; auto follows the trainer's precision.
         base_quantization: Store the frozen denoiser and text encoders in few bits: int8 (begin here), nf4 (the
             denoiser's linears NF4, all else int8) or nf4-all (half the memory of int8, and the LoRA loses most
-            on the full-precision base; docs/quantized_base.md). Unset keeps them whole.
+            on the full-precision base; docs/quantized_base.md). `{target_mib: 1500}` gives each weight its bits, so
+            that all fit and the denoiser's output on the training pictures moves least. Unset keeps them whole.
         base_quantization_skip: Name patterns of layers that stay whole; unset leaves the first and last convolution
             and the embeddings.
         vae_dtype: Dtype of the autoencoder, float32 or bfloat16; half precision makes black pictures and is refused.
@@ -85,7 +82,6 @@ class DiffusionModule(EvaluatedModule):
         output_name: Name of the result's file, without its suffix.
     """
 
-    deferred_snapshot_keys = ("ema",)  # written only in `optimizer_step`
     snapshot_ignored_arguments = frozenset(
         (
             "max_train_steps", "output_name", "validation_prompts", "validation_steps", "num_validation_images",
@@ -99,7 +95,7 @@ class DiffusionModule(EvaluatedModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show inherited arguments in the signature, as `--help` does."""
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = _merged_signature(cls)  # type: ignore[attr-defined]
+        cls.__signature__ = merged_signature(cls, DiffusionModule)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -114,7 +110,7 @@ class DiffusionModule(EvaluatedModule):
         ema_decay: float = 0.995,
         gradient_checkpointing: bool = False,
         base_dtype: DtypeName = "auto",
-        base_quantization: Kind | None = None,
+        base_quantization: BaseQuantization | None = None,
         base_quantization_skip: list[str] | None = None,
         vae_dtype: Literal["float32", "bfloat16"] = "float32",
         revision: str | None = None,
@@ -152,29 +148,12 @@ class DiffusionModule(EvaluatedModule):
         if isinstance(lr_scheduler, str):
             check_schedule_name(lr_scheduler)  # before weights are read
 
-    @property
-    def strict_loading(self) -> bool:
-        """False: checkpoints hold only trained weights, and `on_load_checkpoint` checks that they are complete."""
-        return False
-
-    @strict_loading.setter
-    def strict_loading(self, value: bool) -> None:
-        raise ModelError(f"{type(self).__name__} checks its own checkpoints; strict_loading cannot be set")
-
     # Loading ---------------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         if self.components is not None:
             return
-        args, trainer = self.args, self._trainer
-        precision = str(trainer.precision) if trainer is not None else "32-true"
-        parts = load_components(
-            args.pretrained_model_name_or_path,
-            unet_dtype=autocast_dtype(precision) if args.base_dtype == "auto" else dtype_named(args.base_dtype),
-            vae_dtype=dtype_named(args.vae_dtype),
-            revision=args.revision,
-            variant=args.variant,
-        )
+        args, parts = self.args, self._load()
         self.adapt(parts)
         self.components = parts
         for parameter in self.trainable_parameters():
@@ -184,6 +163,29 @@ class DiffusionModule(EvaluatedModule):
             rank_zero_info(f"base: {self.packed_base.summary()}; what is trained is not packed")
         if args.use_ema:
             self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
+
+    def _load(self) -> Components:
+        args = self.args
+        return load_components(
+            args.pretrained_model_name_or_path,
+            unet_dtype=self.loading_dtype(),
+            vae_dtype=dtype_named(args.vae_dtype),
+            revision=args.revision,
+            variant=args.variant,
+        )
+
+    def frozen_dtype(self) -> torch.dtype:
+        """The dtype of the frozen denoiser and text encoders, by `base_dtype`."""
+        precision = str(self._trainer.precision) if self._trainer is not None else "32-true"
+        return autocast_dtype(precision) if self.args.base_dtype == "auto" else dtype_named(self.args.base_dtype)
+
+    def loading_dtype(self) -> torch.dtype:
+        """The dtype that the denoiser and the text encoders are read in."""
+        return self.frozen_dtype()
+
+    def full_precision_base(self) -> AbstractContextManager[None]:
+        """Compute with the base as it is used after training, read from its source, until the block ends."""
+        return with_full_precision(self.loaded(), self._load())
 
     def adapt(self, parts: Components) -> None:
         """Add the trained layers to freshly loaded, frozen components, and register the trained modules on `self`."""
@@ -195,29 +197,6 @@ class DiffusionModule(EvaluatedModule):
             self.configure_model()
         assert self.components is not None
         return self.components
-
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.parameters() if p.requires_grad]
-
-    # data.Encoder, for ImageCaptionData's caches --------------------------------------------------------------------
-
-    @property
-    def encoders(self) -> FrozenEncoders:
-        return FrozenEncoders(self.loaded(), self.device)
-
-    def encoder_identity(self) -> dict[str, str]:
-        return self.encoders.identity()
-
-    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
-        """Encode pixels in -1..1 to the latents' mean and log-variance, float32 [B, 2C, H, W], unscaled."""
-        return self.encoders.encode_pixels(pixels_B3HW)
-
-    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
-        return self.encoders.encode_captions(captions)
-
-    def can_cache_captions(self) -> bool:
-        return not self.text_encoders
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -246,8 +225,13 @@ class DiffusionModule(EvaluatedModule):
         """The optimizer's parameter groups."""
         return parameter_groups([self.trainable_parameters()], [self.args.learning_rate])
 
+    def make_optimizer(self) -> Optimizer:
+        """The optimizer of the trained weights."""
+        built: Optimizer = self.build_optimizer(self.parameter_groups())
+        return built
+
     def configure_optimizers(self) -> Any:
-        optimizer = self.build_optimizer(self.parameter_groups())
+        optimizer = self.make_optimizer()
         steps = self.trainer.estimated_stepping_batches if self._trainer is not None else math.inf
         schedule = build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
         if schedule is None:
@@ -255,7 +239,11 @@ class DiffusionModule(EvaluatedModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        return default_callbacks(self.trainer, self._run_settings())
+        return default_callbacks(self.trainer, self._run_settings(), self.result_saver())
+
+    def result_saver(self) -> Callback:
+        """The callback that saves the result, unless the Trainer has one of its class."""
+        return SaveLoRA(every_n_steps=self.args.checkpointing_steps)
 
     def brings_snapshots(self, trainer: Any) -> bool:
         """Whether `configure_callbacks` adds ExactSnapshot."""
@@ -284,42 +272,6 @@ class DiffusionModule(EvaluatedModule):
         super().optimizer_step(*args, **kwargs)
         # Not in on_train_batch_end: callbacks run before the module and would see the average of the step before.
         if self.ema is not None:
-            self.ema.to(device=self.device)
-            self.ema.step(self.trainable_parameters())
-
-    # Sampling and checkpoints ----------------------------------------------------------------------------------------
-
-    def averaged_weights(self) -> AbstractContextManager[None]:
-        """Swap in averaged weights, from an EMA or a schedule-free optimizer, until the block ends."""
-        optimizers = self._trainer.optimizers if self._trainer is not None else []
-        return averaged(self.trainable_parameters(), self.ema, optimizers or self._loaded_optimizers)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        names = {name for name, p in self.named_parameters() if p.requires_grad}
-        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if k in names}
-        if self.ema is not None:
-            checkpoint["ema"] = self.ema.state_dict()
-        if self.packed_base is not None:
-            checkpoint[CHECKPOINT_KEY] = checkpoint_entry(self.packed_base)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.loaded()
-        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        check_trained_weights(checkpoint["state_dict"], trained)
-        check_same_base(checkpoint, self.packed_base)
-        if self.ema is not None and "ema" in checkpoint:
-            self.ema.load_state_dict(checkpoint["ema"])
-        if self._trainer is not None and not self._trainer.optimizers:  # not in fit, which builds its own
-            self._loaded_optimizers = loaded_averages(self.build_optimizer(self.parameter_groups()), checkpoint)
-
-
-def _merged_signature(cls: type) -> inspect.Signature:
-    """The signature of a class with the arguments of its bases, which it passes on by **kwargs, as keywords."""
-    merged: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__[: cls.__mro__.index(DiffusionModule) + 1]:
-        if "__init__" in vars(base):
-            for p in list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]:
-                kind = p.KEYWORD_ONLY if merged and base is not cls else p.kind
-                if p.kind is not p.VAR_KEYWORD:
-                    merged.setdefault(p.name, p.replace(kind=kind))
-    return inspect.Signature(list(merged.values()))
+            trained = self.trainable_parameters()
+            follow_shards(self.ema, trained).to(device=trained[0].device)
+            self.ema.step(trained)

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_aigc.diffusion.calibration import outputs_to_judge
 from lightning_aigc.diffusion.components import Components
-from lightning_aigc.diffusion.packed_cache import packing_for
+from lightning_aigc.diffusion.packed_cache import Packing, packing_for
 from lightning_aigc.errors import ConfigError, ModelError
-from lightning_aigc.quantization.frozen import PackedBase, ignore_in_ddp, pack_layers
-from lightning_aigc.quantization.layers import FORMATS, Layer, check_kind, check_patterns, check_skip, frozen_layers
-from lightning_aigc_kernels.packed_weight import Format
+from lightning_aigc.quantization.frozen import (
+    PackedBase,
+    frozen_bytes,
+    ignore_in_ddp,
+    pack_layers,
+    weight_bytes,
+)
+from lightning_aigc.quantization.layers import (
+    FORMATS,
+    BaseQuantization,
+    Layer,
+    check_kind,
+    check_patterns,
+    check_skip,
+    frozen_layers,
+)
+from lightning_aigc.quantization.weight_budget import MIB, choose_formats, output_errors, target_mib
+from lightning_aigc.rng import isolate_rng
+from lightning_aigc_kernels.packed_weight import Format, packed_bytes, packed_weights
 
 CHECKPOINT_KEY = "base_quantization"
 
@@ -23,7 +44,8 @@ def check_base_quantization(args: Any) -> None:
         if args.base_quantization_skip is not None:
             raise ConfigError("model.init_args.base_quantization_skip does nothing without base_quantization; set both")
         return
-    check_kind(args.base_quantization)
+    if target_mib(args.base_quantization) is None:
+        check_kind(args.base_quantization)
     check_skip(args.base_quantization_skip)
     if getattr(args, "use_dora", False):
         raise ConfigError(
@@ -32,31 +54,94 @@ def check_base_quantization(args: Any) -> None:
         )
 
 
-def pack_base(module: nn.Module, parts: Components, kind: str, skip: list[str] | None) -> PackedBase:
+def pack_base(module: LightningModule, parts: Components, kind: BaseQuantization, skip: list[str] | None) -> PackedBase:
     """Pack the frozen weights of the denoiser and of the text encoders, whose linears stay int8 with `nf4`.
 
-    The autoencoder stays whole: it makes the latents and the pictures. Names are `unet.` and `text_encoders.0.`.
+    A budget counts both, packs the text encoders in int8 and gives each weight of the denoiser its bits, chosen by
+    rank 0. The autoencoder stays whole: it makes the latents and the pictures. Names are `unet.` and
+    `text_encoders.0.`.
 
-    Raises: ConfigError for a pattern that covers nothing, or a base that is packed already.
+    Raises: ConfigError for a pattern that covers nothing, a base that is packed already, or a budget that cannot be
+        met.
     """
     holder = nn.Module()  # gives both parts their names, for patterns and the digest
     holder.unet = parts.unet
     holder.text_encoders = nn.ModuleList(parts.text_encoders)
     layers = frozen_layers(holder, skip)
     check_patterns(skip, (layer.name for layer in layers))
-    linear, convolution = FORMATS[kind]
-    text: Format = "int8" if kind == "nf4" else linear
-
-    def format_of(layer: Layer) -> Format:
-        if not layer.is_linear:
-            return convolution
-        return text if layer.name.startswith("text_encoders") else linear
-
     packing = packing_for(sum(layer.weight.numel() for layer in layers if not layer.why_not))
-    packed = pack_layers(holder, layers, format_of, packing)
-    packed.kind = kind
+    target = target_mib(kind)
+    formats: dict[str, Format | None]
+    if target is None:
+        formats = {layer.name: _format_of_kind(layer, str(kind)) for layer in layers}
+    else:
+        formats = _formats_within(module, holder, layers, target, packing)
+    packed = pack_layers(holder, layers, lambda layer: formats[layer.name], packing)
+    packed.kind = str(kind)
     ignore_in_ddp(module)
     return packed
+
+
+def _is_of_text(layer: Layer) -> bool:
+    return layer.name.startswith("text_encoders")
+
+
+def _format_of_kind(layer: Layer, kind: str) -> Format:
+    linear, convolution = FORMATS[kind]
+    if kind == "nf4" and _is_of_text(layer):
+        return "int8"
+    return linear if layer.is_linear else convolution
+
+
+def _formats_within(
+    module: LightningModule, holder: nn.Module, layers: list[Layer], target: float, packing: Packing | None
+) -> dict[str, Format | None]:
+    """The formats that fit `target` MiB, by layer; measured and chosen on rank 0, so that all ranks have the same."""
+    trainer = module._trainer
+    text = [layer for layer in layers if _is_of_text(layer) and not layer.why_not]
+    open_to_choice = [layer for layer in layers if not _is_of_text(layer) and not layer.why_not]
+    chosen: list[Format | None] | ConfigError = []
+    if trainer is None or trainer.is_global_zero:
+        rank_zero_info(f"base_quantization: measuring on real latents which of {len(open_to_choice)} weights need bits")
+        text_saves = weight_bytes(text) - sum(packed_bytes(layer.weight.numel(), "int8") for layer in text)
+        other = frozen_bytes(holder) - text_saves - weight_bytes(open_to_choice)
+        datamodule = getattr(trainer, "datamodule", None)
+        try:
+            with isolate_rng(torch.device("cpu")):
+                errors = output_errors(open_to_choice, outputs_to_judge(module, datamodule), packing)
+            chosen = choose_formats(open_to_choice, errors, target * MIB, other)
+        except ConfigError as error:
+            chosen = error
+    if trainer is not None:
+        chosen = trainer.strategy.broadcast(chosen)
+    if isinstance(chosen, ConfigError):
+        raise chosen
+    formats: dict[str, Format | None] = {layer.name: kind for layer, kind in zip(open_to_choice, chosen, strict=True)}
+    return {**formats, **{layer.name: "int8" for layer in layers if _is_of_text(layer)}}
+
+
+@contextlib.contextmanager
+def with_full_precision(parts: Components, source: Components) -> Iterator[None]:
+    """Compute with the whole weights of `source`, freshly loaded, in place of the packed ones until the block ends.
+
+    They move to the packed weights' devices one after the other, and `source` gives its own away.
+    """
+    swapped: list[tuple[nn.Module, nn.Parameter]] = []
+    try:
+        for module, whole in zip((parts.unet, *parts.text_encoders), (source.unet, *source.text_encoders), strict=True):
+            for name, weight in list(packed_weights(module)):
+                layer = module.get_submodule(name.rpartition(".")[0])
+                original = whole.get_submodule(name.replace(".base_layer", "").rpartition(".")[0])
+                full = original._parameters.pop("weight")
+                assert full is not None
+                full = nn.Parameter(full.to(weight.device, weight.dtype), requires_grad=False)
+                swapped.append((layer, layer._parameters.pop("weight")))
+                layer.register_parameter("weight", full)
+        yield
+    finally:
+        for layer, packed in swapped:
+            del layer._parameters["weight"]
+            layer.register_parameter("weight", packed)
 
 
 def checkpoint_entry(packed: PackedBase) -> dict[str, str]:

@@ -15,6 +15,8 @@ from lightning_aigc.errors import DataError
 from lightning_aigc.quantization.layers import Layer
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 
+Packing = Callable[[Layer, Format], PackedWeight]
+"""Makes a layer's packed weight."""
 FORMAT = 1
 """Of the packed bytes; a change of how weights are packed must raise it."""
 WORTH_IT = 100_000_000
@@ -69,6 +71,6 @@ def content_key(weight: Tensor, kind: Format) -> str:
     return digest.hexdigest()
 
 
-def packing_for(numbers: int, folder: Path | None = None) -> Callable[[Layer, Format], PackedWeight] | None:
+def packing_for(numbers: int, folder: Path | None = None) -> Packing | None:
     """How to pack a base of so many numbers: through the cache, or None where that would not be quicker."""
     return PackedCache(folder or default_folder()).pack if numbers >= WORTH_IT else None

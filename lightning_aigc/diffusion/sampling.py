@@ -6,10 +6,16 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler
+from diffusers import (
+    ControlNetModel,
+    DDIMScheduler,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionXLControlNetPipeline,
+)
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
@@ -74,7 +80,20 @@ def on_device(device: torch.device, *modules: nn.Module) -> Iterator[None]:
             module.to(home)
 
 
-def make_pipeline(parts: Components, schedule_config: Mapping[str, Any]) -> Any:
+@dataclass(frozen=True)
+class Control:
+    """A ControlNet, and what it is shown."""
+
+    controlnet: ControlNetModel
+    conditions: Tensor
+    """One for each picture, [N, C, H, W] in 0..1, of the picture's size."""
+    scale: float = 1.0
+    """Weight of its residuals; validate at 1, what it was trained with."""
+
+
+def make_pipeline(
+    parts: Components, schedule_config: Mapping[str, Any], controlnet: ControlNetModel | None = None
+) -> Any:
     """Diffusers' pipeline around these components, with a DDIM scheduler."""
     modules = {
         "unet": parts.unet,
@@ -89,7 +108,12 @@ def make_pipeline(parts: Components, schedule_config: Mapping[str, Any]) -> Any:
         extras = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     # Latents are not limited to -1..1; a config from another scheduler may lack this setting.
     scheduler = DDIMScheduler.from_config(schedule_config, clip_sample=False)
-    pipeline = parts.pipeline_class(**modules, scheduler=scheduler, **extras)
+    if controlnet is None:
+        pipeline = parts.pipeline_class(**modules, scheduler=scheduler, **extras)
+    else:
+        xl = parts.family == "sdxl"
+        pipeline_class: Any = StableDiffusionXLControlNetPipeline if xl else StableDiffusionControlNetPipeline
+        pipeline = pipeline_class(**modules, controlnet=controlnet, scheduler=scheduler, **extras)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -106,32 +130,41 @@ def generate(
     time_limit: TimeLimit,
     batch_size: int | None = None,
     negative_prompt: str | None = None,
+    control: Control | None = None,
 ) -> Tensor:
     """Generate pictures, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
 
     Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
     """
-    pipeline = make_pipeline(parts, schedule_config)
-    has_mixed_dtypes = len({p.dtype for m in (parts.unet, *parts.text_encoders) for p in m.parameters()}) > 1
-    autocast = torch.autocast(device.type, dtype=parts.unet.conv_in.weight.dtype, enabled=has_mixed_dtypes)
+    networks = [parts.unet, *parts.text_encoders] + ([control.controlnet] if control is not None else [])
+    pipeline = make_pipeline(parts, schedule_config, control.controlnet if control is not None else None)
+    dtypes = {p.dtype for m in networks for p in m.parameters() if p.is_floating_point()}
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes) > 1)
     if batch_size is None:
         batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // int(parts.unet.config.sample_size) ** 2))
     time_limit.begin(len(prompts), batch_size, num_inference_steps)
     pictures = []
-    modules_used = (parts.unet, parts.vae, *parts.text_encoders)
+    modules_used = (parts.vae, *networks)
     with on_device(device, *modules_used), evaluating(*modules_used):
         for start in range(0, len(prompts), batch_size):
             generators = [torch.Generator("cpu").manual_seed(s) for s in seeds[start : start + batch_size]]
             chosen = prompts[start : start + batch_size]
             negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
+            extra = {} if control is None else _condition_arguments(control, slice(start, start + batch_size), device)
             with autocast:
                 latents = pipeline(
                     prompt=chosen, negative_prompt=negative, generator=generators, output_type="latent",
                     num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
-                    callback_on_step_end=time_limit,
+                    callback_on_step_end=time_limit, **extra,
                 ).images  # fmt: skip
             # The pipeline would decode under autocast in half precision, which gives black pictures.
             with float32_region(device):
                 decoded = parts.vae.decode((latents / parts.vae.config.scaling_factor).to(parts.vae.dtype)).sample
             pictures.append(decoded.float().div(2).add(0.5).clamp(0, 1).cpu())
     return torch.cat(pictures)
+
+
+def _condition_arguments(control: Control, rows: slice, device: torch.device) -> dict[str, Any]:
+    """The pipeline's arguments for some of the conditions."""
+    return {"image": control.conditions[rows].to(device), "controlnet_conditioning_scale": control.scale}

@@ -11,7 +11,6 @@ from lightning_aigc.diffusion.arguments import check_lora
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
 from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
-from lightning_aigc.diffusion.optimization import parameter_groups
 from lightning_aigc.diffusion.unet_training import UNetTraining
 
 
@@ -63,20 +62,7 @@ class StableDiffusionLoRA(UNetTraining):
             for encoder in parts.text_encoders:
                 encoder.add_adapter(lora_config(targets, args.rank, self.lora_alpha, is_text_encoder=True, **options))  # type: ignore[operator]
             self.text_encoders.extend(parts.text_encoders)
-        if args.gradient_checkpointing:
-            for encoder in self.text_encoders:
-                # transformers 5 renamed it, and recomputes in train mode only; CLIP has no dropout.
-                enable = (
-                    getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
-                )
-                enable()  # type: ignore[operator]
-                encoder.train()
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        text = [p for p in self.text_encoders.parameters() if p.requires_grad]
-        others = [p for p in self.trainable_parameters() if all(p is not q for q in text)]
-        rates = (self.args.learning_rate, self.args.text_encoder_lr or self.args.learning_rate)
-        return parameter_groups([others, text], rates)
+        self.recompute_text_encoders()
 
     def save_lora(self, path: Any, **metadata: Any) -> None:
         """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any."""

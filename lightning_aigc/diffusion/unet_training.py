@@ -27,8 +27,9 @@ from lightning_aigc.diffusion.objectives import (
     loss_weights,
     training_target,
 )
+from lightning_aigc.diffusion.optimization import parameter_groups
 from lightning_aigc.diffusion.prediction_check import warn_of_prediction_type
-from lightning_aigc.diffusion.sampling import generate
+from lightning_aigc.diffusion.sampling import Control, generate
 from lightning_aigc.errors import ModelError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.rng import isolate_rng
@@ -73,6 +74,23 @@ class UNetTraining(DiffusionModule):
         if self.args.gradient_checkpointing:
             parts.unet.enable_gradient_checkpointing()
 
+    def recompute_text_encoders(self) -> None:
+        """Recompute the trained text encoders' activations in backward, under `gradient_checkpointing`."""
+        for encoder in self.text_encoders if self.args.gradient_checkpointing else ():
+            # transformers 5 renamed it, and recomputes in train mode only; CLIP has no dropout.
+            enable = getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
+            enable()
+            encoder.train()
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups: the denoiser's weights, and the text encoders' at `text_encoder_lr`."""
+        text = {id(p) for p in self.text_encoders.parameters()}
+        groups: tuple[list[Any], list[Any]] = ([], [])
+        for parameter in self.trainable_parameters():
+            groups[id(parameter) in text].append(parameter)
+        rate = self.args.learning_rate
+        return parameter_groups(groups, (rate, self.args.get("text_encoder_lr") or rate))
+
     @property
     def num_train_timesteps(self) -> int:
         """Timesteps of the noise schedule."""
@@ -102,7 +120,14 @@ class UNetTraining(DiffusionModule):
         target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
         loss_B = example_losses(predicted_BCHW, target_BCHW, args.loss_type, args.huber_c, batch.get("mask"))
         loss_B = loss_B * loss_weights(self.schedule, timesteps_B, args.snr_gamma, is_debiased=args.debiased_estimation)
+        loss_B = self.rewarded(loss_B, latents_BCHW, noisy_BCHW, predicted_BCHW, timesteps_B)
         self.last_example_losses, self.last_timesteps = loss_B.detach(), timesteps_B
+        return loss_B
+
+    def rewarded(
+        self, loss_B: Tensor, latents_BCHW: Tensor, noisy_BCHW: Tensor, predicted_BCHW: Tensor, timesteps_B: Tensor
+    ) -> Tensor:
+        """The losses with what else a family wants of its prediction; nothing here."""
         return loss_B
 
     def validation_losses(self, batch: dict[str, Any], noise: SeededNoise) -> Tensor:
@@ -130,20 +155,37 @@ class UNetTraining(DiffusionModule):
     ) -> Tensor:
         """The U-Net's output [B, C, H, W] for these noisy latents."""
         assert self.unet is not None
-        added = None
-        if self.loaded().family == "sdxl":
-            sizes = [batch[k].to(self.device) for k in ("original_size", "crop_top_left", "target_size")]
-            added = {
-                "text_embeds": condition["pooled_prompt_embeds"].to(self.unet.dtype),
-                "time_ids": torch.cat(sizes, dim=1).to(self.unet.dtype),
-            }
+        added = self.added_conditions(condition, batch)
         predicted_BCHW: Tensor = self.unet(
             noisy_BCHW.to(self.unet.dtype),
             timesteps_B,
             condition["prompt_embeds"].to(self.unet.dtype),
             added_cond_kwargs=added,
+            **self.residuals(noisy_BCHW, timesteps_B, condition["prompt_embeds"], added, batch),
         ).sample
         return predicted_BCHW
+
+    def added_conditions(self, condition: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, Tensor] | None:
+        """SDXL's pooled embeddings and sizes; None for the other families."""
+        assert self.unet is not None
+        if self.loaded().family != "sdxl":
+            return None
+        sizes = [batch[k].to(self.device) for k in ("original_size", "crop_top_left", "target_size")]
+        return {
+            "text_embeds": condition["pooled_prompt_embeds"].to(self.unet.dtype),
+            "time_ids": torch.cat(sizes, dim=1).to(self.unet.dtype),
+        }
+
+    def residuals(
+        self,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        embeddings_BTD: Tensor,
+        added: dict[str, Tensor] | None,
+        batch: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Arguments of the U-Net that another network computes for this batch; none here."""
+        return {}
 
     def sample(
         self,
@@ -152,10 +194,12 @@ class UNetTraining(DiffusionModule):
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         batch_size: int | None = None,
+        control: Control | None = None,
     ) -> Tensor:
         """Generate one picture per prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal pictures.
 
-        `batch_size` pictures are generated at once; unset means the pixels of four pictures of 512 px.
+        `batch_size` pictures are generated at once; unset means the pixels of four pictures of 512 px. `control`
+        is a ControlNet with a condition for each picture.
 
         Raises: ModelError if the numbers of seeds and prompts differ; SamplingTooSlow past `sample_time_limit_s`.
         """
@@ -174,6 +218,7 @@ class UNetTraining(DiffusionModule):
                 guidance_scale=args.guidance_scale if guidance_scale is None else guidance_scale,
                 batch_size=batch_size,
                 time_limit=self.sampling_limit,
+                control=control,
             )
 
     @functools.cache  # noqa: B019  hashes gigabytes, and the module lives as long as its run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, MODES, SPARSE_MODES, Average, Mode
@@ -110,6 +110,12 @@ class SyncOptions:
             return GradientProtection(default if self.protect is None else self.protect)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def protecting(self, patterns: Sequence[str], names: Iterable[str]) -> SyncOptions:
+        """Return these options with more patterns, beside those that protect parameters of these names."""
+        names = list(names)
+        own = [p for p in self.protection(names).patterns if any(GradientProtection((p,)).covers(n) for n in names)]
+        return replace(self, protect=(*own, *patterns)) if patterns else self
 
 
 def mode_of_words(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, list[str]]:

@@ -36,7 +36,7 @@ def check_equal(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-def first_difference(sums_N: Tensor) -> tuple[int, list[int]] | None:
+def first_difference(sums_N: Tensor, group: Any = None) -> tuple[int, list[int]] | None:
     """Return the place of the first of these `bits_of` that differs between ranks, and the ranks in the minority.
 
     Collective: one number travels, and all of them only after a difference.
@@ -44,11 +44,11 @@ def first_difference(sums_N: Tensor) -> tuple[int, list[int]] | None:
     total = (sums_N * torch.arange(1, len(sums_N) + 1, device=sums_N.device)).sum() % PRIME
     # One all_reduce finds both ends; int32, because HCCL has not always had int64.
     ends = torch.stack([total, PRIME - total]).to(torch.int32)
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     if int(ends[0]) == PRIME - int(ends[1]):
         return None
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, sums_N.cpu().tolist())
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, sums_N.cpu().tolist(), group=group)
     for place, here in enumerate(zip(*of_ranks, strict=True)):
         if len(set(here)) > 1:
             common = max(set(here), key=here.count)

@@ -25,6 +25,7 @@ from lightning_aigc.precision.arguments import (
 )
 from lightning_aigc.precision.budget import MemoryBudget, read_budget
 from lightning_aigc.precision.overflow import SkippedSteps
+from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.rng import random_states
 
 if TYPE_CHECKING:
@@ -119,15 +120,16 @@ class FusedBackwardPrecision(Precision):
             module = _deviceless(self.precision).convert_module(module)
         self._module = module
         restore_forwards(module)
+        protect = (*self.protect, *(module.protected_gradients if isinstance(module, ProtectsGradients) else ()))
         if self.memory == "off":
-            protection_within(module, self.protect)
+            protection_within(module, protect)
         else:
             from lightning_aigc.precision.swaps import swap_forwards
 
             module.__dict__[SWAPPED] = swap_forwards(
                 module,
                 memory=self.memory,
-                protect=self.protect,
+                protect=protect,
                 strict=self.strict,
                 grad_dtype=torch.float16 if self.precision == "bf16-forward-fp16-backward" else None,
                 input_grad_density=self.input_grad_density,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc_kernels import Norm, Projection
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"
@@ -23,8 +24,9 @@ class CannotSwapError(Exception):
 
 
 def class_path(module: object) -> str:
-    """The dotted path of an object's class, `module.path.ClassName`."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    """The dotted path of an object's class, `module.path.ClassName`, under sharding too."""
+    cls = own_class(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -81,7 +83,7 @@ def refuse_dropout(module: nn.Module) -> None:
     refuse_hooks(module)
     if isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and (module.p == 0 or not module.training)):
         return
-    raise CannotSwapError(f"{type(module).__name__} is active")
+    raise CannotSwapError(f"{own_class(module).__name__} is active")
 
 
 def read_layer_norm(module: nn.Module) -> Norm:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.knapsack import choose
 from lightning_aigc.precision import recompute
 from lightning_aigc.precision.block_call import (
     BlockCall,
@@ -33,7 +34,6 @@ from lightning_aigc.precision.block_options import ALL, is_optional, options_of
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.footprint import available, besides_activations
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Keeps, choices_of, handed_to
-from lightning_aigc.precision.knapsack import choose
 from lightning_aigc.precision.saved_tensors import (
     SavedBytes,
     is_checkpointed,

@@ -50,7 +50,9 @@ class SavedBytes:
         return tensor
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage."""
+        """Count a tensor's storage; a sharded module's gathered weights are parameters, and of other storages."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return
         found = storage_of(tensor)
         if found is not None and found[0] not in self._owned and found[0] not in self.storages:
             self.storages[found[0]] = found[1:]

@@ -1,6 +1,6 @@
 """A frozen base in few bits: int8 or NF4 weights that plain layers compute with."""
 
 from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_
-from lightning_aigc.quantization.layers import Kind
+from lightning_aigc.quantization.layers import BaseQuantization, Kind
 
-__all__ = ["Kind", "PackedBase", "quantize_frozen_"]
+__all__ = ["BaseQuantization", "Kind", "PackedBase", "quantize_frozen_"]

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.quantization.layers import (
     FORMATS,
-    Kind,
+    BaseQuantization,
     Layer,
     check_kind,
     check_patterns,
     check_skip,
     frozen_layers,
 )
+from lightning_aigc.quantization.weight_budget import MIB, choose_formats, output_errors, target_mib
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_weights, set_packed_
 
 MEANING = {
@@ -36,6 +37,9 @@ class PackedBase:
 
     kind: str
     packed: int = 0
+    """Weights in few bits."""
+    formats: Counter[str] = field(default_factory=Counter)
+    """How many of them in which format."""
     bytes_before: int = 0
     """Of all parameters and buffers, trained ones left out."""
     bytes_after: int = 0
@@ -47,6 +51,7 @@ class PackedBase:
     def add(self, other: PackedBase) -> None:
         """Count another part of the same base."""
         self.packed += other.packed
+        self.formats += other.formats
         self.bytes_before += other.bytes_before
         self.bytes_after += other.bytes_after
         self.left += other.left
@@ -56,14 +61,20 @@ class PackedBase:
         """One line: how many weights, in which format, and the memory before and after."""
         before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
         total = self.packed + self.left.total()
-        line = f"{self.packed} of {total} frozen weights packed ({MEANING.get(self.kind, self.kind)})"
+        how = MEANING.get(self.kind, "") or ", ".join(f"{count} {kind}" for kind, count in sorted(self.formats.items()))
+        line = f"{self.packed} of {total} frozen weights packed ({how})"
         line += f", {_mib(before)} -> {_mib(after)} MiB"
         if self.left:
             line += "; left whole: " + ", ".join(f"{count} {reason}" for reason, count in sorted(self.left.items()))
         return line
 
 
-def quantize_frozen_(module: nn.Module, kind: Kind, skip: Sequence[str] | None = None) -> PackedBase:
+def quantize_frozen_(
+    module: nn.Module,
+    kind: BaseQuantization,
+    skip: Sequence[str] | None = None,
+    outputs: Iterable[Tensor] | None = None,
+) -> PackedBase:
     """Pack the frozen linear layers and convolutions of a module in place; what is trained stays as it is.
 
     The layers keep their classes, names and state_dict keys; their weights become `PackedWeight`s, which compute in
@@ -73,20 +84,36 @@ def quantize_frozen_(module: nn.Module, kind: Kind, skip: Sequence[str] | None =
     Args:
         module: A LightningModule or any other; a part of it to pack that part alone.
         kind: int8: all int8, 8.5 bits a number; nf4: linears NF4, 4.5 bits, and convolutions int8;
-            nf4-all: both NF4.
+            nf4-all: both NF4. `{"target_mib": 1500}`: each weight in the format, or whole, with which all frozen
+            weights and buffers together fit these MiB and the outputs move least.
         skip: Name patterns of layers that stay whole, as in FusedBackwardPrecision's `protect`; unset leaves the
             first and last convolution and the embeddings of a U-Net.
+        outputs: For a budget, some outputs of the module for typical inputs; each is computed when it is asked for,
+            so a generator, with gradients on.
 
-    Raises: ConfigError for an unknown kind, a pattern that covers nothing, a module that is packed already or has
-        nothing to pack, and a weight with NaN or infinity.
+    Raises: ConfigError for an unknown kind, a budget that cannot be met or comes without outputs, a pattern
+        that covers nothing, a module that is packed already or has nothing to pack, and a weight with NaN or infinity.
     """
-    check_kind(kind)
+    target = target_mib(kind)
+    if target is None:
+        check_kind(kind)
+    elif outputs is None:
+        raise ConfigError("base_quantization: a budget is kept by the model's outputs; give some with outputs=")
     check_skip(skip)
     layers = frozen_layers(module, skip)
     check_patterns(skip, (layer.name for layer in layers))
-    linear, convolution = FORMATS[kind]
-    result = pack_layers(module, layers, lambda layer: linear if layer.is_linear else convolution)
-    result.kind = kind
+    if target is None:
+        linear, convolution = FORMATS[str(kind)]
+        result = pack_layers(module, layers, lambda layer: linear if layer.is_linear else convolution)
+    else:
+        open_to_choice = [layer for layer in layers if not layer.why_not]
+        errors = output_errors(open_to_choice, outputs or ())
+        chosen = choose_formats(
+            open_to_choice, errors, target * MIB, frozen_bytes(module) - weight_bytes(open_to_choice)
+        )
+        by_name = dict(zip((layer.name for layer in open_to_choice), chosen, strict=True))
+        result = pack_layers(module, layers, lambda layer: by_name[layer.name])
+    result.kind = str(kind)
     ignore_in_ddp(module)
     return result
 
@@ -118,6 +145,7 @@ def pack_layers(
         for tensor in (weight.packed, weight.scales):
             digest.update(tensor.cpu().numpy().data)
         result.packed += 1
+        result.formats[chosen] += 1
     if not result.packed:
         raise ConfigError(
             "base_quantization: there is no frozen linear layer or convolution to pack"
@@ -133,6 +161,11 @@ def frozen_bytes(module: nn.Module) -> int:
     """Bytes of a module's frozen parameters and its buffers, of packed weights those that they take."""
     frozen = {id(p): p for p in (*module.parameters(), *module.buffers()) if not p.requires_grad}
     return sum(stored_bytes(tensor) for tensor in frozen.values())
+
+
+def weight_bytes(layers: Iterable[Layer]) -> int:
+    """Bytes of these layers' weights."""
+    return sum(stored_bytes(layer.weight) for layer in layers)
 
 
 def stored_bytes(tensor: Tensor) -> int:

@@ -15,6 +15,8 @@ from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 Kind = Literal["int8", "nf4", "nf4-all"]
+BaseQuantization = Kind | dict[str, float]
+"""A kind, or a budget such as `{"target_mib": 1500}`."""
 FORMATS: dict[str, tuple[Format, Format]] = {
     "int8": ("int8", "int8"),
     "nf4": ("nf4", "int8"),
@@ -56,7 +58,9 @@ def check_kind(kind: object) -> None:
     if not isinstance(kind, str) or kind not in FORMATS:
         near = difflib.get_close_matches(str(kind), get_args(Kind), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"base_quantization must be null or one of {', '.join(FORMATS)}, got {kind!r}{hint}")
+        raise ConfigError(
+            f"base_quantization must be null, one of {', '.join(FORMATS)}, or {{target_mib: 1500}}, got {kind!r}{hint}"
+        )
 
 
 def check_skip(skip: Sequence[str] | None) -> None:

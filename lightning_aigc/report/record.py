@@ -179,6 +179,12 @@ class RunRecord:
     sync: SyncResult | None = None
     snapshots: Snapshots | None = None
     lora: LoRAFile | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    """Further numbers of summary.json, by name; NaN for one that was not found."""
+    result_files: dict[str, str] = field(default_factory=dict)
+    """Further files and folders of summary.json, by name."""
+    sheets: dict[str, str] = field(default_factory=dict)
+    """Sheets of pictures by title, each a data URI."""
     config: str = ""
     """The run's YAML."""
     notes: list[str] = field(default_factory=list)

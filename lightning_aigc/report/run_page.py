@@ -31,6 +31,8 @@ SCORES = {
     "clip_t": "CLIP-T, fit to the prompt",
     "clip_i": "CLIP-I, like your pictures",
     "prior_clip_t": "CLIP-T of other prompts",
+    "full_base_clip_t": "CLIP-T, packed → full-precision base",
+    "full_base_clip_i": "CLIP-I, packed → full-precision base",
 }
 NOISE = "The bar at a score is the standard error of its difference to step 0, over the same prompts and seeds."
 
@@ -44,6 +46,7 @@ def render_run_page(record: RunRecord) -> str:
         *(note(text) for text in record.notes),
         section("Before and after", pictures_html([p for p in record.pictures if not p.is_other])),
         section("Other prompts: what it should not forget", pictures_html([p for p in record.pictures if p.is_other])),
+        *(section(html.escape(title), sheet_html(title, uri)) for title, uri in record.sheets.items()),
         section("What to mend", _fine_tune(record)),
         section("Progress", _progress(record)),
         section("Gradients", _health(record)),
@@ -64,6 +67,9 @@ def cost(record: RunRecord) -> dict[str, str]:
         value, _, noise = score_text(record, name).partition(" ± ")
         if value != "-":
             scored[f"{label}{f', ± {noise}' if noise else ''}"] = value
+    if "edge_f1" in record.figures:
+        floor, ceiling = record.figures["edge_f1_floor"], record.figures["edge_f1_ceiling"]
+        scored[f"edge F1, floor {floor:.2f}, ceiling {ceiling:.2f}"] = f"{record.figures['edge_f1']:.2f}"
     return scored | {
         "optimizer steps": f"{record.steps:,}",
         "training time": time_text(record.seconds),
@@ -73,6 +79,11 @@ def cost(record: RunRecord) -> dict[str, str]:
         ),
         "device" + (f", {record.precision}" if record.precision else ""): device,
     }
+
+
+def sheet_html(title: str, uri: str) -> str:
+    """A sheet of pictures, as wide as the page at the most."""
+    return f'<img src="{uri}" alt="{html.escape(title)}" style="max-width:100%;image-rendering:pixelated">'
 
 
 def pictures_html(pictures: Sequence[Picture]) -> str:

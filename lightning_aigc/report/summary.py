@@ -36,6 +36,9 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
             f"{name}_after": _mean_or_none(paired.after),
             f"{name}_stderr": None if found is None else finite_or_none(found.stderr),
         }
+    for metric in ("clip_t", "clip_i"):
+        if f"full_base_{metric}" in record.scores:
+            scores[f"{metric}_on_full_precision_base"] = _mean_or_none(record.scores[f"full_base_{metric}"].after)
     return {
         "steps": record.steps,
         "seconds": round(record.seconds, 2),
@@ -48,6 +51,8 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
         "verdict": verdict.sentence,
         "verdict_kind": verdict.kind,
         "lora_file": record.lora.file if record.lora is not None else None,
+        **{name: finite_or_none(value) for name, value in record.figures.items()},
+        **record.result_files,
         "notes": record.notes,
     }
 
@@ -62,10 +67,13 @@ def summary_table(record: RunRecord, report_file: str) -> str:
         "CLIP-T before -> after": score_text(record, "clip_t"),
         "CLIP-I before -> after": score_text(record, "clip_i"),
         "CLIP-T of other prompts": score_text(record, "prior_clip_t") if "prior_clip_t" in record.scores else None,
+        "CLIP-T packed -> whole base": score_text(record, "full_base_clip_t")
+        if "full_base_clip_t" in record.scores
+        else None,
         "LoRA": record.lora.file if record.lora is not None else "-",
         "report": report_file,
     }
-    return "\n".join(f"{name:24} {value}" for name, value in rows.items() if value is not None)
+    return "\n".join(f"{name:27} {value}" for name, value in rows.items() if value is not None)
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:

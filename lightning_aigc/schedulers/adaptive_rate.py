@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.schedulers.rate_control import Change, RateControl, RateSettings
 from lightning_aigc.schedulers.step_statistics import StepStatistics
+from lightning_aigc.sharding.full_state import shard_like
 
 
 def sets_own_rate(optimizer: Optimizer) -> bool:
@@ -128,7 +130,8 @@ class AdaptiveRate:
         self._hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        weights = [w.detach().cpu().clone() for w in self.statistics.weights]
+        # A sharded weight stays where the strategy can gather it.
+        weights = [w.clone() if isinstance(w, DTensor) else w.cpu().clone() for w in self.statistics.weights]
         return {"steps": self.steps, "control": self.control.state_dict(), "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -138,7 +141,7 @@ class AdaptiveRate:
         if state["weights"]:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             pairs = zip(state["weights"], parameters, strict=True)
-            self.statistics.weights = [weight.to(p.device, p.dtype) for weight, p in pairs]
+            self.statistics.weights = [shard_like(weight.to(p.device, p.dtype), p) for weight, p in pairs]
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

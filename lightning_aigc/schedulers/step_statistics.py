@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc.sharding.local_parts import local_part, local_parts, shards_of
+
 
 class LastStep(NamedTuple):
     """What the last step says about the rate."""
@@ -46,7 +48,7 @@ class StepStatistics:
         if not with_gradient:
             self.weights = []
             return math.nan, None, math.nan
-        gradients = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in with_gradient]
+        gradients = [p.grad.coalesce().values() if p.grad.is_sparse else local_part(p.grad) for p in with_gradient]
         device = gradients[0].device
         norms = [n.to(device, torch.float32) for n in torch._foreach_norm(gradients, 2, torch.float32)]
         known = torch.as_tensor(math.nan if loss is None else loss, dtype=torch.float32, device=device)
@@ -56,13 +58,16 @@ class StepStatistics:
             for parameter, before in zip(parameters, self.weights, strict=True):
                 if parameter.grad is None or parameter.grad.is_sparse:
                     continue
-                step = (parameter.detach() - before).float().flatten()
-                products.append(torch.dot(step, parameter.grad.float().flatten()).to(device))
+                step = (local_part(parameter.detach()) - local_part(before)).float().flatten()
+                products.append(torch.dot(step, local_part(parameter.grad).float().flatten()).to(device))
                 lengths.append(step.square().sum().to(device))
-                sizes.append(before.float().square().sum().to(device))
+                sizes.append(local_part(before).float().square().sum().to(device))
             numbers += [torch.stack(values).sum() for values in (products, lengths, sizes)]
         self._keep(parameters if with_last_step else [])
         together = torch.stack(numbers)
+        shards = shards_of(parameters)
+        if shards > 1:  # sums over parts, whose mean over the ranks is reduced; the loss is each rank's own
+            together[torch.arange(len(numbers)) != 1] *= shards
         square, loss_now, *others = (together if reduce is None else reduce(together)).tolist()
         if not others or not others[1] > 0 or not square > 0:
             return math.sqrt(square), None, loss_now
@@ -74,4 +79,4 @@ class StepStatistics:
         if len(self.weights) != len(parameters):
             self.weights = [p.detach().clone() for p in parameters]
         elif parameters:
-            torch._foreach_copy_(self.weights, [p.detach() for p in parameters])
+            torch._foreach_copy_(local_parts(self.weights), local_parts([p.detach() for p in parameters]))

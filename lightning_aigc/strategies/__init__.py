@@ -1,9 +1,11 @@
-"""Strategies for Lightning's Trainer. Importing this registers "npu_sparse" and its variants."""
+"""Strategies for Lightning's Trainer. Importing this registers "npu_sparse", its variants, and "zero_1" to "zero_3"."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_aigc.strategies.npu_sparse import NPUSparseStrategy
+from lightning_aigc.strategies.zero import ZeROStrategy
 
-__all__ = ["NPUSparseStrategy"]
+__all__ = ["NPUSparseStrategy", "ZeROStrategy"]
 
 NPUSparseStrategy.register_strategies(StrategyRegistry)
+ZeROStrategy.register_strategies(StrategyRegistry)

@@ -8,20 +8,20 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_aigc.gradient_sync.base import Sync
-
 
 @contextmanager
-def skip_unless_finite(optimizer: Optimizer, sync: Sync) -> Iterator[None]:
-    """Make `optimizer.step(closure)` run the closure, and step only if the gradients are finite on every rank."""
+def skip_unless_finite(optimizer: Optimizer, is_finite: Callable[[], bool]) -> Iterator[None]:
+    """Make `optimizer.step(closure)` run the closure, and step only if the gradients are finite on every rank.
+
+    Args: is_finite: whether they are, the same answer on every rank; asked once, after the closure.
+    """
     step, own = optimizer.step, vars(optimizer).get("step")
 
     def step_if_finite(closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         if closure is None:  # a loss scaler has looked at the gradients already
             return step(**arguments)
         result = closure()
-        report = sync.finish_step()
-        return step(lambda: result, **arguments) if report is None or report.finite else result
+        return step(lambda: result, **arguments) if is_finite() else result
 
     optimizer.step = step_if_finite  # type: ignore[method-assign]
     try:

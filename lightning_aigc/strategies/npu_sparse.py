@@ -24,6 +24,7 @@ from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, wit
 from lightning_aigc.gradient_sync.replica_check import check_equal
 from lightning_aigc.gradient_sync.step_report import describe
 from lightning_aigc.gradient_sync.sync_error import explain, is_of_a_collective
+from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.report.record import SyncResult
 from lightning_aigc.strategies.finite_step import skip_unless_finite
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
@@ -160,7 +161,10 @@ class NPUSparseStrategy(WatchedDDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         self._parameters = trained_parameters(self.model)
-        check_protect(self.options, [name for name, _ in self._parameters])  # with one rank, and in dense modes, too
+        names = [name for name, _ in self._parameters]
+        check_protect(self.options, names)  # with one rank, and in dense modes, too
+        if isinstance(self.lightning_module, ProtectsGradients):
+            self.options = self.options.protecting(self.lightning_module.protected_gradients, names)
         refuse_sparse_gradients(self.model)
         for sentence in without_effect(self.options):
             rank_zero_warn(f"npu_sparse: {sentence}")
@@ -214,10 +218,14 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         if self._sync is None or isinstance(optimizer, LBFGS):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         else:
-            with skip_unless_finite(optimizer, self._sync):
+            with skip_unless_finite(optimizer, self._is_step_finite):
                 result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._after_step()
         return result
+
+    def _is_step_finite(self) -> bool:
+        report = None if self._sync is None else self._sync.finish_step()
+        return report is None or report.finite
 
     def _after_step(self) -> None:
         self._optimizer_steps += 1

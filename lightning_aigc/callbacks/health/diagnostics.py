@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -65,6 +66,7 @@ class Diagnostics:
         self.taken_steps = 0
         self.last_scale = 0.0
         self.named: Named = []
+        self._is_sharded = False
 
     def attach(self, model: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Keep the parameters as they are when training starts."""
@@ -78,6 +80,7 @@ class Diagnostics:
             self.history(i).attach(own)
         for check in self.checks:
             check.attach(model, self.named, frozen(named))
+        self._is_sharded = any(isinstance(p, DTensor) for _, p in self.named)
         self.is_exact = sum(p.numel() for _, p in self.named) <= EXACT_BELOW
         self._gradient_norms = [GradientNorm(history.named, self.is_exact) for history in self.optimizers]
 
@@ -152,7 +155,7 @@ class Diagnostics:
         readback = BatchedReadback()
         readback.add("loss", inputs.loss)
         readback.add("scale", scale)
-        readback.add("gradient", self._gradient_norms[inputs.optimizer].norm_or_probe(inputs.is_due))
+        readback.add("gradient", self._gradient_norms[inputs.optimizer].norm_or_probe(inputs.is_due, inputs.loss))
         readback.add("ratios", history.ratios)
         if inputs.examples is not None:
             readback.add("losses", inputs.examples[0])
@@ -209,7 +212,8 @@ class Diagnostics:
         limits = (self.limits.exploding_z, self.limits.exploding_ratio)
         is_spike = self.is_exact and history.all_norms.is_spike(reading.norm, *limits)
         reading.is_spike = is_spike and not reading.stage.is_fitted
-        if reading.is_spike and reading.stats is None:
+        # Of a sharded model all ranks measure, whatever their own losses say.
+        if (is_spike if self._is_sharded else reading.is_spike) and reading.stats is None:
             reading.stats = measure(history.named, inverse_scale=inputs.inverse_scale())
         if reading.stats is not None and not self.is_exact:
             reading.norm = math.sqrt(sum(n * n for n in reading.stats.gradient_norm if math.isfinite(n)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from torch.distributed.tensor import DTensor
 
 from lightning_aigc.precision.non_finite import NonFinite
 from lightning_aigc.precision.replay import ReplayedBatch, arguments_for, find_non_finite
@@ -18,6 +19,7 @@ KEPT_BATCHES = 8
 WATCHED_BATCHES, WATCHED_EVERY = 8, 10
 """The first batches, and later one of so many, that show whether a step draws from Python's or numpy's generator:
 reading those states at every batch would take longer than everything else here."""
+SHARDED = "a sharded model runs on all ranks at once, which would have to agree on where to stop"
 MANUAL = "under manual optimization a step moves the weights itself"
 
 
@@ -75,6 +77,8 @@ class NanOrigin:
         """Find the first module that made such a value, or why no second run could show it."""
         if not model.automatic_optimization:
             return Replay(why_not=MANUAL)
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            return Replay(why_not=SHARDED)
         why_not = "" if self._kept else "its batch was not kept"
         if self._window_batches > len(self._kept) > 0:
             why_not = f"of the {self._window_batches} accumulated batches the last {len(self._kept)} are kept"

@@ -10,6 +10,8 @@ from torch import nn
 
 WRAPPERS = ("_orig_mod.", "_forward_module.")
 T = TypeVar("T")
+RESIDUALS, HINT = (".controlnet_down_blocks.", ".controlnet_mid_block."), "controlnet_cond_embedding"
+"""Names in diffusers' ControlNets: the zero convolutions that residuals leave through, and what reads the condition."""
 
 
 def clean_name(name: str) -> str:
@@ -58,6 +60,34 @@ def lora_part(name: str) -> tuple[str, str] | None:
         if found:
             return before.lstrip("."), letter
     return None
+
+
+@functools.lru_cache(maxsize=16)
+def zero_convolution_gates(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Parameters of a ControlNet behind convolutions that start at zero: the weights of those, of which one must move.
+
+    The residuals leave through zero convolutions, and the condition enters through another one, so the gradients of
+    what lies before them begin at zero, and those of the hint embedding a step later.
+
+    >>> names = ("net.conv_in.weight", "net.controlnet_mid_block.weight", "unet.conv_in.weight",
+    ...          "net.controlnet_cond_embedding.conv_in.weight", "net.controlnet_cond_embedding.conv_out.weight")
+    >>> gates = zero_convolution_gates(names)
+    >>> gates["net.conv_in.weight"], gates["net.controlnet_cond_embedding.conv_in.weight"]
+    (('net.controlnet_mid_block.weight',), ('net.controlnet_cond_embedding.conv_out.weight',))
+    >>> "unet.conv_in.weight" in gates or "net.controlnet_mid_block.weight" in gates
+    False
+    """
+    gates: dict[str, tuple[str, ...]] = {}
+    for root in {f".{name}".partition(RESIDUALS[1])[0] for name in names if RESIDUALS[1] in f".{name}"}:
+        own = [name for name in names if f".{name}".startswith(f"{root}.")]
+        leaving = [n for n in own if any(part in f".{n}" for part in RESIDUALS)]
+        opened = tuple(name for name in leaving if name.endswith("weight"))
+        entering = tuple(name for name in own if name.endswith(f"{HINT}.conv_out.weight"))
+        for name in own:
+            if name not in leaving:
+                is_hint = f"{HINT}." in name and name not in entering
+                gates[name] = entering if is_hint and entering else opened
+    return gates
 
 
 @functools.lru_cache(maxsize=16)

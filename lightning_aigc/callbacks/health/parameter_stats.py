@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_aigc.sharding.local_parts import local_parts, total_squares
 
 SAMPLES = 256
 """Entries of a tensor that are read where reading all would cost too much."""
@@ -67,6 +70,9 @@ class PendingStats:
             if inverse_scale is not None:
                 of_gradients = of_gradients * inverse_scale.to(of_gradients.device)
             alike, zeros = alike_and_zero(sample_rows(gradients), alike_share)
+            sizes = [part.numel() for part in local_parts(gradients)]
+            if 0 in sizes:  # a small tensor's rows are all on other ranks
+                zeros = zeros * torch.tensor([float(size > 0) for size in sizes], device=zeros.device)
             parts += [of_gradients, alike.float(), zeros]
         self.numbers = torch.cat([part.to(parts[0].device) for part in parts]) if parts else torch.empty(0)
 
@@ -103,7 +109,11 @@ def norms(tensors: Sequence[Tensor], dtypes: Set[torch.dtype] = frozenset()) -> 
 
     Args:
         dtypes: The tensors' dtypes, where the caller knows them: asking each tensor takes its time.
+
+    Collective where they are sharded: each rank's parts, and one all_reduce of P numbers.
     """
+    if isinstance(tensors[0], DTensor):
+        return total_squares(norms(local_parts(tensors), dtypes).square(), tensors).sqrt()
     # bfloat16 has float32's range, and asking for float32 takes many times as long on a CPU; three digits will do.
     dtypes = dtypes or {tensor.dtype for tensor in tensors}
     found: Sequence[Tensor] = torch._foreach_norm(
@@ -141,16 +151,20 @@ class Sampler:
     @torch.no_grad()
     def rows(self) -> Tensor:
         """The entries now, float32 [P, S]."""
-        addresses = [t.data_ptr() if type(t) in PLAIN else -1 for t in self.tensors]
+        tensors = local_parts(self.tensors)
+        addresses = [t.data_ptr() if type(t) in PLAIN else -1 for t in tensors]
         if addresses != self._addresses or -1 in addresses:
-            self._views, self._addresses = [_sampled(t, self.count) for t in self.tensors], addresses
+            self._views, self._addresses = [_sampled(t, self.count) for t in tensors], addresses
         return _as_rows(self._views, self.count)
 
 
 @torch.no_grad()
 def sample_rows(tensors: Sequence[Tensor], count: int = SAMPLES) -> Tensor:
-    """Evenly spread entries of each tensor, float32 [P, S]; small ones repeat. Views and one concatenation."""
-    return _as_rows([_sampled(t, count) for t in tensors], count)
+    """Evenly spread entries of each tensor, float32 [P, S]; small ones repeat. Views and one concatenation.
+
+    Of a sharded tensor these are entries of this rank's part.
+    """
+    return _as_rows([_sampled(t, count) for t in local_parts(tensors)], count)
 
 
 def _sampled(tensor: Tensor, count: int) -> Tensor:

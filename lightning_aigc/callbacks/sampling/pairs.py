@@ -11,11 +11,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.errors import ModelError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasReferenceImages, HasValidationPrompts, SupportsSampling
 from lightning_aigc.rng import isolate_rng
+from lightning_aigc.sharding.own_class import own_class
 
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
@@ -43,7 +45,7 @@ def make_pairs(prompts: Sequence[str], seeds: Sequence[int]) -> list[Pair]:
 def require_sampling(pl_module: LightningModule, callback: str) -> None:
     """Raises: ModelError, in the name of the callback, where the module cannot sample."""
     if not isinstance(pl_module, SupportsSampling):
-        raise ModelError(f"{callback} cannot draw: {type(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}")
+        raise ModelError(f"{callback} cannot draw: {own_class(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}")
 
 
 def find_prompts(pl_module: LightningModule, prompts: Sequence[str] | None) -> list[str]:
@@ -70,7 +72,7 @@ def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
     shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
     if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
         raise ModelError(
-            f"{type(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
+            f"{own_class(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
             f"wanted [{len(pairs)}, 3, H, W] in 0..1"
         )
     return images.detach().float()
@@ -108,9 +110,8 @@ def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[
     """This rank's pictures, None where it has no pair: every rank comes to the decision, whatever it drew."""
     images, slow = None, None
     try:
-        if share:
-            with isolate_rng(pl_module.device), evaluating(pl_module):
-                images = sample_pairs(pl_module, share)
+        with gathered_weights(pl_module), isolate_rng(pl_module.device), evaluating(pl_module):
+            images = sample_pairs(pl_module, share) if share else None
     except SamplingTooSlow as error:
         slow = error
     if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):

@@ -10,7 +10,7 @@ from lightning_aigc.callbacks.health.alerts import Finding, Level, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
 from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.parameter_names import lora_pairs
+from lightning_aigc.callbacks.health.parameter_names import HINT, lora_pairs, zero_convolution_gates
 from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepReading
@@ -19,6 +19,8 @@ from lightning_aigc.callbacks.health.training_stage import TrainingStage
 
 YOUNG_LORA = 0.03
 """Norm of B over that of A below which A's gradient, which is proportional to B, may be as small as it likes."""
+YOUNG_CONVOLUTION = 0.03
+"""Gain of a zero convolution below which gradients behind it, which are proportional to it, may be as small."""
 SHIFTED_LOOKS = (3, 5, 7)
 """Numbers of last looks whose median shows a lasting rise that single looks hide in their spread."""
 NORM_PER_LOSS = 5.0
@@ -65,6 +67,7 @@ def check_gradients(
     young = {
         a for a, b in lora_pairs(stats.names).values() if not weights[b] > YOUNG_LORA * weights[a]
     }  # A's gradient is zero while B is
+    young |= _behind_young_convolutions(stats)
     findings = []
     for i, name in enumerate(stats.names):
         if stats.is_missing[i]:
@@ -76,12 +79,26 @@ def check_gradients(
         elif not math.isfinite(stats.gradient_norm[i]):
             pass  # non_finite reports it
         else:
-            history = (histories or {}).get(name)
+            # A hint embedding's gradient grows a hundredfold when control appears: no outlier of its earlier norms.
+            history = None if f".{HINT}." in f".{name}" else (histories or {}).get(name)
             if name not in young:
                 findings += _too_small(stats, i, limits, remedies, stage, gradients)
             findings += _too_large(stats, i, limits, remedies, stage, history)
             findings += _of_values(stats, i, limits, remedies)
     return findings
+
+
+def _behind_young_convolutions(stats: ParameterStats) -> set[str]:
+    """A ControlNet's parameters behind zero convolutions that have hardly moved, whose gradients are as faint."""
+    sizes = dict(zip(stats.names, stats.sizes, strict=True))
+    weights = stats.by_name(stats.weight_norm)
+
+    def is_young(name: str) -> bool:
+        # A square convolution that passes its input on has a norm of the root of its channels.
+        return not weights[name] > YOUNG_CONVOLUTION * max(sizes[name], 1) ** 0.25
+
+    gates = zero_convolution_gates(stats.names)
+    return {name for name, before in gates.items() if before and all(is_young(gate) for gate in before)}
 
 
 def _missing(name: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Choose one option of each group so that the bytes fit a budget and the repeated operations are fewest."""
+"""Choose one option of each group so that the bytes fit a budget and the cost is least."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ CELLS = 8192
 """Steps into which the spare bytes are divided; an option's bytes are rounded up to them."""
 
 Way = tuple[float, float]
-"""Bytes and operations of an option."""
+"""Bytes and cost of an option, such as operations or an error."""
 
 
 def choose(groups: Sequence[Sequence[Way]], spare_bytes: float) -> list[int] | None:
-    """The index of the chosen option of each group, the fewest operations in all within `spare_bytes`.
+    """The index of the chosen option of each group, the least cost in all within `spare_bytes`.
 
     An exact dynamic programme over bytes in `CELLS` steps. Among equals the earlier option wins, so that the result
     depends on the arguments alone. None if even the smallest options do not fit.
@@ -34,12 +34,12 @@ def choose(groups: Sequence[Sequence[Way]], spare_bytes: float) -> list[int] | N
     for row, (ways, front, low) in enumerate(zip(groups, fronts, least, strict=True)):
         total = np.full(cells + 1, np.inf)
         for i in front:
-            nbytes, operations = ways[i]
+            nbytes, cost = ways[i]
             offset = int(np.ceil((nbytes - low) / cell - 1e-9))
             if offset > cells:
                 continue
             candidate = np.full(cells + 1, np.inf)
-            candidate[offset:] = best[: cells + 1 - offset] + operations
+            candidate[offset:] = best[: cells + 1 - offset] + cost
             is_better = candidate < total
             total[is_better], chosen[row, is_better] = candidate[is_better], i
         best = total
@@ -52,7 +52,7 @@ def choose(groups: Sequence[Sequence[Way]], spare_bytes: float) -> list[int] | N
 
 
 def pareto(ways: Sequence[Way]) -> list[int]:
-    """Indices of the options that no other beats in both bytes and operations, by growing bytes."""
+    """Indices of the options that no other beats in both bytes and cost, by growing bytes."""
     front: list[int] = []
     for i in sorted(range(len(ways)), key=lambda i: (ways[i][0], ways[i][1], i)):
         if not front or ways[i][1] < ways[front[-1]][1]:

@@ -1,0 +1,210 @@
+"""encode_shards: write pictures' latents and captions' embeddings as shards, each rank its own, resumable.
+
+Which entry goes into which shard follows from the pictures alone, so any number of ranks writes the same files, a file
+that is there is not made again, and no rank waits for another but the one that writes the index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_aigc.atomic_file import atomic_file, write_text
+from lightning_aigc.data.cache import require_finite
+from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
+from lightning_aigc.data.encoded import to_minus_one_to_one
+from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, REFERENCES, Manifest, Shard
+from lightning_aigc.data.encoder import Encoder
+from lightning_aigc.data.index import TrainingIndex
+from lightning_aigc.errors import DataError
+
+WAIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How entries are written."""
+
+    folder: Path
+    entries_per_shard: int = 1024
+    batch_size: int = 8
+    flips: bool = False
+    """Write the mirrored picture's latents too."""
+    has_masks: bool = False
+    use_alpha_mask: bool = False
+    latents_dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class PlannedShard:
+    """The pictures of a shard."""
+
+    width: int
+    height: int
+    number: int
+    samples: Sequence[Sample]
+
+    @property
+    def pattern(self) -> str:
+        return f"{self.width}x{self.height}-{self.number:06d}.*.tar"
+
+    def written(self, folder: Path) -> list[Path]:
+        """Its file, if an earlier run wrote it with as many entries."""
+        found = [(path, Shard.from_name(path.name)) for path in folder.glob(self.pattern)]
+        return [path for path, shard in found if shard is not None and shard.count == len(self.samples)]
+
+
+def samples_of(index: TrainingIndex) -> list[Sample]:
+    """The user's pictures, each as often as it repeats. Raises: DataError for class pictures, which shards lack."""
+    if any(index.class_buckets):
+        raise DataError(
+            "shards hold no class pictures; take data.init_args.class_data_dir out, or train without shards"
+        )
+    return [index.samples[row] for bucket in index.buckets for row in bucket]
+
+
+def plan_shards(samples: Sequence[Sample], entries_per_shard: int) -> list[PlannedShard]:
+    """Cut the pictures of each bucket into shards, mixed in an order that their content decides."""
+    by_bucket: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        by_bucket.setdefault((sample.placement.width, sample.placement.height), []).append(sample)
+    planned = []
+    for (width, height), found in sorted(by_bucket.items()):
+        found.sort(key=lambda sample: (sample.content_sha256, sample.name))
+        for number, start in enumerate(range(0, len(found), entries_per_shard)):
+            planned.append(PlannedShard(width, height, number, found[start : start + entries_per_shard]))
+    return planned
+
+
+def encode_shards(
+    encoder: Encoder,
+    samples: Sequence[Sample],
+    options: EncodeOptions,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[int, int]:
+    """Write this rank's shards that are not there yet; returns how many were written, and how many were there.
+
+    Raises: DataError for a picture that cannot be read, or latents that are not finite.
+    """
+    options.folder.mkdir(parents=True, exist_ok=True)
+    mine = plan_shards(samples, options.entries_per_shard)[rank::world_size]
+    todo = [shard for shard in mine if not shard.written(options.folder)]
+    entries = sum(len(shard.samples) for shard in todo)
+    with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="picture", disable=rank != 0) as bar, torch.no_grad():
+        for shard in todo:
+            for stale in options.folder.glob(shard.pattern):
+                stale.unlink()  # of other pictures
+            _write_shard(shard, encoder, options, bar.update)
+    return len(todo), len(mine) - len(todo)
+
+
+def write_common(encoder: Encoder, references: Tensor, folder: Path) -> None:
+    """Write what all entries share: the empty caption's embeddings, and pictures that CLIP-I compares with."""
+    empty = {name: tensor[0].cpu().contiguous() for name, tensor in encoder.encode_captions([""]).items()}
+    for file, tensors in (
+        (COMMON, empty),
+        (REFERENCES, {"images": (references * 255).round().to(torch.uint8).contiguous()}),
+    ):
+        with atomic_file(folder / file, durable=False) as stream:
+            stream.write(safetensors.torch.save(tensors))
+
+
+def finish(
+    encoder: Encoder, samples: Sequence[Sample], options: EncodeOptions, facts: dict[str, Any], wait_s: float
+) -> Manifest:
+    """Wait until all ranks' shards are there, and write the index. Raises: DataError naming a shard that is missing."""
+    planned = plan_shards(samples, options.entries_per_shard)
+    until = time.monotonic() + wait_s
+    while missing := [shard for shard in planned if not shard.written(options.folder)]:
+        if time.monotonic() > until:
+            first = missing[0].pattern.replace(".*", "")
+            raise DataError(
+                f"{len(missing)} of {len(planned)} shards are not in {options.folder}, such as {first}: another rank"
+                " has stopped; run the same command again, it goes on where it was"
+            )
+        time.sleep(min(WAIT_S, wait_s))
+    files = [shard.written(options.folder)[0].name for shard in planned]
+    shards = [shard for shard in map(Shard.from_name, files) if shard is not None]
+    for stray in {p.name for p in options.folder.glob("*.tar")} - set(files):
+        (options.folder / stray).unlink()  # of pictures that are gone
+    manifest = Manifest(shards, encoder.encoder_identity(), options.flips, facts)
+    write_text(options.folder / FILE, manifest.to_json(), durable=True)
+    return manifest
+
+
+def _write_shard(shard: PlannedShard, encoder: Encoder, options: EncodeOptions, done: Callable[[int], object]) -> None:
+    """Write a shard under a name that says its digest, whole or not at all."""
+    temporary = options.folder / f".{shard.width}x{shard.height}-{shard.number:06d}.part"
+    try:
+        with temporary.open("wb") as file:
+            hashed = _Hashing(file)
+            with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.USTAR_FORMAT) as tar:  # type: ignore[call-overload]
+                for number, data in enumerate(_entries(shard.samples, encoder, options)):
+                    member = tarfile.TarInfo(f"{number:06d}.safetensors")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+                    done(1)
+        name = f"{shard.width}x{shard.height}-{shard.number:06d}.{len(shard.samples)}.{hashed.digest}.tar"
+        temporary.replace(options.folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Hashing:
+    """A file that is written front to back, and hashed on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self._hash = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        return self.file.write(data)
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()[:16]
+
+
+def _entries(samples: Sequence[Sample], encoder: Encoder, options: EncodeOptions) -> Iterator[bytes]:
+    """Each picture's entry as a safetensors file, with its texts and sizes in the header."""
+    device = getattr(encoder, "device", "cpu")
+    for start in range(0, len(samples), options.batch_size):
+        some = samples[start : start + options.batch_size]
+        loaded = [load_pixels(sample, crop_offset(sample.placement), options.use_alpha_mask) for sample in some]
+        pixels = to_minus_one_to_one(torch.from_numpy(np.stack([pixels for pixels, _ in loaded])))
+        encoded = {"latent_moments": encoder.encode_pixels(pixels.to(device))}
+        if options.flips:
+            encoded["latent_moments_flipped"] = encoder.encode_pixels(pixels.flip(-1).to(device))
+        for sample, moments in zip(some, encoded["latent_moments"], strict=True):
+            require_finite(moments, f"the picture {sample.path}", "set model.init_args.vae_dtype to float32")
+        encoded = {name: moments.to("cpu", options.latents_dtype) for name, moments in encoded.items()}
+        encoded |= {n: t.cpu() for n, t in encoder.encode_captions([sample.caption for sample in some]).items()}
+        for at, (sample, (_, mask)) in enumerate(zip(some, loaded, strict=True)):
+            entry = {name: tensor[at].contiguous().clone() for name, tensor in encoded.items()}
+            if options.has_masks:
+                shape = (sample.placement.height, sample.placement.width)
+                entry["mask"] = (
+                    torch.from_numpy(np.array(mask)) if mask is not None else torch.full(shape, 255, dtype=torch.uint8)
+                )
+            left, top = crop_offset(sample.placement)
+            height, width = sample.original_size
+            spare = sample.placement.spare[0]
+            sizes = torch.tensor([height, width, top, left, sample.placement.height, sample.placement.width, spare])
+            entry["sizes"] = sizes.to(torch.int32)
+            texts = {"caption": sample.caption, "name": sample.name, "content": sample.content_sha256}
+            # One key: safetensors writes several in an order that changes from run to run.
+            yield safetensors.torch.save(entry, {"texts": json.dumps(texts, ensure_ascii=False)})

@@ -1,0 +1,64 @@
+"""Outputs of a denoiser by which packing its base is judged: for the run's own pictures, at all parts of the schedule.
+
+Legend: N pictures, C channels, H and W latent height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.diffusion.evaluation import SeededNoise
+from lightning_aigc.diffusion.sampling import make_pipeline
+from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.protocols import HasExampleBatch
+
+PICTURES = 8
+OWN_PROMPTS = ("a photograph", "a drawing of an animal")
+OWN_STEPS = 20
+
+
+def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
+    """The denoiser's output for `PICTURES` pictures, one after the other, each at another part of the noise schedule.
+
+    The pictures are the data module's, or where there is none, pictures that the model draws itself. Noise and
+    timesteps come from fixed seeds.
+
+    Args: module: a `UNetTraining` with its components.
+    """
+    if isinstance(datamodule, HasExampleBatch):
+        batch = datamodule.example_batch(PICTURES)
+        latents_NCHW = module.encoders.latents(batch, SeededNoise(range(len(batch["captions"]))).normal_like)
+    else:
+        latents_NCHW, batch = _drawn(module)
+    condition = module.encoders.condition(batch, with_gradients=False)
+    pictures = len(latents_NCHW)
+    for part in range(PICTURES):
+        row = slice(part % pictures, part % pictures + 1)
+        noise = SeededNoise([part])
+        one = {key: value[row] for key, value in batch.items() if isinstance(value, (Tensor, list))}
+        timesteps = noise.timesteps(part, PICTURES, module.num_train_timesteps)
+        noisy = module.schedule.add_noise(latents_NCHW[row], noise.normal_like(latents_NCHW[row]), timesteps)
+        with evaluating(module), torch.enable_grad():
+            yield module.predict(noisy, timesteps, {key: value[row] for key, value in condition.items()}, one)
+
+
+def _drawn(module: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Latents that the model denoises for `OWN_PROMPTS`, [N, C, H, W], and their batch."""
+    parts = module.loaded()
+    pipeline = make_pipeline(parts, module.schedule.config)
+    count = len(OWN_PROMPTS)
+    dtype = parts.unet.dtype
+    with evaluating(parts.unet), torch.autocast(module.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        latents_NCHW = pipeline(
+            prompt=list(OWN_PROMPTS), num_inference_steps=OWN_STEPS, guidance_scale=1.0, output_type="latent",
+            generator=[torch.Generator().manual_seed(seed) for seed in range(count)],
+        ).images  # fmt: skip
+    side = latents_NCHW.shape[-1] * pipeline.vae_scale_factor
+    size = torch.tensor([[side, side]] * count)
+    return latents_NCHW.float(), {
+        "captions": list(OWN_PROMPTS), "original_size": size, "target_size": size, "crop_top_left": size * 0,
+    }  # fmt: skip

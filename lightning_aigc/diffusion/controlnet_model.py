@@ -1,0 +1,123 @@
+"""Load a ControlNet, or make one from a U-Net, and write it as diffusers and ComfyUI read it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ControlNetModel
+
+from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.pipeline_files import deferred, replaced_folder, save_part
+from lightning_aigc.diffusion.single_file_names import unet_name
+from lightning_aigc.diffusion.tensor_stream import write_tensors
+from lightning_aigc.errors import ModelError
+
+KEY = "model.init_args.controlnet_model_name_or_path"
+EDGE_PATH = (
+    "controlnet.controlnet_cond_embedding",
+    "controlnet.conv_in",
+    "controlnet.down_blocks.0",
+    "controlnet.controlnet_down_blocks",
+    "controlnet.controlnet_mid_block",
+)
+"""The modules that read the condition and those that write the residuals. In the first tens of steps the first one's
+gradient is some hundred times fainter than the zero convolutions', so whatever keeps the largest entries keeps little
+of it (benchmarks/edge_gradients.py)."""
+HINT_CHANNELS = (16, 32, 96, 256)
+"""Widths of the hint embedding, as in the paper; each after the first halves the condition."""
+PREFIX = "control_model."
+
+
+def vae_factor(parts: Components) -> int:
+    """Pixels of a picture's side for one of its latents'."""
+    return int(2 ** (len(parts.vae.config.block_out_channels) - 1))
+
+
+def make_controlnet(parts: Components, name_or_path: str | None, revision: str | None) -> ControlNetModel:
+    """A ControlNet of this pipeline in float32, frozen: a copy of the U-Net's encoder, or a given one.
+
+    Raises: ModelError for one that cannot be loaded, or is of another family or autoencoder.
+    """
+    factor = vae_factor(parts)
+    if name_or_path is None:
+        channels = HINT_CHANNELS[: int(math.log2(factor)) + 1]
+        if len(channels) != int(math.log2(factor)) + 1:
+            raise ModelError(
+                f"a ControlNet for an autoencoder of factor {factor} is not known here; factors up to 8 are"
+            )
+        made = ControlNetModel.from_unet(parts.unet, conditioning_embedding_out_channels=channels)
+        return _frozen(made)
+    try:
+        found: Any = ControlNetModel.from_pretrained(
+            name_or_path, revision=revision, local_files_only=Path(name_or_path).is_dir(), dtype=torch.float32
+        )
+    except Exception as error:  # diffusers raises anything from OSError to KeyError here
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{KEY}: {name_or_path} does not load as a ControlNet: {first}") from error
+    check_fits(found, parts, name_or_path)
+    return _frozen(found)
+
+
+def check_fits(controlnet: ControlNetModel, parts: Components, name: str) -> None:
+    """Raise ModelError if a ControlNet belongs to another family of U-Nets, or to an autoencoder of another factor."""
+    theirs, ours = controlnet.config, parts.unet.config
+    for key in ("cross_attention_dim", "block_out_channels", "addition_embed_type", "in_channels"):
+        first, second = _plain(theirs.get(key)), _plain(ours.get(key))
+        if first != second:
+            raise ModelError(
+                f"{KEY}: {name} is a ControlNet of another family: its {key} is {first}, that of {parts.source}"
+                f" {second}; use one that was trained for this base"
+            )
+    factor = 2 ** (len(theirs.conditioning_embedding_out_channels) - 1)
+    if factor != vae_factor(parts):
+        raise ModelError(
+            f"{KEY}: the hint embedding of {name} shrinks conditions by {factor}, and the autoencoder of {parts.source}"
+            f" pictures by {vae_factor(parts)}; use a ControlNet of this base, or null to begin from its U-Net"
+        )
+
+
+def save_controlnet(folder: Path, single_file: Path, controlnet: ControlNetModel, dtype: torch.dtype | None) -> None:
+    """Write a diffusers folder, and a single file for ComfyUI's `models/controlnet`."""
+    with replaced_folder(folder) as unfinished:
+        save_part(unfinished, controlnet, dtype)
+    tensors = deferred(controlnet, dtype)
+    layers = int(controlnet.config.layers_per_block)
+    hints = len(controlnet.controlnet_cond_embedding.blocks)
+    write_tensors(single_file, {PREFIX + single_file_name(n, layers, hints): t for n, t in tensors.items()})
+
+
+def single_file_name(name: str, layers_per_block: int, hint_blocks: int) -> str:
+    """The name of a ControlNet's parameter in lllyasviel's files, without their prefix.
+
+    Source: lllyasviel/ControlNet, cldm/cldm.py.
+
+    >>> single_file_name("controlnet_cond_embedding.blocks.1.weight", 2, 6), single_file_name("conv_in.bias", 2, 6)
+    ('input_hint_block.4.weight', 'input_blocks.0.0.bias')
+    """
+    head, _, rest = name.partition(".")
+    if head == "controlnet_cond_embedding":
+        part, _, rest = rest.partition(".")
+        if part == "conv_in":
+            return f"input_hint_block.0.{rest}"
+        if part == "conv_out":
+            return f"input_hint_block.{2 * (hint_blocks + 1)}.{rest}"
+        number, _, rest = rest.partition(".")
+        return f"input_hint_block.{2 * (int(number) + 1)}.{rest}"
+    if head == "controlnet_down_blocks":
+        number, _, rest = rest.partition(".")
+        return f"zero_convs.{number}.0.{rest}"
+    if head == "controlnet_mid_block":
+        return f"middle_block_out.0.{rest}"
+    return unet_name(name, layers_per_block)
+
+
+def _frozen(controlnet: Any) -> ControlNetModel:
+    found: ControlNetModel = controlnet.float().requires_grad_(False).eval()
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,112 @@
+"""ControlNetSampler: pictures of a base model that follow conditions, with a saved ControlNet.
+
+Legend: N pictures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_aigc.data.image_file import PictureRejectedError, load_picture
+from lightning_aigc.devices import autocast_dtype, dtype_named
+from lightning_aigc.diffusion.components import load_components
+from lightning_aigc.diffusion.conditions import find_maker, from_bytes, to_bytes
+from lightning_aigc.diffusion.controlnet_model import make_controlnet, vae_factor
+from lightning_aigc.diffusion.lora_sampling import choose_device
+from lightning_aigc.diffusion.objectives import build_noise_schedule
+from lightning_aigc.diffusion.sampling import Control, TimeLimit, generate
+from lightning_aigc.errors import ModelError
+
+
+class ControlNetSampler:
+    """The base model and ControlNet of a run's `model.init_args`, loaded as the run did.
+
+    Args:
+        arguments: The run's `model.init_args`.
+        precision: The run's precision, which the frozen weights' dtype follows.
+        accelerator: The run's; auto or one that is not here takes what this machine has.
+        controlnet: A ControlNet's folder.
+
+    Raises: ModelError for a model that cannot be loaded, or a ControlNet of another base.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, controlnet: Path) -> None:
+        dtype = str(arguments.get("base_dtype") or "auto")
+        self.arguments, self.device = arguments, choose_device(accelerator)
+        self.parts = load_components(
+            arguments["pretrained_model_name_or_path"],
+            unet_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
+            vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
+            revision=arguments.get("revision"),
+            variant=arguments.get("variant"),
+        )
+        self.schedule_config: Mapping[str, Any] = build_noise_schedule(
+            self.parts.scheduler_config,
+            arguments.get("prediction_type"),
+            zero_terminal_snr=bool(arguments.get("zero_terminal_snr")),
+        ).config
+        self.controlnet = make_controlnet(self.parts, str(controlnet), None).to(self.parts.unet.dtype)
+        thresholds = arguments.get("canny_thresholds") or (0.1, 0.2)
+        self.make = find_maker(str(arguments.get("conditions") or "canny"), thresholds)
+
+    def conditions_of(self, paths: Sequence[Path], resolution: int, *, are_conditions: bool = False) -> Tensor:
+        """Conditions made of pictures, float32 [N, C, H, W] in 0..1, `resolution` on the longer side of the first.
+
+        are_conditions: the files are conditions already, as they always are for a run with `conditions: folder`.
+        Raises: ModelError for a file that cannot be read.
+        """
+        pictures = []
+        size: tuple[int, int] | None = None
+        for path in paths:
+            try:
+                picture = load_picture(path)[0]
+            except (Exception, PictureRejectedError) as error:
+                raise ModelError(f"the condition {path} cannot be read: {error}; give a picture") from error
+            size = size or _fitting(picture.size, resolution, 8 * vae_factor(self.parts))
+            kind = Image.Resampling.BOX if are_conditions else Image.Resampling.LANCZOS
+            pictures.append(torch.from_numpy(np.array(picture.resize(size, kind))).permute(2, 0, 1))
+        stacked = torch.stack(pictures)
+        if self.make is not None and not are_conditions:
+            stacked = to_bytes(self.make(stacked.float() / 255), stacked.shape, "conditions")
+        return from_bytes(stacked, int(self.controlnet.config.conditioning_channels), [str(path) for path in paths])
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        conditions: Tensor,
+        scale: float = 1.0,
+        negative_prompt: str | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+    ) -> Tensor:
+        """One picture for each prompt, seed and condition, float32 [N, 3, H, W] in 0..1; unset means the run's."""
+        given = self.arguments
+        guidance = given.get("guidance_scale", 7.5) if guidance_scale is None else guidance_scale
+        return generate(
+            self.parts,
+            self.schedule_config,
+            list(prompts),
+            list(seeds),
+            device=self.device,
+            num_inference_steps=num_inference_steps or int(given.get("num_inference_steps") or 25),
+            guidance_scale=float(guidance),
+            time_limit=TimeLimit(math.inf),
+            negative_prompt=negative_prompt,
+            control=Control(self.controlnet, conditions, scale),
+        )
+
+
+def _fitting(size: tuple[int, int], resolution: int, step: int) -> tuple[int, int]:
+    """Width and height of about the same shape, the longer `resolution`, both multiples of what the U-Net halves."""
+    width, height = size
+    factor = resolution / max(width, height)
+    return max(step, round(width * factor / step) * step), max(step, round(height * factor / step) * step)

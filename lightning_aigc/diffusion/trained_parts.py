@@ -1,0 +1,80 @@
+"""Choose which weights of a pipeline are trained, by the names of its parts or patterns of their parameters."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_aigc.diffusion.components import Components
+from lightning_aigc.errors import ModelError
+
+KEY = "model.init_args.trained_parts"
+
+
+def named_parts(parts: Components) -> dict[str, nn.Module]:
+    """The parts that can be trained, by the pipeline's names: unet, text_encoder, and for SDXL text_encoder_2."""
+    names = ("text_encoder", "text_encoder_2")
+    return {"unet": parts.unet} | dict(zip(names, parts.text_encoders, strict=False))
+
+
+def check_patterns(patterns: Sequence[str]) -> None:
+    """Raise ModelError for patterns of a wrong type, before weights are read."""
+    if isinstance(patterns, str) or not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
+        raise ModelError(f"{KEY} must be a list such as [unet] or ['unet.*attn2*', text_encoder], got {patterns!r}")
+
+
+def train_parts(parts: Components, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Let the parameters that a pattern covers take gradients; returns the parts that hold some, by name.
+
+    A pattern covers a parameter if it matches its name (`unet.down_blocks.0.attentions.0...weight`) or the name of a
+    module above it; `*` matches dots too. What can take no gradient stays frozen: SDXL reads its first text encoder
+    before the last layer.
+
+    Raises: ModelError for a pattern that covers nothing, or nothing that takes a gradient.
+    """
+    named = {
+        f"{part}.{name}": parameter
+        for part, module in named_parts(parts).items()
+        for name, parameter in module.named_parameters()
+    }
+    unread = unread_names(parts)
+    for pattern in patterns:
+        covered = [name for name in named if covers(pattern, name)]
+        if not covered:
+            raise ModelError(f"{KEY}: {pattern!r} covers no weight of {parts.source}{_hint(pattern, named)}")
+        taken = [name for name in covered if name not in unread]
+        if not taken:
+            raise ModelError(
+                f"{KEY}: {pattern!r} covers only weights whose output SDXL does not read, such as {covered[0]}, so they"
+                " take no gradient; choose others"
+            )
+        for name in taken:
+            named[name].requires_grad_(True)
+    return {n: m for n, m in named_parts(parts).items() if any(p.requires_grad for p in m.parameters())}
+
+
+def covers(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a parameter's name, or that of a module above it."""
+    pieces = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(pieces[:end]), pattern) for end in range(1, len(pieces) + 1))
+
+
+def unread_names(parts: Components) -> set[str]:
+    """Names of the weights that no loss reads: SDXL takes its first text encoder's hidden state before the last."""
+    if parts.family != "sdxl":
+        return set()
+    first = parts.text_encoders[0]
+    last = int(first.config.num_hidden_layers) - 1  # type: ignore[union-attr, arg-type]
+    fragments = (f"encoder.layers.{last}.", "final_layer_norm.")
+    return {f"text_encoder.{n}" for n, _ in first.named_parameters() if any(f in n for f in fragments)}
+
+
+def _hint(pattern: str, names: Sequence[str] | dict[str, nn.Parameter]) -> str:
+    above = {".".join(name.split(".")[:end]) for name in names for end in (1, 2, 3, 4)}
+    near = difflib.get_close_matches(pattern.strip("*"), sorted(above), n=2, cutoff=0.5)
+    return (
+        f"; close names: {', '.join(near)}" if near else "; use unet, text_encoder, or a pattern such as unet.*attn2*"
+    )

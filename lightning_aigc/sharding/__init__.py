@@ -1,0 +1,1 @@
+"""Sharded training without Lightning: groups of parameters, stored bytes, local parts, and their norms."""

@@ -1,0 +1,85 @@
+"""Trees of tensors, such as a checkpoint: gathered whole for a file, or cut for this rank again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_aigc.sharding.local_parts import local_part
+
+State = dict[str, Any]
+
+
+def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a nested value with `change` applied to everything that is not a dict, list or tuple."""
+    if isinstance(tree, dict):
+        return {key: map_tree(value, change) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = (map_tree(value, change) for value in tree)
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return change(tree)
+
+
+def gathered(tree: Any, *, keep: bool) -> Any:
+    """Return a tree whose sharded tensors are whole, on the CPU. Collective: every rank calls it with an equal tree.
+
+    Tensor by tensor, so that a device holds one of them whole at a time.
+    Args: keep: whether this rank wants the result; else it takes part, and None stands for each of them.
+    """
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        full = leaf.detach().full_tensor()  # type: ignore[attr-defined]
+        return full.cpu() if keep else None
+
+    return map_tree(tree, whole)
+
+
+@torch.no_grad()
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor as a DTensor, cut as `like` is; without a collective.
+
+    A tensor that is sharded already, or whose counterpart is not, is returned as it is.
+    """
+    if isinstance(whole, DTensor) or not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    local = local_part(like)
+    start, length = rows_of(like)
+    part = whole[start : start + length].to(local.device, whole.dtype).clone()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def rows_of(tensor: DTensor) -> tuple[int, int]:
+    """Return the first row and the number of rows that this rank holds of a tensor cut by rows."""
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size()
+    each = -(-rows // ranks)
+    start = min(rows, tensor.device_mesh.get_local_rank() * each)
+    return start, min(rows, start + each) - start
+
+
+def sharded_weights(saved: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Return a state_dict whose weights are cut as the module's are."""
+    own = dict(module.named_parameters())
+    return {name: shard_like(value, own[name]) if name in own else value for name, value in saved.items()}
+
+
+def sharded_states(saved: State, optimizer: torch.optim.Optimizer) -> State:
+    """Return an optimizer's state_dict whose tensors are cut as the parameters are that they belong to."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    places = [place for group in saved["param_groups"] for place in group["params"]]
+    of_place = dict(zip(places, parameters, strict=True))
+    state = {
+        place: {
+            key: shard_like(value, of_place[place]) if isinstance(value, Tensor) else value
+            for key, value in of_one.items()
+        }
+        for place, of_one in saved["state"].items()
+    }
+    return {**saved, "state": state}

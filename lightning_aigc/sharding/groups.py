@@ -1,0 +1,145 @@
+"""Which modules' parameters are gathered together: one group for each block, and what remains in the modules above it.
+
+Source of the block classes: diffusers and transformers name them in `_no_split_modules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.sharding.own_class import own_class
+
+BLOCKS = frozenset({"ResnetBlock2D", "BasicTransformerBlock"})
+"""Block classes of a model that names none itself."""
+READ_INSIDE = frozenset({"ResnetBlock2D", "Transformer2DModel", "BasicTransformerBlock", "Attention", "FeedForward"})
+"""Classes whose fused forwards read the parameters of the modules inside: these may have no group of their own."""
+LARGE = 1_000_000
+"""Trained values of a module that is worth a group of its own."""
+SMALLEST_SHARE = 8
+"""In a small model an eighth of its trained values is worth a group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A module whose own trained parameters, without those of groups inside it, are gathered together."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    """By their names from the root."""
+    is_block: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for _, parameter in self.parameters)
+
+
+def make_groups(root: nn.Module) -> list[Group]:
+    """Cut the trained parameters of a model into groups, innermost modules first, the root's own last.
+
+    Raises: ConfigError where a parameter is used by modules of two groups.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    large = min(LARGE, sum(p.numel() for p in root.parameters() if p.requires_grad) // SMALLEST_SHARE)
+    of_blocks = _block_names(root)
+    read_inside = {
+        part
+        for module in names
+        if own_class(module).__name__ in READ_INSIDE
+        for part in set(module.modules()) - {module}
+    }
+    parts = set(called_parts(root))
+    taken: dict[nn.Parameter, str] = {}
+    groups = []
+    for module, name in reversed(names.items()):  # what is inside a module comes before it
+        own = [
+            (f"{names[part]}.{key}".lstrip("."), parameter)
+            for part in module.modules()
+            for key, parameter in part._parameters.items()
+            if parameter is not None and parameter.requires_grad and taken.get(parameter) is None
+        ]
+        own = list({parameter: (key, parameter) for key, parameter in reversed(own)}.values())[::-1]
+        is_block = own_class(module).__name__ in of_blocks
+        is_large = module not in read_inside and sum(p.numel() for _, p in own) >= large
+        if own and (module is root or (_has_forward(module) and (is_block or is_large or module in parts))):
+            groups.append(Group(name, module, tuple(own), is_block))
+            taken |= {parameter: key for key, parameter in own}
+    _refuse_shared(names, groups)
+    return groups
+
+
+def called_parts(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that are called from outside, by a step or by who draws samples: a container's parts too."""
+    for child in root.children():
+        if _has_forward(child):
+            yield child
+        else:
+            yield from called_parts(child)
+
+
+def block_count(root: nn.Module, groups: Collection[Group]) -> int:
+    """Return how many blocks a model has: of the known classes, else modules with trained parameters of their own."""
+    blocks = sum(group.is_block for group in groups)
+    return blocks or sum(
+        any(p is not None and p.requires_grad for p in module._parameters.values()) for module in root.modules()
+    )
+
+
+def split_by_dtype(group: Group) -> list[tuple[list[nn.Module], torch.dtype]]:
+    """Return the modules whose parameters need a group of their own, because a group has one dtype: float32 LoRA
+    layers in a bfloat16 block. Empty where the group has one dtype."""
+    sizes: dict[torch.dtype, int] = {}
+    for _, parameter in group.parameters:
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    inside = {parameter for _, parameter in group.parameters}
+    apart = []
+    for dtype in sizes.keys() - {most}:
+        owners = [
+            module
+            for module in group.module.modules()
+            if any(p in inside and p.dtype == dtype for p in module._parameters.values() if p is not None)
+        ]
+        for owner in owners:
+            if {p.dtype for p in owner._parameters.values() if p in inside} != {dtype}:
+                raise ConfigError(
+                    f"{group.name or 'the model'} has a {own_class(owner).__name__} whose own parameters are of "
+                    "several dtypes, and torch shards a module in one: give it one dtype, or use strategy zero_1"
+                )
+        apart.append((owners, dtype))
+    return apart
+
+
+def _block_names(root: nn.Module) -> frozenset[str]:
+    """Return the class names of blocks that the models inside name, or the known ones."""
+    named = [own for module in root.modules() if (own := getattr(module, "_no_split_modules", None))]
+    return frozenset(name for names in named for name in names) or BLOCKS
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether the module is called: a ModuleList is not."""
+    return own_class(module).forward is not nn.Module.forward  # type: ignore[attr-defined]
+
+
+def _refuse_shared(names: dict[nn.Module, str], groups: list[Group]) -> None:
+    group_of: dict[nn.Module, str] = {}
+    for group in groups:  # innermost first
+        for module in group.module.modules():
+            group_of.setdefault(module, group.name)
+    users: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for module, name in names.items():
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad:
+                continue
+            here = (f"{name}.{key}".lstrip("."), group_of.get(module))
+            first = users.setdefault(parameter, here)
+            if first[1] != here[1]:
+                raise ConfigError(
+                    f"{first[0]} and {here[0]} are one weight in two blocks, and stages 2 and 3 gather blocks one by "
+                    "one; use strategy zero_1, which keeps weights whole, or give each a weight of its own"
+                )

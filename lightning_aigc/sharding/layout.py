@@ -1,0 +1,108 @@
+"""Shard a model over a mesh: torch's `fully_shard` on each group, with what must stay out of it left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.sharding.fsdp_groups import fsdp_groups
+from lightning_aigc.sharding.groups import Group, block_count, called_parts, make_groups, split_by_dtype
+from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.whole_weights import free_without_backward
+
+CALLED = {"AutoencoderKL": ("encode", "decode")}
+"""Methods beside forward by which models of other libraries are called."""
+
+
+def shard_model(
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    stage: int,
+    compute_dtype: torch.dtype | None,
+    offload: bool,
+    called: Sequence[str],
+) -> list[Group]:
+    """Shard the trained parameters of a model over a 1-d mesh, in place; frozen and packed ones stay whole.
+
+    Args:
+        stage: 3 frees gathered weights after each block's forward; 2 keeps them until its backward.
+        compute_dtype: what weights are gathered in, None for their own; gradients are reduced in float32.
+        offload: keep shards and optimizer states in host memory.
+        called: methods of the root by which a step calls it.
+    Returns: the groups, innermost first.
+    Raises: ConfigError for a model that cannot be cut so.
+    """
+    groups = make_groups(root)
+    blocks = block_count(root, groups)
+    if not groups:
+        raise ConfigError(
+            f"{own_class(root).__name__} has no trainable parameter to shard; set requires_grad on what is to be "
+            "trained"
+        )
+    if mesh.size() > blocks:
+        raise ConfigError(
+            f"stage {stage} wants at least as many blocks as ranks, got {blocks} block(s) in "
+            f"{own_class(root).__name__} and {mesh.size()} ranks; use fewer devices, or strategy zero_1 or ddp "
+            "for so small a model"
+        )
+    ignored = {parameter for parameter in root.parameters() if not parameter.requires_grad}
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
+    # Inputs are cast by autocast, operation by operation; a cast of a whole batch would round its targets too.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
+    )
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": stage == 3,
+        "mp_policy": policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored,
+    }
+    for group in groups:
+        for owners, _ in split_by_dtype(group):
+            fully_shard(owners, **settings)
+        fully_shard(group.module, **settings)
+        for name in CALLED.get(own_class(group.module).__name__, ()):
+            register_fsdp_forward_method(group.module, name)
+    if not isinstance(root, FSDPModule):  # the groups have all of its parameters
+        fully_shard(root, **settings)
+    if mesh.device_type == "npu":
+        root.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # HCCL has no mean
+    for name in called:
+        register_fsdp_forward_method(root, name)
+    # A sample may be drawn before the first step, and the module that is called first would become the root.
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    if stage == 2:
+        for part in called_parts(root):
+            part.register_forward_hook(free_without_backward)
+    return groups
+
+
+def sharded_parts(root: nn.Module) -> list[tuple[FSDPModule, list[tuple[str, Any]]]]:
+    """Return each sharded module that has parameters of its own, with their names and torch's FSDPParams, in order."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    parts: list[tuple[FSDPModule, list[tuple[str, Any]]]] = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_groups(module):
+                parts.append((module, [(names[id(of.sharded_param)], of) for of in group.fsdp_params]))
+    return parts
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this module or one inside."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())

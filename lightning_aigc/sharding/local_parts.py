@@ -1,0 +1,69 @@
+"""This rank's part of sharded tensors, and norms over all parts by one collective.
+
+Every operation on a DTensor may be a collective of its own, which hangs where one rank alone calls it. So what reads
+parameters and gradients takes their local parts, and adds up over the ranks at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [local_part(tensor) for tensor in tensors]
+
+
+def shards_of(tensors: Sequence[Tensor]) -> int:
+    """Return into how many parts these tensors are cut, 1 where none is sharded."""
+    return next((tensor.device_mesh.size() for tensor in tensors if isinstance(tensor, DTensor)), 1)
+
+
+def total_squares(squares: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Add up numbers of this rank's parts over the ranks that hold the other parts of the same tensors.
+
+    Collective where a tensor is sharded: one all_reduce, whatever the numbers are of. A number of a tensor that is not
+    sharded is every rank's own, and stays.
+    Args: squares: one number for each tensor, on one device.
+    """
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not sharded:
+        return squares
+    is_sharded = torch.tensor([isinstance(tensor, DTensor) for tensor in tensors], device=squares.device)
+    sums = torch.where(is_sharded, squares, 0).to(sharded[0].device_mesh.device_type)
+    dist.all_reduce(sums, group=sharded[0].device_mesh.get_group())
+    return torch.where(is_sharded, sums.to(squares.device), squares)
+
+
+@torch.no_grad()
+def gradient_norm(gradients: Sequence[Tensor], loss: Tensor | None = None) -> Tensor:
+    """Return the L2 norm of all gradients together, float32, the same on every rank. Collective: one number travels.
+
+    It is not finite on any rank if a value on one rank is not, or one rank's `loss`.
+    """
+    parts = [part for part in local_parts(gradients) if part.numel()]
+    device = gradients[0].device
+    square = torch.zeros((), device=device)
+    if parts:
+        square = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
+    sharded = next((tensor for tensor in gradients if isinstance(tensor, DTensor)), None)
+    if loss is not None:
+        square = square + 0 * loss.detach().reshape(()).to(device)
+    if sharded is not None:
+        square = square.to(sharded.device_mesh.device_type)  # offloaded gradients lie in host memory
+        dist.all_reduce(square, group=sharded.device_mesh.get_group())
+    return square.sqrt()
+
+
+def is_finite(norm: Tensor) -> bool:
+    return math.isfinite(float(norm))

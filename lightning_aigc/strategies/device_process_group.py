@@ -1,0 +1,131 @@
+"""The process group of a strategy on Ascend NPUs, CUDA GPUs and CPUs: backend, order of devices, what HCCL lacks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lightning_aigc.cluster import env_settings
+from lightning_aigc.strategies.device_order import agree_on_order
+from lightning_aigc.strategies.roll_call import call_roll, open_store
+
+BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+SAY_AFTER_S = 30.0
+"""A rank's imports differ by seconds; more is worth a sentence."""
+
+
+@contextlib.contextmanager
+def say_while_waiting(sentence: str, after_s: float = SAY_AFTER_S) -> Iterator[None]:
+    """Print the sentence to stderr, once, if the block takes longer than `after_s`: ranks may wait for half an hour."""
+    timer = threading.Timer(after_s, lambda: print(sentence, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+if TYPE_CHECKING:  # what a class with this mixin has from Lightning's DDPStrategy or ModelParallelStrategy
+    Parent = DDPStrategy
+else:
+    Parent = ParallelStrategy
+
+
+class DeviceProcessGroup(Parent):
+    """A process group with a backend for each kind of device, and ranks on the devices in the order of their links."""
+
+    _store: Store | None = None
+    """The store through which ranks agreed on the order, until the process group takes it over."""
+
+    @property
+    def label(self) -> str:
+        """The strategy in log lines."""
+        return "npu_sparse"
+
+    def setup_environment(self) -> None:
+        assert self.parallel_devices is not None
+        if self.root_device.type in ("cuda", "npu") and len(self.parallel_devices) > 2:  # two have one link
+            self._order_devices()
+        backend = self._get_process_group_backend()
+        if backend in BACKENDS.values():
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            for line in env_settings.apply(backend, self.num_nodes, deterministic, os.environ):
+                rank_zero_info(f"{self.label} sets {line}")
+        super().setup_environment()
+
+    def _order_devices(self) -> None:
+        """Put neighbouring ranks on devices with the best link between them, if not all links are equal."""
+        assert self.parallel_devices is not None
+        indices = [device.index for device in self.parallel_devices]
+        order, news = agree_on_order(indices, self._links_store, self.node_rank, decides=self.local_rank == 0)
+        self.parallel_devices = [torch.device(self.root_device.type, index) for index in order]
+        if news:
+            rank_zero_info(f"{self.label} {news}")
+
+    def _open_store(self) -> Store:
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        # As Lightning does on its way to the process group, which takes this store: two cannot share a port.
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        self._store = open_store(self.global_rank, self.world_size, self._timeout)
+        return self._store
+
+    def _links_store(self) -> Store:
+        return PrefixStore("npu_sparse", self._open_store())
+
+    def setup_distributed(self) -> None:
+        # Lightning does so for nccl alone. Gloo's threads abort a process that ends before its groups do
+        # (pytorch#179291), and a group destroyed sooner, at teardown, lets a second fit hang.
+        atexit.register(_destroy_dist_connection)
+        # As DDPStrategy does, but on NPUs without device_id: connecting at once is more than every torch_npu can.
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._get_process_group_backend()
+        assert self.cluster_environment is not None
+        arguments: dict[str, Any] = {"timeout": self._timeout}
+        if self.root_device.type == "cuda":
+            arguments["device_id"] = self.root_device
+        with say_while_waiting(
+            f"{self.label}: rank {self.global_rank} of {self.world_size} still waits for the others at "
+            f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}. Did every node start, with "
+            "this MASTER_ADDR and MASTER_PORT? May nodes open connections to one another on any port, and over which "
+            "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, HCCL_SOCKET_IFNAME)?"
+        ):
+            if not dist.is_initialized():  # else an earlier fit has made it
+                self._store = self._store or self._open_store()
+                call_roll(self._store, self.global_rank, self.world_size, self._timeout)
+                arguments["store"], self._store = PrefixStore("default_pg", self._store), None
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
+
+    def _get_process_group_backend(self) -> str:
+        return (
+            self._process_group_backend or BACKENDS.get(self.root_device.type) or super()._get_process_group_backend()
+        )
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce as DDP does; on NPUs a mean is a sum that is divided here, because HCCL has no mean."""
+        if self.root_device.type != "npu" or not isinstance(tensor, Tensor) or reduce_op not in ("mean", "avg"):
+            return super().reduce(tensor, group, reduce_op)
+        total = super().reduce(tensor, group, "sum")
+        return total.div_(self.world_size) if total.is_floating_point() else total.copy_(total / self.world_size)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # as its parent
+        votes = torch.tensor(int(decision), device=self.root_device, dtype=torch.int32)  # HCCL has not always had int64
+        total = int(self.reduce(votes, reduce_op="sum"))
+        return total == self.world_size if all else total > 0
