@@ -111,7 +111,10 @@ def test_it_says_where_pictures_are_few_small_square_or_without_captions(command
 @pytest.mark.parametrize(
     ("base", "card", "template", "memory", "pictures_a_step"),
     [
+        ("sd15", "4gb", "sd_qlora_4gb.yaml", "max", 8),
         ("sd15", "8gb", "sd_lora_8gb.yaml", "max", 8),
+        ("sdxl", "4gb", "sdxl_qlora_6gb.yaml", "max", 4),
+        ("sdxl", "8gb", "sdxl_qlora_6gb.yaml", "max", 4),
         ("sd15", "24gb", "sd_lora.yaml", "off", 4),
         ("sd15", "910b", "sd_lora_ascend.yaml", "lean", 4),
         ("sdxl", "12gb", "sdxl_lora.yaml", "max", 4),
@@ -128,6 +131,8 @@ def test_base_and_card_choose_the_shipped_config_and_the_memory_level(
     batch = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
     assert batch == pictures_a_step
     assert config["data"]["init_args"]["resolution"] == (1024 if "xl" in base else 512)
+    kind = {("sd15", "4gb"): "int8", ("sdxl", "4gb"): "nf4", ("sdxl", "8gb"): "int8"}.get((base, card))
+    assert config["model"]["init_args"].get("base_quantization") == kind
 
 
 def test_every_shipped_config_is_there_for_each_base_and_card() -> None:

@@ -35,7 +35,7 @@ def write(folder: Path, rows: list[tuple[str, Image.Image]]) -> Path:
 
 def advice(folder: Path | str, tmp_path: Path, prompts: list[str] = PROMPTS, steps: int = 50, **arguments: Any) -> str:
     data = ImageCaptionData(str(folder), **{"resolution": 64, "cache_dir": str(tmp_path / "cache")} | arguments)
-    index = data._build_index()
+    index = data.index()
     own = sorted({row for bucket in index.buckets for row in bucket})
     samples = [index.samples[row] for row in own]
     material = Material(samples, arguments.get("trigger_word"), prompts, steps * 4, data.buckets.enable_bucket)

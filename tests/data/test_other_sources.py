@@ -70,7 +70,7 @@ def test_the_files_written_for_shards_are_counted(make, shards, tmp_path):
         data = make(train_data_dir=None, shards=str(shards / "data-*.tar"))
         data.setup("fit")
         folder = next((tmp_path / "cache" / "shards").iterdir())
-        assert data._build_index().report.written_files - expected in (0, 1), "and the file of the checks"
+        assert data.index().report.written_files - expected in (0, 1), "and the file of the checks"
         assert expected in (0, len(list(folder.iterdir())))
         time.sleep(0.3)
 

@@ -6,6 +6,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from torch.utils.data import DataLoader
 from fakes.killed_trainings import KillAt, Killed
 from fakes.pipelines import SIDE, assemble, make_batch
 from fakes.ranks import run_ranks
-from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor
+from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor, RunReport
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.report.record import read_run
 from lightning_aigc_kernels.packed_weight import PackedWeight, packed_weights
 
 pytestmark = [
@@ -111,6 +113,93 @@ def test_a_lora_learns_beside_the_packed_base_and_fits_the_source_pipeline(
     assert any("lora_A" in name for name, _ in pipeline.unet.named_parameters())
 
 
+BUDGET = {"target_mib": 0.8}
+"""Of 0.6 MiB in NF4 and 1.1 in int8."""
+
+
+def test_a_budget_gives_each_weight_its_bits_and_resumes_to_the_same_bits(
+    sd: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, killed, resumed = (make_module(sd, BUDGET) for _ in range(3))
+    fit(whole, tmp_path / "whole", ExactSnapshot(1))
+    assert whole.packed_base is not None and whole.packed_base.bytes_after <= BUDGET["target_mib"] * 2**20
+    assert {weight.kind for _, weight in packed_weights(whole)} == {"int8", "nf4"}
+    assert {weight.kind for name, weight in packed_weights(whole) if "text" in name} <= {"int8"}
+    snapshots = ExactSnapshot(1)
+    with pytest.raises(Killed):
+        fit(killed, tmp_path, snapshots, KillAt(2))
+    snapshots.abandon()
+    fit(resumed, tmp_path, ExactSnapshot(1), ckpt_path="latest")
+    assert resumed.packed_base.digest == whole.packed_base.digest  # type: ignore[union-attr]
+    assert all(torch.equal(value, trained(whole)[name]) for name, value in trained(resumed).items())
+
+
+def test_a_budget_is_measured_on_the_pictures_of_the_data_module(sd: str, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def example_batch(count: int) -> dict[str, Any]:
+        asked.append(count)
+        return make_batch(seed=1)
+
+    trainer = SimpleNamespace(
+        precision="32-true", is_global_zero=True, datamodule=SimpleNamespace(example_batch=example_batch),
+        strategy=SimpleNamespace(broadcast=lambda value: value),
+    )  # fmt: skip
+    without, shown = make_module(sd, BUDGET), make_module(sd, BUDGET)
+    shown._trainer = trainer  # type: ignore[assignment]
+    states = [torch.get_rng_state()]
+    for module in (without, shown):
+        torch.set_rng_state(states[0])
+        module.loaded()
+        states.append(torch.get_rng_state())
+    assert asked == [8]
+    whole = make_module(sd, None)
+    torch.set_rng_state(states[0])
+    whole.loaded()
+    assert all(torch.equal(state, torch.get_rng_state()) for state in states[1:])  # equal LoRAs, whatever is packed
+
+
+def test_sdxl_gets_its_bits_from_pictures_that_it_draws_itself(tmp_path: Path) -> None:
+    module = make_module(str(make_wide_pipeline(tmp_path / "sdxl", sdxl=True)), {"target_mib": 1.1})
+    module.loaded()
+    assert {weight.kind for _, weight in packed_weights(module)} == {"int8", "nf4"}
+
+
+def test_the_report_has_the_scores_of_the_packed_and_of_the_full_precision_base(sd: str, tmp_path: Path) -> None:
+    module = make_module(sd, "nf4-all", validation_prompts=["a red cup"])
+    report = RunReport(clip_model="embedded:clip", num_images=2)
+    fit(module, tmp_path, report)
+    scores = read_run(tmp_path).scores["full_base_clip_t"]
+    assert scores.before == read_run(tmp_path).scores["clip_t"].after and scores.before != scores.after
+    assert report.summary["clip_t_on_full_precision_base"] == pytest.approx(sum(scores.after) / 2, abs=1e-4)
+    assert "CLIP-T, packed → full-precision base" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(list(packed_weights(module))) == module.packed_base.packed  # type: ignore[union-attr]
+    whole = make_module(sd, None)
+    fit(whole, tmp_path / "whole")
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(trained(module)[name])
+    with module.full_precision_base():
+        assert not list(packed_weights(module))
+        assert torch.equal(module.sample(["a red cup"], [3]), whole.sample(["a red cup"], [3]))
+
+
+def test_a_source_that_is_gone_costs_the_score_and_not_the_run(tmp_path: Path) -> None:
+    pipeline = make_wide_pipeline(tmp_path / "sd")
+    module = make_module(str(pipeline), "int8", validation_prompts=["a red cup"])
+    report = RunReport(clip_model="embedded:clip", num_images=1)
+
+    class Vanish(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            (pipeline / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+
+    with pytest.warns(UserWarning, match="no score on the full-precision base: .* one of its parts does not load"):
+        fit(module, tmp_path / "run", report, Vanish())
+    assert "clip_t_on_full_precision_base" not in report.summary and report.summary["clip_t_after"] is not None
+    assert len(list(packed_weights(module))) == module.packed_base.packed  # type: ignore[union-attr]
+
+
 def test_exporting_merges_into_the_source_and_never_into_the_packed_base(sd: str, tmp_path: Path) -> None:
     module = make_module(sd, "nf4-all", learning_rate=1e-6)
     fit(module, tmp_path)
@@ -179,7 +268,8 @@ def test_resuming_gives_the_same_bits_and_another_base_is_refused(sd: str, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "int4"}, "base_quantization must be null or one of int8, nf4, nf4-all, got 'int4'"),
+        ({"kind": "int4"},
+         "base_quantization must be null, one of int8, nf4, nf4-all, or .target_mib: 1500., got 'int4'"),
         ({"use_dora": True},
          "use_dora reads the base's weights .* use plain LoRA .use_dora: false., or base_quantization: null"),
         ({"kind": None, "base_quantization_skip": ["conv_in"]},

@@ -40,11 +40,11 @@ def make_tokenizer(folder: Path) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(folder, model_max_length=12)
 
 
-def make_text_encoder(with_projection: bool = False) -> CLIPTextModel:
+def make_text_encoder(with_projection: bool = False, width: int = 16) -> CLIPTextModel:
     torch.manual_seed(1 + with_projection)
     config = CLIPTextConfig(
         vocab_size=60,  # room for every token of the tokenizer
-        hidden_size=16,
+        hidden_size=width,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -57,8 +57,8 @@ def make_text_encoder(with_projection: bool = False) -> CLIPTextModel:
     return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config).eval()
 
 
-def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
-    """Save a pipeline folder; returns it."""
+def make_pipeline(folder: Path, sdxl: bool = False, second_width: int = 16, **scheduler: Any) -> Path:
+    """Save a pipeline folder; returns it. `second_width` is that of SDXL's second text encoder."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "sample_size": SIDE // 2,
@@ -72,18 +72,18 @@ def make_pipeline(folder: Path, sdxl: bool = False, **scheduler: Any) -> Path:
     }
     if sdxl:
         shape |= {
-            "cross_attention_dim": 32,
+            "cross_attention_dim": 16 + second_width,
             "addition_embed_type": "text_time",
             "addition_time_embed_dim": 8,
             "projection_class_embeddings_input_dim": 16 + 6 * 8,
             "use_linear_projection": True,
         }
-    assemble(folder, UNet2DConditionModel(**shape), sdxl, **scheduler).save_pretrained(folder)
+    assemble(folder, UNet2DConditionModel(**shape), sdxl, second_width, **scheduler).save_pretrained(folder)
     return folder
 
 
 def assemble(
-    folder: Path, unet: UNet2DConditionModel, sdxl: bool = False, **scheduler: Any
+    folder: Path, unet: UNet2DConditionModel, sdxl: bool = False, second_width: int = 16, **scheduler: Any
 ) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
     """A pipeline around this U-Net; the tokenizer's files go to `folder`."""
     tokenizer = make_tokenizer(folder / "tokenizer")
@@ -108,7 +108,7 @@ def assemble(
         ),
     }
     if sdxl:
-        encoder = make_text_encoder(with_projection=True)
+        encoder = make_text_encoder(with_projection=True, width=second_width)
         return StableDiffusionXLPipeline(**parts, text_encoder_2=encoder, tokenizer_2=tokenizer)
     return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
 

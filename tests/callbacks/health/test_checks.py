@@ -17,8 +17,11 @@ from lightning_aigc.callbacks.health import GradientHealthMonitor, diagnostics
 from lightning_aigc.callbacks.health.alerts import Finding, Policy
 from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks import CHECK_NAMES, OTHER_CHECKS, STEP_CHECKS
+from lightning_aigc.callbacks.health.checks.gradients import check_gradients
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
+from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
 from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -65,3 +68,36 @@ def test_no_two_checks_share_a_name_or_a_key_and_the_documentation_has_a_row_for
     page = (Path(__file__).parents[3] / "docs" / "health.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|", page.split("## Checks")[1].split("\n## ")[0], re.MULTILINE)
     assert sorted(rows) == sorted([*CHECK_NAMES, "check"])  # the head of the table
+
+
+def stats_of(gradients: dict[str, float], weights: dict[str, float]) -> ParameterStats:
+    """Statistics of matrices with these norms."""
+    count = len(gradients)
+    return ParameterStats(
+        tuple(gradients), tuple(gradients.values()), tuple(weights.get(name, 1.0) for name in gradients),
+        (False,) * count, (False,) * count, (0.0,) * count, (4096,) * count, (4,) * count,
+    )  # fmt: skip
+
+
+def test_a_controlnets_zero_convolutions_excuse_what_is_behind_them_until_they_have_moved() -> None:
+    hint, zero = "net.controlnet_cond_embedding.blocks.0.weight", "net.controlnet_mid_block.weight"
+    entry, copy = "net.controlnet_cond_embedding.conv_out.weight", "net.down_blocks.0.resnets.0.conv1.weight"
+    gradients = {copy: 0.0, hint: 0.0, entry: 0.0, zero: 1e-2}
+
+    def found(weights: dict[str, float]) -> set[str]:
+        limits: Any = HealthThresholds()
+        findings = check_gradients(stats_of(gradients, weights), limits, FakeRemedies())  # type: ignore[arg-type]
+        return {finding.layer for finding in findings if finding.level != "info"}
+
+    assert found({zero: 0.0, entry: 0.0}) == set()
+    assert found({zero: 4.0, entry: 0.0}) == {copy, entry}  # the hint embedding still waits for its own
+    assert found({zero: 4.0, entry: 4.0}) == {copy, hint, entry}
+
+
+class FakeRemedies:
+    """Answers anything with a line."""
+
+    precision, clip = "32-true", None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: "a line"

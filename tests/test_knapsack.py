@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lightning_aigc.precision.knapsack import choose, pareto
+from lightning_aigc.knapsack import choose, pareto
 
 
 @pytest.mark.parametrize("seed", range(20))
