@@ -1,12 +1,13 @@
 """What a LoRA loses that was trained on a packed base: the tiny Stable Diffusion on its brand, several seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/base_quantization.py [--steps 120] [--seeds 1 2 3] [--kinds int8 nf4 nf4-all]
-        [--output benchmarks/results/base_quantization.jsonl]
+        [--output benchmarks/results/base_quantization.jsonl]        # a number among the kinds is a budget in MiB
 
 Equal batches and noise in every run of a seed. `own_base` is the loss on the base that it was trained on, `full_base`
 that of the same LoRA on the float32 base, where people use it; `relative` is that over the LoRA's that was trained on
 the float32 base. The loss is the mean squared error at 8 timesteps of each picture, with noise from the picture's own
-seed: of the training pictures, and of the tenth that was held out. A row for each seed and kind.
+seed: of the training pictures, and of the tenth that was held out. `output_error` is how far packing alone moves the
+untrained U-Net's output on the held-out pictures, over the output's length. A row for each seed and kind.
 """
 
 from __future__ import annotations
@@ -70,6 +71,28 @@ def loss_of(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> float
     return float(torch.cat(losses).mean())
 
 
+@torch.no_grad()
+def base_outputs(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> Tensor:
+    """The base's outputs without its LoRA, flat."""
+    found = []
+    adapters = {name: p.clone() for name, p in module.named_parameters() if "lora_B" in name}
+    for name, parameter in module.named_parameters():
+        if name in adapters:
+            parameter.zero_()
+    for batch in batches:
+        noise = SeededNoise(example_seeds(batch))
+        latents = module.encoders.latents(batch, noise.normal_like)
+        condition = module.encoders.condition(batch, with_gradients=False)
+        for part in range(8):
+            timesteps = noise.timesteps(part, 8, module.num_train_timesteps)
+            noisy = module.schedule.add_noise(latents, noise.normal_like(latents), timesteps)  # type: ignore[union-attr]
+            found.append(module.predict(noisy, timesteps, condition, batch).flatten())
+    for name, parameter in module.named_parameters():
+        if name in adapters:
+            parameter.copy_(adapters[name])
+    return torch.cat(found)
+
+
 def trained(module: StableDiffusionLoRA) -> dict[str, Tensor]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
@@ -92,6 +115,7 @@ def rows_of_seed(seed: int, kinds: list[Any], steps: int, folder: str) -> Iterat
             training, held_out = batches_of(data)
             untrained = make(None, 1, seed)
             untrained.loaded()
+            reference = base_outputs(untrained, held_out)
             losses = {"full_base": loss_of(untrained, training), "full_base_held_out": loss_of(untrained, held_out)}
             yield {"kind": "untrained", **losses}
         own = loss_of(module, training)
@@ -101,11 +125,15 @@ def rows_of_seed(seed: int, kinds: list[Any], steps: int, folder: str) -> Iterat
         found = {"own_base": own, "full_base": loss_of(whole, training),
                  "full_base_held_out": loss_of(whole, held_out), "seconds": seconds}  # fmt: skip
         if module.packed_base is not None:
+            found["output_error"] = float((base_outputs(module, held_out) - reference).norm() / reference.norm())
             found["bytes_ratio"] = module.packed_base.bytes_after / module.packed_base.bytes_before
         baseline = baseline or found
         for name in ("full_base", "full_base_held_out"):
             found[name.replace("full_base", "relative")] = found[name] / baseline[name]
-        yield {"kind": kind or "float32", **{name: round(value, 5) for name, value in found.items()}}
+        yield {
+            "kind": "float32" if kind is None else str(kind),
+            **{name: round(value, 5) for name, value in found.items()},
+        }
 
 
 def main() -> None:
@@ -117,7 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
-            for found in rows_of_seed(seed, options.kinds, options.steps, folder):
+            kinds = [{"target_mib": float(kind)} if kind[0].isdigit() else kind for kind in options.kinds]
+            for found in rows_of_seed(seed, kinds, options.steps, folder):
                 row = {
                     "benchmark": "base_quantization", "date": datetime.date.today().isoformat(),
                     "device": f"cpu ({platform.machine()})", "torch": torch.__version__, "steps": options.steps,

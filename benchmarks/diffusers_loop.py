@@ -79,7 +79,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 def plain_loader(data: ImageCaptionData, tokenizer: Any) -> Any:
     """A plain DataLoader with the batches that `data` would give."""
-    index = data._build_index()
+    index = data.index()
     items = [(Path(sample.path), sample.caption) for sample in index.samples]
     resolution = index.samples[0].placement.width
     return DataLoader(

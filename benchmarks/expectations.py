@@ -40,6 +40,7 @@ CLIP_JUDGE = 151_277_313
 GB, MIB = 1e9, 2**20
 # Card: example, float32 TFLOP/s as its maker publishes them, or None.
 CARDS: dict[str, tuple[str, float | None]] = {
+    "4 GB": ("no example: most have no bfloat16", None),
     "6 GB": ("no example: most have no bfloat16", None),
     "8 GB": ("RTX 4060", 15.1),
     "12 GB": ("RTX 3060", 12.7),
@@ -48,13 +49,15 @@ CARDS: dict[str, tuple[str, float | None]] = {
 }
 # Model and card: shipped config, memory level as `lightning init --card` writes it.
 RUNS = {
+    ("sd15", "4 GB"): ("sd_qlora_4gb.yaml", "max"),
+    ("sdxl", "4 GB"): ("sdxl_qlora_6gb.yaml", "max"),
     ("sd15", "6 GB"): ("sd_lora_8gb.yaml", "max"),
     ("sd15", "8 GB"): ("sd_lora_8gb.yaml", "max"),
     ("sd15", "12 GB"): ("sd_lora.yaml", "lean"),
     ("sd15", "24 GB"): ("sd_lora.yaml", "off"),
     ("sd15", "910B"): ("sd_lora_ascend.yaml", "lean"),
-    ("sdxl", "6 GB"): ("sdxl_lora.yaml", "max"),
-    ("sdxl", "8 GB"): ("sdxl_lora.yaml", "max"),
+    ("sdxl", "6 GB"): ("sdxl_qlora_6gb.yaml", "max"),
+    ("sdxl", "8 GB"): ("sdxl_qlora_6gb.yaml", "max"),
     ("sdxl", "12 GB"): ("sdxl_lora.yaml", "max"),
     ("sdxl", "24 GB"): ("sdxl_lora.yaml", "lean"),
     ("sdxl", "910B"): ("sdxl_lora.yaml", "lean"),
@@ -96,8 +99,19 @@ def rows_of(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
 
 
-def memory(model: str, level: str) -> tuple[float, str]:
-    """MiB of a step at the level on an H100, and of what."""
+QUANTIZED = {("sd15", "4 GB"): "int8", ("sdxl", "4 GB"): "nf4", ("sdxl", "6 GB"): "int8", ("sdxl", "8 GB"): "int8"}
+"""`base_quantization` as `lightning init --card` writes it."""
+
+
+def memory(model: str, level: str, kind: str | None) -> tuple[float, str]:
+    """MiB of a step at the level, on an H100 or with a packed base counted on shapes, and of what."""
+    if kind is not None:
+        found = [
+            r
+            for r in rows_of("step_shapes.jsonl")
+            if (r["model"], r["variant"], r["batch"], r["rank"]) == (model, f"{level}-{kind}", 1, 16)
+        ]
+        return float(found[-1]["peak_mib"]), "a step of 1 picture at rank 16 with a packed base, counted"
     rows = rows_of("2026-11-22-cuda.jsonl")
     if model == "sd15":
         found = [r for r in rows if r.get("benchmark") == "step_memory" and r["variant"] == level]
@@ -137,15 +151,16 @@ def rows() -> Iterable[dict[str, Any]]:
             pictures *= config["trainer"]["accumulate_grad_batches"]
             example, float32 = CARDS[card]
             work = tflops(model, level) * pictures
-            peak, of = memory(model, level)
+            kind = QUANTIZED.get((model, card))
+            peak, of = memory(model, level, kind)
             yield {
                 "benchmark": "expectations", "model": model, "card": card, "example": example, "config": config_name,
-                "memory": level, "parameters": counts,
+                "memory": level, "base_quantization": kind, "parameters": counts,
                 "download_gb": round(4 * sum(counts.values()) / GB, 2),
                 "download_fp16_gb": round(2 * sum(counts.values()) / GB, 2),
                 "judge_gb": round(4 * CLIP_JUDGE / GB, 2),
                 "run_gb": round((snapshots + files) / GB, 2), "cache_mb_a_picture": round(latents / 1e6, 3),
-                "peak_mib_on_h100": peak, "peak_of": of,
+                "peak_mib": peak, "peak_of": of,
                 "steps": of_model["max_train_steps"], "pictures": pictures, "tflop": round(work),
                 "minutes": None if float32 is None else round(work / (2 * float32 * UTILISATION) / 60),
                 "utilisation_assumed": UTILISATION,
@@ -157,9 +172,11 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = ["| model | card | config, `memory` | download | disk | memory of a step | minutes |", "|" + "---|" * 7]
     for row in found:
         minutes = "not known" if row["minutes"] is None else f"{row['minutes']}, modelled ({row['example']})"
-        memory_cell = f"{row['peak_mib_on_h100'] / 1024:.1f} GiB, measured on an H100"
+        how = "counted" if row["base_quantization"] else "measured on an H100"
+        memory_cell = f"{row['peak_mib'] / 1024:.1f} GiB, {how}"
+        level = f"{row['memory']}, {row['base_quantization']}" if row["base_quantization"] else row["memory"]
         lines.append(
-            f"| {'SDXL' if row['model'] == 'sdxl' else 'SD 1.5'} | {row['card']} | `{row['config']}`, {row['memory']}"
+            f"| {'SDXL' if row['model'] == 'sdxl' else 'SD 1.5'} | {row['card']} | `{row['config']}`, {level}"
             f" | {row['download_fp16_gb']} or {row['download_gb']} GB, counted | {row['run_gb']} GB, counted"
             f" | {memory_cell}{' (U-Net alone)' if 'U-Net' in row['peak_of'] else ''} | {minutes} |"
         )

@@ -91,7 +91,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
     shared: dict[str, Any] = {
         "learning_rate": cell["rate"], "lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": steps,
         "snr_gamma": 5.0, "use_ema": False, "validation_prompts": PROMPTS, "num_inference_steps": 10,
-        "guidance_scale": 3.0, "validation_steps": steps,
+        "guidance_scale": 3.0, "validation_steps": steps, "sample_time_limit_s": 1e6,
     }  # fmt: skip
     module: UNetTraining = (
         WholeUNet(pretrained_model_name_or_path="embedded:sd", **shared)

@@ -49,7 +49,7 @@ class WithPrior(TokenizedPictures):
 def make_loader(job: Job, seed: int, folder: Path, tokenizer: Any) -> Any:
     """A plain DataLoader that gives this rank the batches that ours would."""
     data = brand_pictures(job, seed, folder, is_cached=False)
-    index = data._build_index()
+    index = data.index()
     sampler = data._make_sampler(index, dist.get_rank(), dist.get_world_size())
     pictures = WithPrior(index.samples, tokenizer, index.samples[0].placement.width)
     return DataLoader(pictures, batch_sampler=SameBatches(sampler), collate_fn=collate, num_workers=0)

@@ -1,0 +1,94 @@
+"""Our canny beside kornia's and scikit-image's on the embedded pictures: F1 of the edges, and time.
+
+    python benchmarks/canny_agreement.py [--output benchmarks/results/canny_agreement.jsonl]
+
+Needs kornia and scikit-image, which the package does not: `pip install kornia scikit-image`.
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_aigc.metrics.canny import canny, edge_magnitude
+from lightning_aigc.metrics.edge_fidelity import edge_counts, f1_of
+from lightning_aigc.tiny.embedded import resolve
+from rows import keep_row
+
+LOW, HIGH, REPEATS = 0.1, 0.2, 5
+
+
+def pictures(name: str) -> Tensor:
+    """All embedded pictures of a set, float32 [N, 3, H, W] in 0..1."""
+    files = sorted(resolve(name).glob("*.png"))
+    return torch.stack([torch.from_numpy(np.array(Image.open(f).convert("RGB"))).permute(2, 0, 1) for f in files]) / 255
+
+
+def of_kornia(pictures_N3HW: Tensor) -> Tensor:
+    import kornia
+
+    edges: Tensor = kornia.filters.canny(pictures_N3HW, LOW, HIGH)[1]
+    return edges
+
+
+def of_skimage(pictures_N3HW: Tensor) -> Tensor:
+    from skimage import feature
+
+    luma = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+    grey = (pictures_N3HW * luma).sum(1).numpy()
+    found = [feature.canny(one, sigma=1.0, low_threshold=LOW, high_threshold=HIGH) for one in grey]
+    return torch.from_numpy(np.stack(found))[:, None].float()
+
+
+def timed(compute: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Tensor, float]:
+    """The result, and the median of REPEATS times in ms for 32 pictures, after one warm-up."""
+    found = compute(given)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        compute(given[:32])
+        times.append(1000 * (time.perf_counter() - began))
+    return found, statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a .jsonl file to add the rows to")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in ("embedded:brand", "embedded:prior"):
+        images = pictures(name)
+        ours, ours_ms = timed(lambda each: canny(each, LOW, HIGH), images)
+        for other, compute in (("kornia", of_kornia), ("scikit-image", of_skimage)):
+            theirs, theirs_ms = timed(compute, images)
+            row = {
+                "benchmark": "canny_agreement", "pictures": name, "count": len(images), "other": other,
+                "version": version(other), "f1": round(float(f1_of(edge_counts(ours, theirs, 0))), 4),
+                "f1_tolerance_1": round(float(f1_of(edge_counts(ours, theirs, 1))), 4),
+                "edge_share": round(float(ours.mean()), 4), "other_edge_share": round(float(theirs.mean()), 4),
+                "ms_of_32": round(ours_ms, 1), "other_ms_of_32": round(theirs_ms, 1),
+            }  # fmt: skip
+            if other == "kornia":
+                import kornia
+
+                theirs_magnitude = kornia.filters.canny(images, LOW, HIGH, hysteresis=False)[0]
+                kept = theirs_magnitude > LOW  # kornia's holds only what it kept
+                row["magnitude_max_difference"] = float((edge_magnitude(images) - theirs_magnitude)[kept].abs().max())
+            keep_row(row, given.output)
+
+
+if __name__ == "__main__":
+    main()
