@@ -4,7 +4,8 @@
 
 `cpu_s` is the processor time of one thread to pack, `cached_cpu_s` with the cache's files there, hashing included.
 `peak_over_source` is the process's largest resident memory while packing over that before packing, when the whole
-bf16 weights are in memory. Both packings must have the same digest.
+bf16 weights are in memory. Both packings must have the same digest. `unpack_cpu_s` is the time to unpack all weights
+once to bf16, one after the other, as a forward does; `unpack_reference_cpu_s` that of plain torch, in turn with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import argparse
 import datetime
 import resource
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from diffusers import UNet2DConditionModel
 from lightning_aigc.diffusion.packed_cache import PackedCache
 from lightning_aigc.quantization.frozen import PackedBase, pack_layers
 from lightning_aigc.quantization.layers import FORMATS, frozen_layers
+from lightning_aigc_kernels.packed_weight import packed_weights, reference
 from real_size import fill, sdxl_unet
 from rows import keep_row
 
@@ -53,6 +56,21 @@ def pack(unet: torch.nn.Module, kind: str, folder: Path) -> tuple[PackedBase, fl
     return packed, time.process_time() - started
 
 
+def unpack(unet: torch.nn.Module, rounds: int = 5) -> tuple[float, float]:
+    """Median processor seconds to unpack every weight once, and to do so in plain torch."""
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(rounds):
+        for plain, seconds in taken.items():
+            started = time.process_time()
+            for _, weight in packed_weights(unet):
+                if plain:
+                    reference.unpack(weight.packed, weight.scales, weight.kind, torch.bfloat16)
+                else:
+                    weight.dequantize()
+            seconds.append(time.process_time() - started)
+    return statistics.median(taken[False]), statistics.median(taken[True])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["sd15", "sdxl"], default="sdxl")
@@ -64,6 +82,7 @@ def main() -> None:
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         first, first_s = pack(unet, options.kind, Path(name))
         after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unpack_s, reference_s = unpack(unet)
         del unet
         second, second_s = pack(build(options.model), options.kind, Path(name))
     if first.digest != second.digest:
@@ -73,7 +92,8 @@ def main() -> None:
         "kind": options.kind, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "weights_mib": round(first.bytes_before / 2**20, 1), "packed_mib": round(first.bytes_after / 2**20, 1),
         "cpu_s": round(first_s, 1), "cached_cpu_s": round(second_s, 1),
-        "peak_over_source": round(after_kib / before_kib, 4),
+        "peak_over_source": round(after_kib / before_kib, 4), "unpack_cpu_s": round(unpack_s, 2),
+        "unpack_reference_cpu_s": round(reference_s, 2),
     }  # fmt: skip
     keep_row(row, options.output)
 

@@ -8,7 +8,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_aigc.precision.swaps import swap_forwards
+from lightning_aigc.quantization.layers import FORMATS, frozen_layers
+from lightning_aigc_kernels.packed_weight import PackedWeight
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 SD15 = {"sample_size": 64, "cross_attention_dim": 768, "block_out_channels": (320, 640, 1280, 1280)}
@@ -34,7 +36,9 @@ SDXL = {
     "addition_time_embed_dim": 256,
     "projection_class_embeddings_input_dim": 2816,
 }
-VARIANTS = ("native", "balanced", "lean", "max", "checkpointing", "compile")
+LEVELS = ("native", "balanced", "lean", "max", "checkpointing", "compile")
+VARIANTS = (*LEVELS, *(f"{level}-{kind}" for level in LEVELS[:-1] for kind in FORMATS))
+"""A level alone computes with the whole base, `lean-int8` and the like with a packed one."""
 
 
 def build(
@@ -75,10 +79,14 @@ class Variant:
 
     def __init__(self, unet: nn.Module, name: str) -> None:
         self.unet: Any = unet
-        self.name: Any = name
+        self.name: Any
+        self.name, _, kind = name.partition("-")
         self.compiled: Callable[..., object] | None = None
+        self.whole_and_packed = list(_packed(unet, kind)) if kind else []
 
     def __enter__(self) -> None:
+        for layer, _, packed in self.whole_and_packed:
+            layer.weight = packed
         if self.name == "checkpointing":
             # As diffusers does it, but for random states, which a CUDA graph cannot take and nothing here draws from.
             again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -98,3 +106,15 @@ class Variant:
             self.unet._compiled_call_impl = None
         elif self.name != "native":
             self.swapped.restore()
+        for layer, whole, _ in self.whole_and_packed:
+            layer.weight = whole
+
+
+def _packed(unet: nn.Module, kind: str) -> Iterator[tuple[Any, nn.Parameter, nn.Parameter]]:
+    """The layers that are packed, their whole weights and their packed ones."""
+    linear, convolution = FORMATS[kind]
+    for layer in frozen_layers(unet):
+        if not layer.why_not:
+            module: Any = layer.module
+            packed = PackedWeight.pack(layer.weight.detach(), linear if layer.is_linear else convolution)
+            yield module, module.weight, nn.Parameter(packed, requires_grad=False)

@@ -27,11 +27,11 @@ class MemoryBudget:
             return "fit"
         return f"{{kept: {self.kept:g}}}" if self.kept is not None else f"{{peak_gb: {self.peak_gb:g}}}"
 
-    def cannot(self, least: int, native: int, besides: int) -> str:
+    def cannot(self, least: int, native: int, besides: int, int8_saves: int = 0) -> str:
         """The sentence for a budget below the least that can be had.
 
         Args: least and native are the bytes saved with every block run again and natively, besides those of a step's
-            peak that no plan changes.
+            peak that no plan changes, int8_saves those that an int8 base would take off them.
         """
         if self.kept is not None:
             share = math.ceil(1000 * least / max(native, 1)) / 1000
@@ -42,9 +42,10 @@ class MemoryBudget:
         asks = f"use peak_gb: {math.ceil(1000 * (least + besides) / GIB) / 1000:g} or more,"
         if self.fit:
             asks = f"it needs {(least + besides) / GIB:.3g} GiB; use"
+        packed = f" base_quantization: int8, which takes {int8_saves / GIB:.3g} GiB off," if int8_saves else ""
         return (
             f"memory={self} cannot be met: a step needs {besides / GIB:.3g} GiB besides activations, and with every"
-            f" block run again {least / GIB:.3g} GiB of them are still saved; {asks} a smaller batch or smaller"
+            f" block run again {least / GIB:.3g} GiB of them are still saved; {asks}{packed} a smaller batch or smaller"
             " pictures"
         )
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_aigc.devices import accelerator_module
 from lightning_aigc.precision.saved_tensors import storage_of
+from lightning_aigc_kernels.packed_weight import packed_bytes
 
 FIT_SHARE = 0.92
 """Share of a device's memory that `fit` plans for; the rest is for fragments and the libraries' workspaces."""
@@ -40,6 +41,18 @@ def besides_activations(model: nn.Module, optimizers: Sequence[Optimizer], devic
     else:
         present = _bytes_of((*model.parameters(), *model.buffers(), *gradients, *states))
     return present + missing
+
+
+def int8_would_save(model: nn.Module) -> int:
+    """Bytes that int8 would take off the whole frozen weights of linear layers and convolutions."""
+    whole = {
+        id(weight): weight
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        and not (weight := module.weight).requires_grad
+        and storage_of(weight) is not None
+    }
+    return sum(max(0, weight.nbytes - packed_bytes(weight.numel(), "int8")) for weight in whole.values())
 
 
 def available(device: torch.device, model: nn.Module) -> int:

@@ -32,7 +32,7 @@ from lightning_aigc.precision.block_call import (
 )
 from lightning_aigc.precision.block_options import ALL, is_optional, options_of
 from lightning_aigc.precision.budget import MemoryBudget
-from lightning_aigc.precision.footprint import available, besides_activations
+from lightning_aigc.precision.footprint import available, besides_activations, int8_would_save
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Keeps, choices_of, handed_to
 from lightning_aigc.precision.saved_tensors import (
     SavedBytes,
@@ -42,6 +42,9 @@ from lightning_aigc.precision.saved_tensors import (
     tensors_in,
 )
 from lightning_aigc.precision.window import COUNTED, Call, Plan, Signature, Window, operations_of_a_step
+
+WORTH_SAYING = 0.01
+"""Share of a step's operations from which the plan says what a packed base would spare."""
 
 
 class Planner:
@@ -124,10 +127,12 @@ class Planner:
         fixed, native = window.saved - inside_now, window.native
         least = fixed + sum(min(n for n, _ in of_call) for of_call in ways)
         besides = 0 if self.budget.kept is not None else self._besides(window)
-        picks = choose(ways, self._allowed(window, native, besides) - fixed)
+        int8_saves = 0 if self.budget.kept is not None else int8_would_save(self.model)
+        allowed = self._allowed(window, native, besides) - fixed
+        picks = choose(ways, allowed)
         if picks is None:
             if not self.plans:
-                raise ConfigError(self.budget.cannot(least, native, besides))
+                raise ConfigError(self.budget.cannot(least, native, besides, int8_saves))
             picks = [min(range(len(of_call)), key=lambda i: of_call[i]) for of_call in ways]
         chosen: dict[object, Choices] = {}
         again = 0
@@ -138,7 +143,12 @@ class Planner:
                 chosen[key] = replace(choices_of(key[0]), keeps=keeps, recomputes=False)
         kept = fixed + sum(of_call[pick][0] for of_call, pick in zip(ways, picks, strict=True))
         repeated = sum(of_call[pick][1] for of_call, pick in zip(ways, picks, strict=True))
-        return Plan(chosen, kept, native, least, repeated, window.operations, again, len(keys))
+        beside_int8 = None
+        beside = choose(ways, allowed + int8_saves) if int8_saves else None
+        if beside is not None:
+            fewer = sum(of_call[pick][1] for of_call, pick in zip(ways, beside, strict=True))
+            beside_int8 = (int8_saves, fewer) if repeated - fewer >= WORTH_SAYING * window.operations else None
+        return Plan(chosen, kept, native, least, repeated, window.operations, again, len(keys), beside_int8)
 
     def _besides(self, window: Window) -> int:
         """Bytes of a step's peak besides saved activations."""

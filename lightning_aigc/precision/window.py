@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import sdpa_flop_count
 
 from lightning_aigc.precision.block_options import Option
-from lightning_aigc.precision.budget import MIB, MemoryBudget
+from lightning_aigc.precision.budget import GIB, MIB, MemoryBudget
 from lightning_aigc.precision.fused_forward import Choices
 from lightning_aigc.precision.saved_tensors import SavedBytes, Storages, tensors_in
 
@@ -86,15 +86,25 @@ class Plan:
     again: int
     """Blocks that run again."""
     blocks: int
+    beside_int8: tuple[int, float] | None = None
+    """Bytes that an int8 base would take off, and the operations that the budget would then repeat; None where it would
+    change nothing."""
 
     def summary(self, budget: MemoryBudget) -> str:
         """One line."""
         saved = self.blocks - self.again
+        advice = ""
+        if self.beside_int8 is not None:
+            nbytes, repeated = self.beside_int8
+            advice = (
+                f"; with base_quantization: int8 the weights take {nbytes / GIB:.3g} GiB less, and about"
+                f" {repeated / max(self.operations, 1):.1%} would be repeated"
+            )
         return (
             f"memory={budget}: saves {self.kept / MIB:.4g} of native's {self.native / MIB:.4g} MiB"
             f" ({self.kept / max(self.native, 1):.3f}; at least {self.least / max(self.native, 1):.3f}):"
             f" {saved} of {self.blocks} blocks save what pays most, {self.again} run again in backward, which repeats"
-            f" about {self.repeated / max(self.operations, 1):.1%} of a step's operations"
+            f" about {self.repeated / max(self.operations, 1):.1%} of a step's operations{advice}"
         )
 
 

@@ -16,6 +16,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision, recompute
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.swaps import Swapped, swap_forwards
+from lightning_aigc.quantization import quantize_frozen_
 
 WIDE: dict[str, Any] = {"block_out_channels": (32, 64)}
 SDXL: dict[str, Any] = {**WIDE, "use_linear_projection": True, "transformer_layers_per_block": 2}
@@ -263,6 +264,36 @@ def test_a_steps_peak_fits_peak_gb() -> None:
     swapped.restore()
 
 
+def test_a_peak_budget_says_what_an_int8_base_would_spare_and_the_packed_base_spares_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unet = with_lora(make_unet(block_out_channels=(32, 64), sample_size=32))
+    call = call_of(batch=2, height=32, width=32)
+
+    def plan_within(gib: float) -> Any:
+        swapped = swap_forwards(unet, memory=MemoryBudget(peak_gb=gib))
+        try:
+            call(unet)
+        finally:
+            swapped.restore()
+        (plan,) = planner_of(swapped).plans.values()
+        return plan
+
+    assert plan_within(1).beside_int8 is None  # there is room for all
+    plan = plan_within(0.015)
+    saved, repeated = plan.beside_int8
+    assert 0 < saved < sum(p.nbytes for p in unet.parameters() if not p.requires_grad)
+    assert repeated < plan.repeated - 0.01 * plan.operations
+    said = plan.summary(MemoryBudget(peak_gb=0.015))
+    assert f"int8 the weights take {saved / 2**30:.3g} GiB less, and about {repeated / plan.operations:.1%}" in said
+
+    monkeypatch.setattr("lightning_aigc.quantization.layers.FEWEST_NUMBERS", 0)
+    quantize_frozen_(unet, "int8", skip=[])
+    packed = plan_within(0.015)
+    assert packed.beside_int8 is None
+    assert abs(packed.repeated - repeated) <= 0.01 * plan.operations
+
+
 def test_fit_saves_all_that_pays_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_aigc.precision import footprint
 
@@ -280,7 +311,10 @@ def test_fit_saves_all_that_pays_where_there_is_room(monkeypatch: pytest.MonkeyP
 
     roomy = plan_with(2**40)
     assert roomy.again == 0 and roomy.repeated == 0
-    with pytest.raises(ConfigError, match=r"^memory=fit cannot be met: .* it needs [\d.]+ GiB; use a smaller") as met:
+    with pytest.raises(
+        ConfigError,
+        match=r"^memory=fit cannot be met: .* it needs [\d.]+ GiB; use base_quantization: int8, .*, a smaller",
+    ) as met:
         plan_with(0)
     weights = sum(p.nbytes for p in unet.parameters())
     needed = float(re.findall(r"needs ([\d.]+) GiB; use", str(met.value))[0]) * 2**30

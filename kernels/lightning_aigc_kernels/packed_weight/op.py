@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import is_traced
-from lightning_aigc_kernels.dispatch import KERNEL_DTYPES, kernel_for
+from lightning_aigc_kernels.dispatch import KERNEL_DTYPES, cpu_kernel_for, kernel_for
 from lightning_aigc_kernels.packed_weight import reference
 from lightning_aigc_kernels.packed_weight.reference import Format
+
+OP = "packed_weight"
+CPU_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+"""float16 is not among Numba's types of a CPU."""
 
 
 def unpack_weight(packed: Tensor, scales: Tensor, kind: Format, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -28,9 +33,18 @@ def unpack_weight(packed: Tensor, scales: Tensor, kind: Format, shape: Sequence[
 
 
 def _unpack(packed: Tensor, scales: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    kernel = kernel_for("packed_weight", scales) if dtype in KERNEL_DTYPES else None
-    flat: Tensor = (kernel or reference).unpack(packed, scales, kind, dtype)
+    flat: Tensor = _implementation(scales, dtype).unpack(packed, scales, kind, dtype)
     return flat[: math.prod(shape)].view(tuple(shape))
+
+
+def _implementation(scales: Tensor, dtype: torch.dtype) -> Any:
+    """Return the Triton kernel, the CPU's, or the reference."""
+    kernel = None
+    if scales.device.type == "cpu" and dtype in CPU_KERNEL_DTYPES:
+        kernel = cpu_kernel_for(OP)
+    elif dtype in KERNEL_DTYPES:
+        kernel = kernel_for(OP, scales)
+    return reference if kernel is None else kernel
 
 
 @torch.library.custom_op("lightning_aigc::unpack_weight", mutates_args=())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_aigc_kernels.dispatch import FallbackWarning, cpu_kernel_for
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_bytes, reference, set_packed_
 from lightning_aigc_kernels.packed_weight.tensor import _cast
 
@@ -42,6 +43,28 @@ def test_the_numbers_are_those_that_the_bytes_say(kind: Format, shape: tuple[int
     largest = F.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64).abs().amax(1)
     error = (PackedWeight(packed, scales, kind, shape, (torch.float32,)).dequantize() - weight).abs()
     assert (F.pad(error.flatten(), (0, -weight.numel() % 64)).view(-1, 64) <= largest[:, None] * step * 1.001).all()
+
+
+@pytest.mark.parametrize("magnitude", [0.02, 1e-42, 3e38], ids=["usual", "below normal numbers", "next to infinity"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_of_a_cpu_unpacks_the_reference_s_bits(kind: Format, dtype: torch.dtype, magnitude: float) -> None:
+    kernel = cpu_kernel_for("packed_weight")
+    assert kernel is not None
+    packed, scales = reference.pack((torch.rand(3000 * 64 + 7, device="cpu") * 2 - 1) * magnitude, kind)
+    expected = reference.unpack(packed, scales, kind, dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for bytes_ in (packed, packed.repeat_interleave(2, 1)[:, ::2]):  # not contiguous
+        unpacked = kernel.unpack(bytes_, scales, kind, dtype)
+        assert unpacked.dtype == dtype and torch.equal(unpacked.view(bits), expected.view(bits))
+
+
+@pytest.mark.usefixtures("without_numba")
+def test_without_numba_torch_unpacks_the_same_and_a_warning_says_so() -> None:
+    weight = PackedWeight.pack(torch.randn(100, 64, device="cpu"), "nf4")
+    with pytest.warns(FallbackWarning, match="pip install numba"):
+        unpacked = weight.dequantize()
+    assert torch.equal(unpacked, reference.unpack(weight.packed, weight.scales, "nf4", torch.float32).view(100, 64))
 
 
 def test_nf4_takes_the_nearest_code_and_keeps_zero_and_the_largest() -> None:

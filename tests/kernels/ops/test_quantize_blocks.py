@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import lightning_aigc_kernels
 from fakes.hard_blocks import bits_of, hard_blocks
-from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, dispatch, quantize_blocks
+from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, quantize_blocks
 from lightning_aigc_kernels.dispatch import FallbackWarning, cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import BLOCK, GROUP, packed_bytes, part_kernel, reference
 
@@ -123,18 +122,6 @@ def test_what_does_not_fit_is_named() -> None:
             quantize_blocks(given, bytes_, bits)
         with pytest.raises(ValueError, match=said):
             dequantize_blocks(bytes_, given, bits)
-
-
-@pytest.fixture
-def without_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    for name in ("quantize_blocks.cpu_kernel", "numba_cache"):
-        monkeypatch.delitem(sys.modules, f"lightning_aigc_kernels.{name}", raising=False)
-    for cached in (dispatch.cpu_kernel_for, dispatch.warn_once):
-        cached.cache_clear()
-    yield
-    for cached in (dispatch.cpu_kernel_for, dispatch.warn_once):
-        cached.cache_clear()
 
 
 def test_without_numba_torch_computes_the_same_and_a_warning_says_so(without_numba: None) -> None:
