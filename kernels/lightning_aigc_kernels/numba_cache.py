@@ -32,8 +32,25 @@ def compiled(signature: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def helper(function: Callable[..., Any]) -> Any:
-    """Compile a function as a part of those that call it."""
+    """Compile a function as a part of those that call it.
+
+    Raises: ValueError for a closure without a name of its own. Compiled code calls a function by its qualified name and
+        a number, which each process counts from 1: of two functions with the same name and number, compiled by two
+        processes and read from the cache, one would compute for both.
+    """
+    if "<locals>" in function.__qualname__:
+        raise ValueError(f"{function.__qualname__} is a closure, which a cache can confuse; use closure_helper(name)")
     return numba.njit(**OPTIONS)(function)
+
+
+def closure_helper(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a closure as `helper`, under a name that tells it from all others in its file."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = name
+        return helper(function)
+
+    return decorate
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from lightning_aigc_kernels.numba_cache import compiled, helper
+from lightning_aigc_kernels.numba_cache import closure_helper, compiled, helper
 from lightning_aigc_kernels.quantize_blocks.layout import BITS, BLOCK, BLOCKS, GROUP, HUGE, TINY, scale_magnitude
 
 F32, I32, U8, U16, U32 = np.float32, np.int32, np.uint8, np.uint16, np.uint32
@@ -40,7 +40,7 @@ def quantizer_of(bits):
     half, per_half = F32(1 << (bits - 1)), F32(1 / (1 << (bits - 1)))
     top = half - ONE
 
-    @helper
+    @closure_helper(f"quantize_group_{bits}")
     def quantize_group(values, scales, groups, codes, scratch, lanes):
         for block in range(BLOCKS):
             key = U32(0)  # of the extreme: its bits rotated, so that of two the negative one is larger
@@ -83,12 +83,13 @@ def reader_of(bits, adds):
     It writes the values times a factor, or adds them. Returns: the bits of the scale of the largest magnitude.
     """
     half, mask = F32(1 << (bits - 1)), U32((1 << bits) - 1)
+    kind = f"{bits}_{'adds' if adds else 'writes'}"
 
-    @helper
+    @closure_helper(f"scale_of_{kind}")
     def scale_of(scales, place):
         return to_float(U32(U32(scales[place]) << U32(16)))
 
-    @helper
+    @closure_helper(f"read_group_{kind}")
     def read_group(values, scales, groups, codes, factor):
         of_blocks = (
             scale_of(scales, 0),

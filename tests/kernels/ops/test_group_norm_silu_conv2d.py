@@ -132,18 +132,22 @@ def test_it_honours_the_op_contract(trained: str, outputs: int, dtype: torch.dty
     contract.assert_honours_the_op_contract(Case(given.fused, given.eager, tensors, given.trained), OPS)
 
 
-RATIO = 1.25  # measured: 1.09, norm_weight in float16
+RATIO = 1.25  # measured: 1.10, norm_bias under autocast
+SEEDS = 199
+"""Without AVX-512 eager's products round otherwise than ours, and the ratios of single seeds scatter widely."""
 
 
 @pytest.mark.parametrize("trained", ["frozen", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_it_is_no_worse_than_eager(dtype: torch.dtype, trained: str) -> None:
-    contract.assert_no_worse_than_eager(lambda: case(trained, shape=(2, 6, 7, 6)), dtype, RATIO)
+    contract.assert_no_worse_than_eager(lambda: case(trained, shape=(2, 6, 7, 6)), dtype, RATIO, seeds=SEEDS)
 
 
 @pytest.mark.parametrize("trained", ["frozen", "all"])
 def test_under_autocast_it_is_no_worse_than_eager(trained: str) -> None:
-    contract.assert_no_worse_than_eager(lambda: case(trained, shape=(2, 6, 7, 6)), torch.float32, RATIO, torch.bfloat16)
+    contract.assert_no_worse_than_eager(
+        lambda: case(trained, shape=(2, 6, 7, 6)), torch.float32, RATIO, torch.bfloat16, seeds=SEEDS
+    )
 
 
 @pytest.mark.parametrize("trained", ["frozen", "convolution", "all"])

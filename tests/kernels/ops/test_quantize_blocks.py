@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lightning_aigc_kernels
 from fakes.hard_blocks import bits_of, hard_blocks
-from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, quantize_blocks
+from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, numba_cache, quantize_blocks
 from lightning_aigc_kernels.dispatch import FallbackWarning, cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import BLOCK, GROUP, packed_bytes, part_kernel, reference
 
@@ -133,10 +133,16 @@ def test_without_numba_torch_computes_the_same_and_a_warning_says_so(without_num
     assert part_kernel(torch.device("cpu")) is None
 
 
+def test_a_closure_without_a_name_of_its_own_is_not_compiled() -> None:
+    with pytest.raises(ValueError, match=r"<locals>.<lambda> is a closure.*; use closure_helper\(name\)"):
+        numba_cache.helper(lambda value: value)
+
+
 CHILD = """
-import os, sys
+import os
 import torch
-from lightning_aigc_kernels.quantize_blocks import packed_bytes, quantize_blocks
+from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks
+from lightning_aigc_kernels.quantize_blocks import packed_bytes, part_kernel, quantize_blocks
 values = torch.randn(1, 2560, generator=torch.Generator().manual_seed(0))
 packed = torch.zeros(1, packed_bytes(2560, 3), dtype=torch.uint8)
 quantize_blocks(values, packed, 3)
@@ -147,18 +153,22 @@ equal = torch.equal(packed, again)
 if pid == 0:
     os._exit(0 if equal else 1)
 assert equal and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-print(packed.sum().item())
+read, added, part = torch.zeros(1, 2560), torch.ones(2560), torch.zeros(600)
+dequantize_blocks(packed, read, 3)
+add_quantized_rows(packed, added, 3)
+codes = packed.view(-1).numpy()
+part_kernel(torch.device("cpu")).dequantize_part(codes, codes.view("u2"), 10, 1, 3, 1.0, part.numpy())
+assert torch.equal(added, read[0] + 1) and torch.equal(part, read[0, 256:856]), "one function ran for another"
+print(packed.sum().item(), read.double().sum().item())
 """
 
 
-@pytest.mark.parametrize("folder", ["writable", "none"])
-def test_processes_that_compile_at_once_all_come_to_the_same(folder: str, tmp_path: Path) -> None:
-    given = tmp_path / "numba" if folder == "writable" else Path("/proc/nothing")
+def run_children(count: int, cache: Path, home: Path) -> set[str]:
+    """What so many processes print that compile at once, or read what others compiled."""
     environment = {
         "PYTHONPATH": str(Path(lightning_aigc_kernels.__file__).parents[1]), "OMP_NUM_THREADS": "1",
-        "NUMBA_CACHE_DIR": str(given), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin",
+        "NUMBA_CACHE_DIR": str(cache), "HOME": str(home), "PATH": "/usr/bin:/bin",
     }  # fmt: skip
-    count = 2 if folder == "writable" else 1
     command = [sys.executable, "-W", "error", "-c", CHILD]
     children = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -166,5 +176,22 @@ def test_processes_that_compile_at_once_all_come_to_the_same(folder: str, tmp_pa
     ]
     ends = [child.communicate() for child in children]
     assert [child.returncode for child in children] == [0] * count, ends
-    assert len({out for out, _ in ends}) == 1
-    assert any(given.rglob("*.nbi")) == (folder == "writable")
+    return {out for out, _ in ends}
+
+
+def test_processes_that_fill_a_cache_together_all_come_to_the_same(tmp_path: Path) -> None:
+    cache = tmp_path / "numba"
+    printed = run_children(2, cache, tmp_path)
+    assert len(printed) == 1
+    # As after a race: one process compiled these, another the rest. Numba counts each one's functions from 1, and once
+    # took one function of the same number and name for another.
+    for name in ("dequantize_rows", "add_rows"):
+        found = list(cache.rglob(f"cpu_kernel.{name}-*"))
+        assert found
+        for file in found:
+            file.unlink()
+    assert run_children(1, cache, tmp_path) == printed
+
+
+def test_without_a_folder_to_write_to_a_process_compiles_for_itself(tmp_path: Path) -> None:
+    assert len(run_children(1, Path("/proc/nothing"), tmp_path)) == 1
