@@ -3,6 +3,7 @@
 import lightning_aigc  # noqa: F401
 
 # isort: split
+import gc
 import os
 from collections.abc import Iterator
 
@@ -34,3 +35,9 @@ def needs_namespaces() -> None:
     reason = why_no_namespaces()
     if reason is not None:
         pytest.skip(reason)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of garbage collection: torch, diffusers and transformers are a million objects,
+    and each `gc.collect()` would look at all of them."""
+    gc.freeze()
