@@ -24,8 +24,8 @@ demo-controlnet: $(READY)  ## teach the tiny model to follow edges; results in r
 test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
 	$(BIN)/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL)
 
-test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes
-	$(BIN)/python -m pytest -q -m long
+test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes; on all cores
+	$(BIN)/python -m pytest -q -m long $(PARALLEL)
 
 test-pages: $(READY)  ## report.html, health.html and a comparison of real runs, opened in Chromium without a window
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y --no-install-recommends chromium; } \
