@@ -99,7 +99,7 @@ class Variant:
         elif self.name != "native":
             self.swapped = swap_forwards(self.unet, memory=self.name)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.name == "checkpointing":
             self.unet.disable_gradient_checkpointing()
         elif self.name == "compile":

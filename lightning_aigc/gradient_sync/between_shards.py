@@ -152,11 +152,11 @@ class BetweenShards:
                 dist.broadcast(values, source, group=self.groups.between.group)
 
     def state_dict(self) -> dict[str, Any]:
-        owed = {name: value for part in self._parts for name, value in part.residuals.by_name().items()}
-        return {"step": self.step, "owed": owed}
+        residuals = {name: value for part in self._parts for name, value in part.residuals.by_name().items()}
+        return {"step": self.step, "residuals": residuals}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned on this rank."""
         self.step = int(state["step"])
         for part in self._parts:
-            part.residuals.load_residuals([state["owed"]], 1.0)
+            part.residuals.load_residuals([state["residuals"]], 1.0)

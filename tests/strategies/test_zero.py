@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fakes.given_gradients import refusal
 from fakes.ranks import run_ranks
 from fakes.small_lightning import WIDTH, Small, make_batches
 from lightning_aigc.callbacks import AdaptiveLR, ExactSnapshot, GradientHealthMonitor
@@ -103,14 +104,6 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     for name, run in REFUSED.items():
         results[name] = refusal(lambda run=run: run(rank))
     return results
-
-
-def refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 class Tied(Four):

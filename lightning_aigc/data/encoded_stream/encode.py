@@ -58,13 +58,27 @@ class PlannedShard:
     samples: Sequence[Sample]
 
     @property
-    def pattern(self) -> str:
-        return f"{self.width}x{self.height}-{self.number:06d}.*.tar"
+    def name(self) -> str:
+        """How its file's name begins."""
+        return f"{self.width}x{self.height}-{self.number:06d}"
 
-    def written(self, folder: Path) -> list[Path]:
+    def among(self, written: Written) -> Shard | None:
         """Its file, if an earlier run wrote it with as many entries."""
-        found = [(path, Shard.from_name(path.name)) for path in folder.glob(self.pattern)]
-        return [path for path, shard in found if shard is not None and shard.count == len(self.samples)]
+        return next((shard for shard in written.get(self.name, ()) if shard.count == len(self.samples)), None)
+
+
+Written = dict[str, list[Shard]]
+"""Shards in a folder by how their files' names begin."""
+
+
+def written_in(folder: Path) -> Written:
+    """The shards that are in a folder."""
+    found: Written = {}
+    for path in sorted(folder.glob("*.tar")):
+        shard = Shard.from_name(path.name)
+        if shard is not None:
+            found.setdefault(f"{shard.width}x{shard.height}-{shard.number:06d}", []).append(shard)
+    return found
 
 
 def samples_of(index: TrainingIndex) -> list[Sample]:
@@ -102,12 +116,13 @@ def encode_shards(
     """
     options.folder.mkdir(parents=True, exist_ok=True)
     mine = plan_shards(samples, options.entries_per_shard)[rank::world_size]
-    todo = [shard for shard in mine if not shard.written(options.folder)]
+    written = written_in(options.folder)
+    todo = [shard for shard in mine if shard.among(written) is None]
     entries = sum(len(shard.samples) for shard in todo)
     with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="picture", disable=rank != 0) as bar, torch.no_grad():
         for shard in todo:
-            for stale in options.folder.glob(shard.pattern):
-                stale.unlink()  # of other pictures
+            for stale in written.get(shard.name, ()):
+                (options.folder / stale.file).unlink()  # of other pictures
             _write_shard(shard, encoder, options, bar.update)
     return len(todo), len(mine) - len(todo)
 
@@ -129,17 +144,20 @@ def finish(
     """Wait until all ranks' shards are there, and write the index. Raises: DataError naming a shard that is missing."""
     planned = plan_shards(samples, options.entries_per_shard)
     until = time.monotonic() + wait_s
-    while missing := [shard for shard in planned if not shard.written(options.folder)]:
+    while True:
+        written = written_in(options.folder)
+        found = {shard.name: shard.among(written) for shard in planned}
+        missing = [name for name, shard in found.items() if shard is None]
+        if not missing:
+            break
         if time.monotonic() > until:
-            first = missing[0].pattern.replace(".*", "")
             raise DataError(
-                f"{len(missing)} of {len(planned)} shards are not in {options.folder}, such as {first}: another rank"
-                " has stopped; run the same command again, it goes on where it was"
+                f"{len(missing)} of {len(planned)} shards are not in {options.folder}, such as {missing[0]}.tar:"
+                " another rank has stopped; run the same command again, it goes on where it was"
             )
         time.sleep(min(WAIT_S, wait_s))
-    files = [shard.written(options.folder)[0].name for shard in planned]
-    shards = [shard for shard in map(Shard.from_name, files) if shard is not None]
-    for stray in {p.name for p in options.folder.glob("*.tar")} - set(files):
+    shards = [shard for shard in found.values() if shard is not None]
+    for stray in {p.name for p in options.folder.glob("*.tar")} - {shard.file for shard in shards}:
         (options.folder / stray).unlink()  # of pictures that are gone
     manifest = Manifest(shards, encoder.encoder_identity(), options.flips, facts)
     write_text(options.folder / FILE, manifest.to_json(), durable=True)
@@ -148,7 +166,7 @@ def finish(
 
 def _write_shard(shard: PlannedShard, encoder: Encoder, options: EncodeOptions, done: Callable[[int], object]) -> None:
     """Write a shard under a name that says its digest, whole or not at all."""
-    temporary = options.folder / f".{shard.width}x{shard.height}-{shard.number:06d}.part"
+    temporary = options.folder / f".{shard.name}.part"
     try:
         with temporary.open("wb") as file:
             hashed = _Hashing(file)
@@ -158,8 +176,7 @@ def _write_shard(shard: PlannedShard, encoder: Encoder, options: EncodeOptions, 
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
                     done(1)
-        name = f"{shard.width}x{shard.height}-{shard.number:06d}.{len(shard.samples)}.{hashed.digest}.tar"
-        temporary.replace(options.folder / name)
+        temporary.replace(options.folder / f"{shard.name}.{len(shard.samples)}.{hashed.digest}.tar")
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -88,7 +88,14 @@ class ShardReader:
         if found is not None:
             self._open.move_to_end(shard.file)
             return found
-        opened = self._map(shard, self._local_path(shard))
+        path = self._local_path(shard)
+        try:
+            opened = self._map(shard, path)
+        except ShardError:
+            if not self.is_remote:
+                raise
+            self._fetch(shard, path)  # not in the cache, or damaged there
+            opened = self._map(shard, path)
         self._open[shard.file] = opened
         if len(self._open) > OPEN_AT_ONCE:
             self._open.popitem(last=False)
@@ -125,11 +132,6 @@ class ShardReader:
         path = self.cache_dir / shard.file
         with contextlib.suppress(OSError):
             os.utime(path)  # used now; deleting goes by it
-        if not path.exists():
-            self._fetch(shard, path)
-        elif digest_of(path) != shard.digest:
-            path.unlink(missing_ok=True)
-            self._fetch(shard, path)
         return path
 
     def _fetch(self, shard: Shard, path: Path) -> None:
