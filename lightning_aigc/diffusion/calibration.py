@@ -38,10 +38,8 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
     pictures = len(latents_NCHW)
     for part in range(PICTURES):
         row = slice(part % pictures, part % pictures + 1)
-        noise = SeededNoise([part])
         one = {key: value[row] for key, value in batch.items() if isinstance(value, (Tensor, list))}
-        timesteps = noise.timesteps(part, PICTURES, module.num_train_timesteps)
-        noisy = module.schedule.add_noise(latents_NCHW[row], noise.normal_like(latents_NCHW[row]), timesteps)
+        noisy, timesteps, _ = module.noised(latents_NCHW[row], SeededNoise([part]), part, PICTURES)
         with evaluating(module), torch.enable_grad():
             yield module.predict(noisy, timesteps, {key: value[row] for key, value in condition.items()}, one)
 

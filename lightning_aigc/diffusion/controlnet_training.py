@@ -20,7 +20,7 @@ from lightning_aigc.diffusion.conditions import FOLDER, find_maker, from_bytes, 
 from lightning_aigc.diffusion.controlnet_model import EDGE_PATH, make_controlnet, save_controlnet
 from lightning_aigc.diffusion.edge_reward import edge_losses, predict_latents
 from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
-from lightning_aigc.diffusion.objectives import example_losses, training_target
+from lightning_aigc.diffusion.objectives import example_losses
 from lightning_aigc.diffusion.sampling import Control
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
 from lightning_aigc.errors import ModelError
@@ -189,12 +189,8 @@ class ControlNetTraining(WholeModelTraining):
     def control_losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The losses [B] with the right condition and with the next picture's, at equal noise and timesteps."""
         noise, encoders = SeededNoise(example_seeds(batch)), self.encoders
-        assert self.schedule is not None
         latents_BCHW = encoders.latents(batch, noise.normal_like)
-        timesteps_B = noise.timesteps(0, 1, self.num_train_timesteps).to(latents_BCHW.device)
-        noise_BCHW = noise.normal_like(latents_BCHW)
-        noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
-        target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
+        noisy_BCHW, timesteps_B, target_BCHW = self.noised(latents_BCHW, noise, 0, 1)
         condition = encoders.condition(batch, with_gradients=False)
         losses = []
         for conditions in (batch["conditioning"], batch["conditioning"].roll(1, 0)):
