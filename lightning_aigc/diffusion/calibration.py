@@ -33,7 +33,7 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
         batch = datamodule.example_batch(PICTURES)
         latents_NCHW = module.encoders.latents(batch, SeededNoise(range(len(batch["captions"]))).normal_like)
     else:
-        latents_NCHW, batch = _drawn(module)
+        latents_NCHW, batch = _sampled(module)
     condition = module.encoders.condition(batch, with_gradients=False)
     pictures = len(latents_NCHW)
     for part in range(PICTURES):
@@ -44,7 +44,7 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
             yield module.predict(noisy, timesteps, {key: value[row] for key, value in condition.items()}, one)
 
 
-def _drawn(module: Any) -> tuple[Tensor, dict[str, Any]]:
+def _sampled(module: Any) -> tuple[Tensor, dict[str, Any]]:
     """Latents that the model denoises for `OWN_PROMPTS`, [N, C, H, W], and their batch."""
     parts = module.loaded()
     pipeline = make_pipeline(parts, module.schedule.config)
