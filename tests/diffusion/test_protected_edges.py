@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import ControlNetModel
 from torch import Tensor
 
 from fakes.pipelines import make_batch
-from fakes.seeded_fits import fit
+from fakes.seeded_fits import cloned, fit, same
 from lightning_aigc.callbacks.health.parameter_names import zero_convolution_gates
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.diffusion.controlnet_model import EDGE_PATH
@@ -62,6 +63,72 @@ def test_the_first_block_keeps_its_dense_gradient_under_lossy_densities(sd: str,
     assert first and others
     assert all(torch.equal(dense[n], lossy[n]) for n in first) == protect
     assert not all(torch.equal(dense[n], lossy[n]) for n in others)  # the lossy path is on
+
+
+LOSSY: dict[str, tuple[str, dict[str, float]]] = {
+    "input_grad_density": ("bf16-mixed", {"input_grad_density": 0.05}),
+    "attention_grad_density": ("bf16-mixed", {"attention_grad_density": 0.05}),
+    "float16 products in backward": ("bf16-forward-fp16-backward", {}),
+}
+"""One lossy option of the precision plugin each, with its precision."""
+
+
+def with_attention_in_its_first_block(module: ControlNetTraining) -> ControlNetModel:
+    """The module's ControlNet made anew, with a first block as in Stable Diffusion 1.5: SDXL's has no attention."""
+    torch.manual_seed(0)
+    module.controlnet = ControlNetModel(
+        block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), layers_per_block=1,
+        attention_head_dim=2, norm_num_groups=4, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8),
+    )  # fmt: skip
+    return module.controlnet
+
+
+def first_blocks_gradients(
+    folder: str, protect: bool, precision: Any, densities: dict[str, float]
+) -> dict[str, Tensor]:
+    """Gradients of `down_blocks.0` for one given gradient of its output."""
+    module = ControlNetTraining(folder, protect_edges=protect, **QUICK)
+    module.configure_model()
+    block = with_attention_in_its_first_block(module).down_blocks[0]
+    plugin = FusedBackwardPrecision(precision, memory="lean", **densities)  # type: ignore[arg-type]
+    plugin.convert_module(module)
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 8, 16, 16), (2, 32), (2, 12, 16))
+    hidden, time, words = (torch.randn(shape, generator=generator) for shape in shapes)
+    with plugin.forward_context():
+        output = block(hidden, time, encoder_hidden_states=words)[0]
+    output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
+    plugin.teardown()
+    return {name: p.grad.clone() for name, p in block.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("path", LOSSY)
+def test_each_lossy_path_alone_leaves_a_protected_first_block_as_it_is(sd: str, path: str) -> None:
+    precision, densities = LOSSY[path]
+    dense = first_blocks_gradients(sd, False, "bf16-mixed", {})
+    protected = first_blocks_gradients(sd, True, precision, densities)
+    assert dense.keys() == protected.keys() and all(torch.equal(dense[name], protected[name]) for name in dense)
+    lossy = first_blocks_gradients(sd, False, precision, densities)
+    assert not all(torch.equal(dense[name], lossy[name]) for name in dense)  # the lossy path is on
+
+
+@pytest.mark.parametrize("path", LOSSY)
+def test_a_controlnet_trains_under_each_lossy_path(sd: str, tmp_path: Path, path: str) -> None:
+    """Losses are finite, the hint embedding moves, and the protection shows in them once its gradients are used."""
+    precision, densities = LOSSY[path]
+    found = {}
+    for protect in (True, False):
+        torch.manual_seed(0)
+        module = ControlNetTraining(sd, protect_edges=protect, **QUICK | {"max_train_steps": 6, "learning_rate": 1e-2})
+        module.configure_model()
+        hint = with_attention_in_its_first_block(module).controlnet_cond_embedding
+        start = cloned(hint)
+        plugin: Any = FusedBackwardPrecision(precision, memory="lean", **densities)  # type: ignore[arg-type]
+        found[protect] = fit(module, tmp_path, plugins=[plugin])
+        assert all(math.isfinite(loss) for loss in found[protect])
+        assert all(bool(p.isfinite().all()) for p in module.trainable_parameters())
+        assert not same(start, cloned(hint))
+    assert found[True][0] == found[False][0] and found[True] != found[False]
 
 
 def test_the_blocks_of_the_controlnet_are_swapped_too(sd: str) -> None:
