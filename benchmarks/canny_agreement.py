@@ -1,6 +1,7 @@
 """Our canny beside kornia's and scikit-image's on the embedded pictures: F1 of the edges, and time.
 
     python benchmarks/canny_agreement.py [--output benchmarks/results/canny_agreement.jsonl]
+    python benchmarks/canny_agreement.py --thinning [--output ...]   # the two rules of thinning, beside one another
 
 Needs kornia and scikit-image, which the package does not: `pip install kornia scikit-image`.
 """
@@ -22,8 +23,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
-from lightning_aigc.metrics.canny import canny, edge_magnitude
+from lightning_aigc.metrics.canny import _gradient, canny, edge_magnitude
 from lightning_aigc.metrics.edge_fidelity import edge_counts, f1_of
 from lightning_aigc.tiny.embedded import resolve
 from rows import keep_row
@@ -53,6 +55,45 @@ def of_skimage(pictures_N3HW: Tensor) -> Tensor:
     return torch.from_numpy(np.stack(found))[:, None].float()
 
 
+def interpolated(pictures_N3HW: Tensor) -> Tensor:
+    """Our canny, thinned as scikit-image does: against values between two neighbours, in the exact direction."""
+    gx, gy = _gradient(pictures_N3HW, 1.0)
+    magnitude = (gx * gx + gy * gy + 1e-6).sqrt()
+    height, width = magnitude.shape[-2:]
+    around = F.pad(magnitude, (1, 1, 1, 1))
+    flat, one_sign = gx.abs() >= gy.abs(), gx * gy >= 0
+    share = torch.where(flat, gy.abs() / gx.abs().clamp_min(1e-12), gx.abs() / gy.abs().clamp_min(1e-12)).clamp(0, 1)
+
+    def at(down: int, right: int) -> Tensor:
+        return around[..., 1 + down : 1 + down + height, 1 + right : 1 + right + width]
+
+    def beyond(way: int) -> Tensor:
+        straight = torch.where(flat, at(0, way), at(way, 0))
+        other = torch.where(one_sign, at(way, way), torch.where(flat, at(-way, way), at(way, -way)))
+        return straight * (1 - share) + other * share
+
+    thin = magnitude * ((magnitude >= beyond(1)) & (magnitude >= beyond(-1)))
+    candidates, edges = thin >= LOW, thin >= HIGH
+    while True:
+        grown = candidates & (F.max_pool2d(edges.float(), 3, 1, 1) > 0)
+        if torch.equal(grown, edges):
+            return edges.float()
+        edges = grown
+
+
+def compare_thinnings(name: str, output: Path | None) -> None:
+    """F1 of three pairs: the bars for kornia and for scikit-image exclude one another if the last is below either."""
+    images = pictures(name)
+    ours, theirs, between = canny(images, LOW, HIGH), of_skimage(images), interpolated(images)
+    pairs = {
+        "ours_skimage": (ours, theirs),
+        "interpolated_skimage": (between, theirs),
+        "interpolated_ours": (between, ours),
+    }
+    scores = {f"f1_{pair}": round(float(f1_of(edge_counts(*both, 0))), 4) for pair, both in pairs.items()}
+    keep_row({"benchmark": "canny_thinning", "pictures": name, "version": version("scikit-image")} | scores, output)
+
+
 def timed(compute: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Tensor, float]:
     """The result, and the median of REPEATS times in ms for 32 pictures, after one warm-up."""
     found = compute(given)
@@ -67,9 +108,13 @@ def timed(compute: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Tensor, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a .jsonl file to add the rows to")
+    parser.add_argument("--thinning", action="store_true", help="compare the rules of thinning; needs no kornia")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in ("embedded:brand", "embedded:prior"):
+        if given.thinning:
+            compare_thinnings(name, given.output)
+            continue
         images = pictures(name)
         ours, ours_ms = timed(lambda each: canny(each, LOW, HIGH), images)
         for other, compute in (("kornia", of_kornia), ("scikit-image", of_skimage)):

@@ -26,12 +26,11 @@ from canny_agreement import pictures
 from controlnet_loop import controlnet_steps
 from diffusers_loop import LEARNING_RATE, MAX_GRAD_NORM
 from lightning_aigc.callbacks import RunProgress
-from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.metrics import canny
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.tiny.embedded import resolve
-from lora_step import Alternate, summarize
+from lora_step import Alternate, make_data, summarize
 from rows import keep_row
 
 MODEL, PICTURES = "embedded:sd", "embedded:prior"
@@ -48,19 +47,8 @@ def run(case: str, given: argparse.Namespace) -> dict[str, Any]:
         for file, edge in zip(files, canny(pictures(PICTURES)), strict=True):
             to_pil_image(edge).save(edges / file.name)
 
-        def data(cache: bool, folder: Path | None) -> ImageCaptionData:
-            return ImageCaptionData(
-                PICTURES,
-                resolution=64,
-                train_batch_size=given.batch,
-                cache_latents=cache,
-                cache_text_embeddings=cache,
-                cache_dir=f"{root}/cache",
-                num_workers=0,
-                conditioning_data_dir=None if folder is None else str(folder),
-            )
-
-        alternate = Alternate(controlnet_steps(data(False, None), edges, Path(root), resolve(MODEL)), given.block)
+        plain = make_data(PICTURES, root, given, cached=False)
+        alternate = Alternate(controlnet_steps(plain, edges, Path(root), resolve(MODEL)), given.block)
         module = ControlNetTraining(
             MODEL,
             conditions=conditions,
@@ -78,7 +66,8 @@ def run(case: str, given: argparse.Namespace) -> dict[str, Any]:
             callbacks=[alternate, RunProgress()],
         )
         torch.manual_seed(0)
-        trainer.fit(module, data(cached, edges if conditions == "folder" else None))
+        shown = edges if conditions == "folder" else None
+        trainer.fit(module, make_data(PICTURES, root, given, cached=cached, conditions=shown))
     given.precision = "32-true"
     row = summarize(case, alternate, given)
     ours, theirs = torch.stack(alternate.our_losses[:FIRST]), torch.tensor(alternate.their_losses[:FIRST])

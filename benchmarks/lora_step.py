@@ -85,21 +85,26 @@ class Alternate(Callback):
         self.last_end, self.last_cpu = time.perf_counter(), time.process_time()
 
 
+def make_data(
+    pictures: str, root: str, given: argparse.Namespace, *, cached: bool, conditions: Path | None = None
+) -> ImageCaptionData:
+    """The pictures, with both caches or none, and with condition files if there is a folder of them."""
+    return ImageCaptionData(
+        pictures,
+        resolution=64,
+        train_batch_size=given.batch,
+        cache_latents=cached,
+        cache_text_embeddings=cached,
+        cache_dir=f"{root}/cache",
+        num_workers=0,
+        conditioning_data_dir=None if conditions is None else str(conditions),
+    )
+
+
 def run(case: str, cached: bool, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as root:
-
-        def data(cache: bool) -> ImageCaptionData:
-            return ImageCaptionData(
-                PICTURES,
-                resolution=64,
-                train_batch_size=given.batch,
-                cache_latents=cache,
-                cache_text_embeddings=cache,
-                cache_dir=f"{root}/cache",
-                num_workers=0,
-            )
-
-        theirs = diffusers_steps(data(False), Path(root), given.precision, resolve(MODEL))
+        plain = make_data(PICTURES, root, given, cached=False)
+        theirs = diffusers_steps(plain, Path(root), given.precision, resolve(MODEL))
         alternate = Alternate(theirs, given.block)
         module = StableDiffusionLoRA(
             MODEL, rank=RANK, learning_rate=LEARNING_RATE, checkpointing_steps=10**9, max_train_steps=given.steps
@@ -114,7 +119,7 @@ def run(case: str, cached: bool, given: argparse.Namespace) -> dict[str, Any]:
             callbacks=[alternate, RunProgress()],
         )
         torch.manual_seed(0)
-        trainer.fit(module, data(cached))
+        trainer.fit(module, make_data(PICTURES, root, given, cached=cached))
     return summarize(case, alternate, given)
 
 

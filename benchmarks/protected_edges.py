@@ -12,21 +12,15 @@ has already are not made again.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from edge_run import run_demo
 from rows import keep_row, read_rows
 
-ROOT = Path(__file__).parents[1]
 VARIANTS = ("unprotected", "protected", "dense")
 FIGURES = (
     "edge_f1", "edge_f1_floor", "edge_f1_ceiling", "edge_f1_normalised", "edge_ssim", "control_gap",
@@ -34,14 +28,12 @@ FIGURES = (
 )  # fmt: skip
 
 
-def overrides(variant: str, seed: int, given: argparse.Namespace, root: str) -> list[str]:
+def overrides(variant: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """Command-line arguments of one run."""
     plugin = "--trainer.plugins.init_args"
-    wanted = {
+    wanted: dict[str, Any] = {
         "--seed_everything": seed,
-        "--trainer.default_root_dir": root,
         "--trainer.devices": 2,
-        "--trainer.enable_progress_bar": "false",
         "--data.init_args.train_batch_size": 8,
         "--data.init_args.cache_dir": f"{given.cache}",
         "--data.init_args.validation_split": 0.1,
@@ -61,27 +53,13 @@ def overrides(variant: str, seed: int, given: argparse.Namespace, root: str) -> 
             wanted |= {"--trainer.strategy.init_args.protect": "[]"}
     else:
         wanted |= {"--trainer.strategy": "ddp"}
-    return [f"{name}={value}" for name, value in wanted.items()]
+    return wanted
 
 
 def run(variant: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as root:
-        config = yaml.safe_load((ROOT / "configs" / "controlnet_demo.yaml").read_text(encoding="utf-8"))
-        kept = {entry["class_path"]: entry for entry in config["trainer"]["callbacks"]}
-        del kept["GradientHealthMonitor"]
-        kept["EdgeReport"]["init_args"]["every_n_steps"] = 0  # it scores at the end
-        config["trainer"]["callbacks"] = list(kept.values())
-        file = Path(root) / "demo.yaml"
-        file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "edge_run", "fit", "-c", str(file)]
-        command += overrides(variant, seed, given, root)
-        paths = (str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", ""))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
-        if done.returncode:
-            raise SystemExit(f"{variant}, seed {seed}: exit {done.returncode}: {done.stderr[-3000:]}")
-        summary = json.loads((Path(root) / "summary.json").read_text())
+    began = time.perf_counter()
+    callbacks = {"GradientHealthMonitor": None, "EdgeReport": {"every_n_steps": 0}}  # it scores at the end
+    summary, _ = run_demo(overrides(variant, seed, given), callbacks, f"{variant}, seed {seed}")
     return {
         "benchmark": "protected_edges", "variant": variant, "seed": seed, "steps": given.steps,
         "precision": given.precision, "ranks": 2, "wall_s": round(time.perf_counter() - began),

@@ -77,7 +77,7 @@ ARGUMENTS = {
         "save_every_n_steps", "prediction_type", "learning_rate", "use_ema", "output_name",
     ],
     ("lightning_aigc.diffusion", "ControlNetTraining"): [
-        "pretrained_model_name_or_path", "controlnet_model_name_or_path", "conditions", "canny_thresholds",
+        "pretrained_model_name_or_path", "controlnet_model_name_or_path", "rank", "conditions", "canny_thresholds",
         "protect_edges", "reward_weight", "reward_max_timestep", "reward_start_step", "optimizer_in_backward",
         "save_dtype", "save_every_n_steps", "learning_rate", "output_name",
     ],

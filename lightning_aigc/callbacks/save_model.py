@@ -33,8 +33,12 @@ class SaveModel(SaveResult):
         self._kind = pl_module.saved_kind if isinstance(pl_module, SavesModel) else "model"
 
     def report_entries(self) -> dict[str, Any]:
-        """The written folder and file, for the summary."""
-        return {"result_files": {f"{self._kind}_{'folder' if p.is_dir() else 'file'}": str(p) for p in self._written}}
+        """The written folder and files, for the summary; a second file's key ends in `_2`."""
+        found: dict[str, str] = {}
+        for path in self._written:
+            key = f"{self._kind}_{'folder' if path.is_dir() else 'file'}"
+            found[f"{key}_2" if key in found else key] = str(path)
+        return {"result_files": found}
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         path = self.file_path(trainer, pl_module, suffix)

@@ -52,8 +52,13 @@ def check_fine_tuning(args: Any) -> None:
         )
 
 
-def check_reward(args: Any) -> None:
-    """Check the reward's arguments of ControlNetTraining. Raises: ModelError naming the first out of range."""
+def check_controlnet(args: Any) -> None:
+    """Check ControlNetTraining's LoRA and reward. Raises: ModelError naming the first argument out of range."""
+    if args.rank is not None and args.rank < 1:
+        raise ModelError(
+            f"model.init_args.rank must be at least 1, got {args.rank}; 16 to 64 is usual, and null trains the whole"
+            " ControlNet"
+        )
     _not_negative(args, "reward_weight", "reward_max_timestep", "reward_start_step")
 
 

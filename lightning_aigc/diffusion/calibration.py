@@ -33,20 +33,18 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
         batch = datamodule.example_batch(PICTURES)
         latents_NCHW = module.encoders.latents(batch, SeededNoise(range(len(batch["captions"]))).normal_like)
     else:
-        latents_NCHW, batch = _drawn(module)
+        latents_NCHW, batch = _sampled(module)
     condition = module.encoders.condition(batch, with_gradients=False)
     pictures = len(latents_NCHW)
     for part in range(PICTURES):
         row = slice(part % pictures, part % pictures + 1)
-        noise = SeededNoise([part])
         one = {key: value[row] for key, value in batch.items() if isinstance(value, (Tensor, list))}
-        timesteps = noise.timesteps(part, PICTURES, module.num_train_timesteps)
-        noisy = module.schedule.add_noise(latents_NCHW[row], noise.normal_like(latents_NCHW[row]), timesteps)
+        noisy, timesteps, _ = module.noised(latents_NCHW[row], SeededNoise([part]), part, PICTURES)
         with evaluating(module), torch.enable_grad():
             yield module.predict(noisy, timesteps, {key: value[row] for key, value in condition.items()}, one)
 
 
-def _drawn(module: Any) -> tuple[Tensor, dict[str, Any]]:
+def _sampled(module: Any) -> tuple[Tensor, dict[str, Any]]:
     """Latents that the model denoises for `OWN_PROMPTS`, [N, C, H, W], and their batch."""
     parts = module.loaded()
     pipeline = make_pipeline(parts, module.schedule.config)

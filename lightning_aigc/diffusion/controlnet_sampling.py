@@ -16,12 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_aigc.data.image_file import PictureRejectedError, load_picture
-from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.components import load_components
 from lightning_aigc.diffusion.conditions import find_maker, from_bytes, to_bytes
 from lightning_aigc.diffusion.controlnet_model import make_controlnet, vae_factor
-from lightning_aigc.diffusion.lora_sampling import choose_device
-from lightning_aigc.diffusion.objectives import build_noise_schedule
+from lightning_aigc.diffusion.lora_sampling import base_of_run, choose_device
 from lightning_aigc.diffusion.sampling import Control, TimeLimit, generate
 from lightning_aigc.errors import ModelError
 
@@ -39,20 +36,8 @@ class ControlNetSampler:
     """
 
     def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, controlnet: Path) -> None:
-        dtype = str(arguments.get("base_dtype") or "auto")
         self.arguments, self.device = arguments, choose_device(accelerator)
-        self.parts = load_components(
-            arguments["pretrained_model_name_or_path"],
-            unet_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
-            vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
-            revision=arguments.get("revision"),
-            variant=arguments.get("variant"),
-        )
-        self.schedule_config: Mapping[str, Any] = build_noise_schedule(
-            self.parts.scheduler_config,
-            arguments.get("prediction_type"),
-            zero_terminal_snr=bool(arguments.get("zero_terminal_snr")),
-        ).config
+        self.parts, self.schedule_config = base_of_run(arguments, precision)
         self.controlnet = make_controlnet(self.parts, str(controlnet), None).to(self.parts.unet.dtype)
         thresholds = arguments.get("canny_thresholds") or (0.1, 0.2)
         self.make = find_maker(str(arguments.get("conditions") or "canny"), thresholds)

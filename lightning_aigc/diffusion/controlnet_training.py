@@ -14,13 +14,14 @@ from diffusers import ControlNetModel
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_aigc.diffusion.arguments import check_reward
+from lightning_aigc.diffusion.arguments import check_controlnet
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.conditions import FOLDER, find_maker, from_bytes, to_bytes
+from lightning_aigc.diffusion.controlnet_lora import add_lora, merged_controlnet, save_control_lora
 from lightning_aigc.diffusion.controlnet_model import EDGE_PATH, make_controlnet, save_controlnet
 from lightning_aigc.diffusion.edge_reward import edge_losses, predict_latents
 from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
-from lightning_aigc.diffusion.objectives import example_losses, training_target
+from lightning_aigc.diffusion.objectives import example_losses
 from lightning_aigc.diffusion.sampling import Control
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
 from lightning_aigc.errors import ModelError
@@ -37,6 +38,9 @@ class ControlNetTraining(WholeModelTraining):
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint, or
             `embedded:sd`, the tiny model that comes with the package.
         controlnet_model_name_or_path: A ControlNet to go on from, a folder or hub id; unset copies the U-Net's encoder.
+        rank: Rank of a LoRA on the copied encoder, which then stays frozen: for small data. The hint embedding, the
+            first and the zero convolutions are trained whole. The result is merged; beside it lies a small file for
+            ComfyUI. Unset trains the whole ControlNet.
         conditions: canny, lineart, tile, inpaint, which are computed from the pictures; folder, for files in
             `data.init_args.conditioning_data_dir`; or a class path that makes conditions of pictures.
         canny_thresholds: Lower and upper threshold of canny.
@@ -51,12 +55,13 @@ class ControlNetTraining(WholeModelTraining):
     """
 
     saved_kind = "controlnet"
-    same_weights_advice = "use the pretrained_model_name_or_path that it was trained with"
+    same_weights_advice = "use the pretrained_model_name_or_path and rank that it was trained with"
 
     def __init__(
         self,
         pretrained_model_name_or_path: str,
         controlnet_model_name_or_path: str | None = None,
+        rank: int | None = None,
         conditions: str = "canny",
         canny_thresholds: Sequence[float] = (0.1, 0.2),
         protect_edges: bool = True,
@@ -69,7 +74,7 @@ class ControlNetTraining(WholeModelTraining):
         self.controlnet: ControlNetModel | None = None
         self.protected_gradients: Sequence[str] = EDGE_PATH if protect_edges else ()
         """protocols.ProtectsGradients: the one list that every lossy path reads."""
-        check_reward(self.args)
+        check_controlnet(self.args)
         self.make = find_maker(conditions, canny_thresholds)
         self._shown: Tensor | None = None
 
@@ -79,7 +84,10 @@ class ControlNetTraining(WholeModelTraining):
     def adapt(self, parts: Components) -> None:
         super().adapt(parts)
         self.controlnet = make_controlnet(parts, self.args.controlnet_model_name_or_path, self.args.revision)
-        self.controlnet.requires_grad_(True)
+        if self.args.rank is None:
+            self.controlnet.requires_grad_(True)
+        else:
+            add_lora(self.controlnet, self.args.rank)
         if self.args.gradient_checkpointing:
             self.controlnet.enable_gradient_checkpointing()
         for frozen in (parts.unet, *parts.text_encoders):
@@ -189,12 +197,8 @@ class ControlNetTraining(WholeModelTraining):
     def control_losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The losses [B] with the right condition and with the next picture's, at equal noise and timesteps."""
         noise, encoders = SeededNoise(example_seeds(batch)), self.encoders
-        assert self.schedule is not None
         latents_BCHW = encoders.latents(batch, noise.normal_like)
-        timesteps_B = noise.timesteps(0, 1, self.num_train_timesteps).to(latents_BCHW.device)
-        noise_BCHW = noise.normal_like(latents_BCHW)
-        noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
-        target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
+        noisy_BCHW, timesteps_B, target_BCHW = self.noised(latents_BCHW, noise, 0, 1)
         condition = encoders.condition(batch, with_gradients=False)
         losses = []
         for conditions in (batch["conditioning"], batch["conditioning"].roll(1, 0)):
@@ -236,13 +240,21 @@ class ControlNetTraining(WholeModelTraining):
         return self.encoders.round_trip(pixels_B3HW)
 
     def save_model(self, path: str | Path) -> list[Path]:
-        """Write `path`, a single file for ComfyUI, and beside it a diffusers folder; averaged weights if any."""
+        """Write `path`, a single file for ComfyUI, and beside it a diffusers folder; averaged weights if any.
+
+        A LoRA is merged in both; `<name>_lora.safetensors` holds it with the parts trained whole, if it began from the
+        U-Net.
+        """
         path, folder = Path(path), Path(path).with_suffix("")
         self.loaded()
         assert self.controlnet is not None
+        written = [folder, path]
         with self.averaged_weights():
-            save_controlnet(folder, path, self.controlnet, self.save_dtype)
-        return [folder, path]
+            save_controlnet(folder, path, merged_controlnet(self.controlnet), self.save_dtype)
+            if self.args.rank is not None and self.args.controlnet_model_name_or_path is None:
+                written.append(path.with_name(f"{path.stem}_lora.safetensors"))
+                save_control_lora(written[-1], self.controlnet, self.save_dtype)
+        return written
 
     def _number(self, prompt: str) -> int:
         return self.validation_prompts.index(prompt) if prompt in self.validation_prompts else 0

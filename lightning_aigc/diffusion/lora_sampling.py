@@ -37,20 +37,9 @@ class LoRASampler:
     """
 
     def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, lora: Path | None) -> None:
-        dtype = str(arguments.get("base_dtype") or "auto")
         self.arguments, self.has_lora = arguments, lora is not None
         self.device = choose_device(accelerator)
-        self.parts = load_components(
-            arguments["pretrained_model_name_or_path"],
-            unet_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
-            vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
-            revision=arguments.get("revision"),
-            variant=arguments.get("variant"),
-        )
-        terminal = bool(arguments.get("zero_terminal_snr"))
-        prediction = arguments.get("prediction_type")
-        schedule = build_noise_schedule(self.parts.scheduler_config, prediction, zero_terminal_snr=terminal)
-        self.schedule_config: Mapping[str, Any] = schedule.config
+        self.parts, self.schedule_config = base_of_run(arguments, precision)
         self._pipeline = make_pipeline(self.parts, self.schedule_config)
         if lora is not None:
             _check_fits(lora, self.parts)
@@ -84,6 +73,24 @@ class LoRASampler:
             time_limit=TimeLimit(math.inf),
             negative_prompt=negative_prompt,
         )
+
+
+def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Components, Mapping[str, Any]]:
+    """The pipeline's components of a run's `model.init_args`, loaded as the run did, and its noise schedule's config.
+
+    precision: the run's, which the frozen weights' dtype follows.
+    Raises: ModelError for a model that cannot be loaded.
+    """
+    dtype = str(arguments.get("base_dtype") or "auto")
+    parts = load_components(
+        arguments["pretrained_model_name_or_path"],
+        unet_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
+        vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
+        revision=arguments.get("revision"),
+        variant=arguments.get("variant"),
+    )
+    terminal, prediction = bool(arguments.get("zero_terminal_snr")), arguments.get("prediction_type")
+    return parts, build_noise_schedule(parts.scheduler_config, prediction, zero_terminal_snr=terminal).config
 
 
 def choose_device(accelerator: str) -> torch.device:

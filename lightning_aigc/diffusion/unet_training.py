@@ -137,18 +137,25 @@ class UNetTraining(DiffusionModule):
         compared; where the batch has masks, only their part counts.
         """
         encoders = self.encoders
-        assert self.schedule is not None
         latents_BCHW = encoders.latents(batch, noise.normal_like)
         condition = encoders.condition(batch, with_gradients=False)
         losses = []
         for part in range(VALIDATION_TIMESTEPS):
-            timesteps_B = noise.timesteps(part, VALIDATION_TIMESTEPS, self.num_train_timesteps).to(latents_BCHW.device)
-            noise_BCHW = noise.normal_like(latents_BCHW)
-            noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+            noisy_BCHW, timesteps_B, target_BCHW = self.noised(latents_BCHW, noise, part, VALIDATION_TIMESTEPS)
             predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
-            target_BCHW = training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
             losses.append(example_losses(predicted_BCHW, target_BCHW, mask_B1HW=batch.get("mask")))
         return torch.stack(losses).mean(0)
+
+    def noised(self, latents_BCHW: Tensor, noise: SeededNoise, part: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Noisy latents [B, C, H, W], their timesteps [B] in this part of the schedule, and the model's target.
+
+        Draws the timesteps first, then the noise.
+        """
+        assert self.schedule is not None
+        timesteps_B = noise.timesteps(part, parts, self.num_train_timesteps).to(latents_BCHW.device)
+        noise_BCHW = noise.normal_like(latents_BCHW)
+        noisy_BCHW = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+        return noisy_BCHW, timesteps_B, training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
 
     def predict(
         self, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: dict[str, Tensor], batch: dict[str, Any]

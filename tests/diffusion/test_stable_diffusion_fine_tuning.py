@@ -17,9 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 from fakes.pipelines import make_batch, make_pipeline
+from fakes.seeded_fits import fit, same
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.diffusion import StableDiffusionFineTuning
 from lightning_aigc.diffusion.optimizer_in_backward import round_stochastically_
@@ -52,47 +52,8 @@ def sdxl(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_pipeline(tmp_path_factory.mktemp("sdxl"), sdxl=True, second_width=24))
 
 
-class SeededSteps(Callback):
-    """Seeds each step by its number, so that a resumed run draws the same noise, and keeps the losses."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        torch.manual_seed(1000 + trainer.global_step)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
-def fit(
-    module: StableDiffusionFineTuning,
-    folder: Path,
-    *callbacks: Callback,
-    ckpt: str | None = None,
-    batch: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[float]:
-    """Train on the same batch again and again; returns the losses."""
-    seeds = SeededSteps()
-    quiet: dict[str, Any] = {
-        "default_root_dir": str(folder), "accelerator": "cpu", "devices": 1, "max_epochs": -1, "logger": False,
-        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks), "enable_progress_bar": False,
-        "enable_model_summary": False, "callbacks": [seeds, *callbacks],
-    }  # fmt: skip
-    data: DataLoader[Any] = DataLoader([batch or make_batch()], batch_size=None)  # type: ignore[arg-type]
-    Trainer(**(quiet | options)).fit(module, data, ckpt_path=ckpt)
-    return seeds.losses
-
-
 def trained(module: LightningModule) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 def diffusers_losses(folder: str, batch: dict[str, Any], steps: int) -> list[float]:
