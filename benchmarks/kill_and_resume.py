@@ -7,7 +7,8 @@ third during a snapshot write, and one third in a phase after the last step: sam
 the end of the manifest. Most runs are forked from a process with all imports done and call the command line's `main`;
 some start the real command.
 
-    python benchmarks/kill_and_resume.py [--kills 50] [--ranks 1] [--precision bf16-mixed 16-mixed] [--output FILE]
+    python benchmarks/kill_and_resume.py [--kills 50] [--ranks 1] [--precision bf16-mixed 16-mixed]
+        [--base nf4] [--output FILE]
     python benchmarks/kill_and_resume.py --throughput [--output FILE]
 """
 
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--precision", nargs="+", default=["bf16-mixed", "16-mixed"])
+    parser.add_argument("--base", help="base_quantization, such as nf4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--throughput", action="store_true")
     parser.add_argument("--blocks", type=int, default=3, help="of 50 steps, in each run of --throughput")
@@ -139,13 +141,13 @@ def main() -> int:
             if options.throughput:
                 row = throughput(folder, options.blocks, options.repeats)
             else:
-                config = write_config(folder, options.steps, case, options.ranks, 1, pictures=True)
+                config = write_config(folder, options.steps, case, options.ranks, 1, pictures=True, base=options.base)
                 chance = random.Random(f"{options.seed}|{case}")
                 row = measure(config, folder / case, options.kills, options.ranks, options.steps, chance)
                 bad += sum(
                     row[key] for key in ("different", "lost_snapshots", "failed_resumes", "changed_when_finished")
                 )
-                row = {"precision": case, "ranks": options.ranks, "accumulation": 4, **row}
+                row = {"precision": case, "ranks": options.ranks, "accumulation": 4, "base": options.base, **row}
             row = {
                 "benchmark": "kill_and_resume", "case": "throughput" if options.throughput else "kills",
                 "date": date.today().isoformat(), "device": "cpu, one thread a rank, shared",

@@ -27,8 +27,10 @@ PROMPTS = ["a zorp umbrella", "a zorp teapot"]
 GUARD = {"prompts": PROMPTS, "num_images": 1, "stop": False, "min_delta": 0.0, "clip_model": "embedded:clip"}
 
 
-def write_config(folder: Path, steps: int, precision: str, ranks: int, every: int, *, pictures: bool = False) -> Path:
-    """The demo with few steps and a snapshot after every `every`; few pictures, or none."""
+def write_config(
+    folder: Path, steps: int, precision: str, ranks: int, every: int, *, pictures: bool = False, base: str | None = None
+) -> Path:
+    """The demo with few steps, a snapshot after every `every` and the base packed as `base`; few pictures, or none."""
     config: dict[str, Any] = yaml.safe_load(DEMO.read_text(encoding="utf-8"))
     report: dict[str, Any] = {"clip_model": None, "prompts": []}
     if pictures:
@@ -52,7 +54,7 @@ def write_config(folder: Path, steps: int, precision: str, ranks: int, every: in
         "validation_steps": max(1, steps // 2 + 1), "num_inference_steps": 4, "rank": 4,
         "checkpointing_steps": every or 50,
         "checkpoints_total_limit": 3 if every else 0,
-        "lora_targets": ["attention"], "lr_warmup_steps": 2, "lora_dropout": 0.1,
+        "lora_targets": ["attention"], "lr_warmup_steps": 2, "lora_dropout": 0.1, "base_quantization": base,
     }  # fmt: skip
     # The class pictures stay out: an epoch is then so short that kills come at its ends too.
     config["data"]["init_args"] |= {

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,6 +26,11 @@ def autocast_dtype(precision: str) -> torch.dtype:
     if precision.startswith("bf16"):
         return torch.bfloat16
     return torch.float16 if precision.startswith("16") else torch.float32
+
+
+def weights_dtype(network: nn.Module) -> torch.dtype:
+    """The dtype of a network's first weight, as diffusers' `dtype` gives it, without its walk through all modules."""
+    return next(network.parameters()).dtype
 
 
 def float32_region(device: torch.device) -> contextlib.AbstractContextManager[object]:

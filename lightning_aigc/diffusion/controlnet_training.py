@@ -14,6 +14,7 @@ from diffusers import ControlNetModel
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.arguments import check_controlnet
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.conditions import FOLDER, find_maker, from_bytes, to_bytes
@@ -159,7 +160,7 @@ class ControlNetTraining(WholeModelTraining):
     ) -> dict[str, Any]:
         """The ControlNet's residuals, in the U-Net's dtype."""
         assert self.controlnet is not None and self.unet is not None
-        dtype = self.controlnet.dtype
+        dtype, unet_dtype = weights_dtype(self.controlnet), weights_dtype(self.unet)
         down, middle = self.controlnet(
             noisy_BCHW.to(dtype),
             timesteps_B,
@@ -169,8 +170,8 @@ class ControlNetTraining(WholeModelTraining):
             return_dict=False,
         )
         return {
-            "down_block_additional_residuals": [each.to(self.unet.dtype) for each in down],
-            "mid_block_additional_residual": middle.to(self.unet.dtype),
+            "down_block_additional_residuals": [each.to(unet_dtype) for each in down],
+            "mid_block_additional_residual": middle.to(unet_dtype),
         }
 
     def rewarded(

@@ -13,6 +13,7 @@ import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch import Tensor
 
+from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.arguments import check_objective
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.evaluation import VALIDATION_TIMESTEPS, SeededNoise
@@ -162,11 +163,11 @@ class UNetTraining(DiffusionModule):
     ) -> Tensor:
         """The U-Net's output [B, C, H, W] for these noisy latents."""
         assert self.unet is not None
-        added = self.added_conditions(condition, batch)
+        added, dtype = self.added_conditions(condition, batch), weights_dtype(self.unet)
         predicted_BCHW: Tensor = self.unet(
-            noisy_BCHW.to(self.unet.dtype),
+            noisy_BCHW.to(dtype),
             timesteps_B,
-            condition["prompt_embeds"].to(self.unet.dtype),
+            condition["prompt_embeds"].to(dtype),
             added_cond_kwargs=added,
             **self.residuals(noisy_BCHW, timesteps_B, condition["prompt_embeds"], added, batch),
         ).sample
@@ -177,10 +178,11 @@ class UNetTraining(DiffusionModule):
         assert self.unet is not None
         if self.loaded().family != "sdxl":
             return None
+        dtype = weights_dtype(self.unet)
         sizes = [batch[k].to(self.device) for k in ("original_size", "crop_top_left", "target_size")]
         return {
-            "text_embeds": condition["pooled_prompt_embeds"].to(self.unet.dtype),
-            "time_ids": torch.cat(sizes, dim=1).to(self.unet.dtype),
+            "text_embeds": condition["pooled_prompt_embeds"].to(dtype),
+            "time_ids": torch.cat(sizes, dim=1).to(dtype),
         }
 
     def residuals(
