@@ -26,10 +26,10 @@ def result(root: Path) -> dict[str, torch.Tensor]:
     for key in ("state_dict", "optimizer_states", "ema", "lr_schedulers"):
         found |= dict(_tensors(shared[key], key))
     summary = json.loads((root / "summary.json").read_text())
-    for key in ("seconds", "peak_memory_mib", "lora_file", "report", "notes"):
+    for key in ("seconds", "steps_a_second", "peak_memory_mib", "lora_file", "report", "notes"):
         del summary[key]
     assert (root / "report.html").stat().st_size > 1000
-    written = {"summary": json.dumps(summary).encode()}
+    written = {f"summary.{key}": json.dumps(value).encode() for key, value in summary.items()}
     written |= {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.png")}
     return found | {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in written.items()}
 
