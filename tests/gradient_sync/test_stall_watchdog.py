@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fakes.given_gradients import Training
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor
 from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, default_after_s
+from lightning_aigc_kernels.quantize_blocks import part_kernel
 
 AFTER_S = 1.0
 
@@ -31,6 +33,7 @@ def oversleep(seconds: float) -> None:
 
 def stalled(rank: int, how: str, mode: str, folder: str) -> str:
     """What this rank says of a run in which rank 1 comes late to the third step."""
+    part_kernel(torch.device("cpu"))  # loading Numba takes about as long as a stall here
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         run = Training({"bucket_cap_mb": 0.001}, mode=mode, bucket_mb=0.002, stall_after_s=AFTER_S, stall_folder=folder)
@@ -76,6 +79,7 @@ def test_a_stopped_rank_is_the_one_that_gives_no_answer(tmp_path: Path) -> None:
 
 
 def steady(rank: int, folder: str) -> str:
+    part_kernel(torch.device("cpu"))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         run = Training(mode="int3", stall_after_s=AFTER_S, stall_folder=folder)
