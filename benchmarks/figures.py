@@ -42,7 +42,12 @@ def rows_of(name: str, **wanted: Any) -> list[Row]:
 
 def memory_rows() -> list[Row]:
     """Runs that timed all five variants side by side: SD 1.5 at 512 px, and half its width at 256 px."""
-    return rows_of("unet_step", model="sd15", pixels=512, rounds=5) + rows_of("unet_step", pixels=256, rounds=7)
+    runs: list[list[Row]] = []
+    for row in rows_of("unet_step", model="sd15"):
+        if row["variant"] == "native":  # a run begins with it
+            runs.append([])
+        runs[-1].append(row)
+    return [row for run in runs if {row["variant"] for row in run} == set(LEVELS) for row in run if row["rounds"]]
 
 
 def draw_memory(rows: Sequence[Row], figure: Figure) -> None:

@@ -109,6 +109,13 @@ def lose_packets(share: float) -> int:
     return connections
 
 
+def bytes_sent() -> int:
+    """What this process's host has put on the link."""
+    lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
+    counts = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int({name.strip(): values for name, values in counts.items()}[DEVICE].split()[8])
+
+
 def packets_sent_again() -> int:
     """How often TCP has sent a packet of this process's connections once more."""
     found = 0
