@@ -36,7 +36,7 @@ test-tables: $(READY)  ## every fault and every healthy training that the monito
 	$(BIN)/python -m pytest -q -m table
 
 # The kernels' toolchains exclude one another, so each has a venv; --confcutdir leaves out the fixtures that need lightning.
-KERNEL_TESTS := -m pytest -q --confcutdir=tests/kernels
+KERNEL_TESTS := -m pytest -q --confcutdir=tests/kernels $(PARALLEL)
 
 test-triton: .venv-triton/ready  ## the Triton kernels: run in Triton's interpreter, compiled for NVIDIA chips
 	TRITON_INTERPRET=1 .venv-triton/bin/python $(KERNEL_TESTS) tests/kernels/triton
@@ -47,7 +47,7 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL) $(addprefix tests/,precision diffusion checkpoint strategies callbacks)
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL) $(addprefix tests/,precision quantization sharding checkpoint strategies callbacks/test_exact_snapshot.py)
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes
@@ -98,7 +98,7 @@ $(READY): pyproject.toml constraints.txt
 # A CUDA build of torch brings upstream Triton along, which must not stay under triton-ascend.
 .venv-%/ready: constraints.txt constraints-kernels.txt
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy pytest pytest-timeout
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch numpy pytest pytest-timeout pytest-xdist
 	$(if $(filter ascend,$*),.venv-$*/bin/python -m pip uninstall --quiet --yes triton)
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-kernels.txt $(TOOLCHAIN)
 	touch $@

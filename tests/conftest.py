@@ -3,6 +3,7 @@
 import lightning_aigc  # noqa: F401
 
 # isort: split
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fakes.network import why_no_namespaces
 
+gc.disable()  # until all tests are imported: what is imported is no garbage
 MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
@@ -41,3 +43,5 @@ def pytest_collection_finish() -> None:
     """Keep what is imported by now out of garbage collection: torch, diffusers and transformers are a million objects,
     and each `gc.collect()` would look at all of them."""
     gc.freeze()
+    gc.enable()
+    atexit.register(gc.freeze)

@@ -33,6 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("guide")
 
 
+@pytest.mark.long
 @EACH
 def test_the_short_form_of_a_pitfall_is_detected_by_its_line(pitfall: Any, root: Path) -> None:
     run = guide.run_pitfall(pitfall, root, is_short=True, is_cured=False)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
+import gc
 import logging
 import os
 import pickle
 import sys
 import warnings
+from collections.abc import Iterator
 
 from lightning_aigc.cli.config_errors import first_sentence
 from lightning_aigc.errors import UserError
@@ -21,15 +24,17 @@ def run_trainer_verb(arguments: list[str]) -> int:
     _set_threads_before_torch_starts(arguments)
     _quiet_known_warnings()
     try:
-        import torch  # noqa: F401
+        with _garbage_left_alone():
+            import torch  # noqa: F401
     except Exception as error:  # torch loads torch_npu, which may raise anything without CANN
         print(f"error: torch does not start ({error.__cause__ or error}); ask `lightning doctor`", file=sys.stderr)
         return 1
-    from lightning.fabric.utilities.distributed import _destroy_dist_connection
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    with _garbage_left_alone():
+        from lightning.fabric.utilities.distributed import _destroy_dist_connection
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from lightning_aigc.cli.aigc_cli import AIGCCLI
-    from lightning_aigc.strategies.roll_call import tell_others
+        from lightning_aigc.cli.aigc_cli import AIGCCLI
+        from lightning_aigc.strategies.roll_call import tell_others
 
     atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
     sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
@@ -60,6 +65,19 @@ def run_trainer_verb(arguments: list[str]) -> int:
             tell_others("its command line or config was refused; its log says why")
         return status
     return 0
+
+
+@contextlib.contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """Import in this block without garbage collection, which would look at a million new objects over and over."""
+    was_imported = "lightning_aigc.cli.aigc_cli" in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not was_imported:
+            gc.freeze()  # modules stay until the end; no later collection looks at them
+        gc.enable()
 
 
 def _refused(sentence: str) -> int:

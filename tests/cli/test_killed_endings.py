@@ -81,10 +81,8 @@ def results(root: Path) -> dict[str, Any]:
     return {"summary": summary} | sheets
 
 
-@pytest.mark.parametrize(
-    "phases",
-    [("scoring", "LoRA file", "report"), pytest.param(("drawing", "sheet", "LoRA", "mark"), marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("phases", [("scoring", "LoRA file", "report"), ("drawing", "sheet", "LoRA", "mark")])
 def test_a_kill_in_each_part_of_the_ending_loses_nothing(
     command: Command, scored: Path, tmp_path: Path, phases: tuple[str, ...]
 ) -> None:

@@ -98,6 +98,7 @@ def records(file: Path) -> Iterator[Any]:
             parts = b""
 
 
+@pytest.mark.long
 def test_one_line_of_config_sends_pictures_curves_and_hyperparameters_to_wandb(scored: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is missing: pip install -e '.[dev]'")
     paths = os.pathsep.join(str(path) for path in (REPO, REPO / "kernels"))

@@ -97,6 +97,7 @@ def test_the_slurm_job_is_bash_and_fits_lightnings_environment(monkeypatch: pyte
     assert set(re.findall(r"SLURM_[A-Z_]+", SBATCH.read_text())) == own  # all of them are in every job
 
 
+@pytest.mark.long
 def test_the_slurm_job_trains_two_tasks(quick_config: dict[str, Any], photos: Path, tmp_path: Path) -> None:
     """srun and scontrol are stand-ins that start the tasks as SLURM does; the job itself is the shipped file."""
     config, port = write_config(quick_config, tmp_path), free_port()

@@ -71,6 +71,7 @@ def test_what_one_rank_refuses_all_ranks_say(
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_two_jobs_at_once_on_one_machine_train_as_if_alone(quick_config: dict[str, Any], tmp_path: Path) -> None:
     """They find ports of their own, and may share the cache folder, which both fill."""
     quick_config["data"]["init_args"]["cache_dir"] = str(tmp_path / "cache")

@@ -30,7 +30,8 @@ STEPS, AT = 5, 2
 LONG_ENOUGH = timedelta(seconds=60)
 SHORT = timedelta(seconds=4)
 MARGIN_S = 3.0
-GOES_ON = ("int3", "dense", "sparse", "local")
+GOES_ON = ["int3", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("dense", "sparse", "local"))]
+ENDS = ["int3", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("dense", "local"))]
 Fault = Callable[[int, float], None]
 
 
@@ -183,7 +184,7 @@ def assert_sentence(said: str, rank: int) -> None:
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-@pytest.mark.parametrize("mode", ["int3", "dense", "local"])
+@pytest.mark.parametrize("mode", ENDS)
 def test_a_rank_that_is_killed_ends_the_other_at_once(mode: str, tmp_path: Path) -> None:
     with network.two_hosts(RATE) as link:
         (said, seconds), _ = run_ranks(ending, 2, tmp_path, "die", mode, 0.0, hosts=link.hosts, may_die=[1])
@@ -192,7 +193,7 @@ def test_a_rank_that_is_killed_ends_the_other_at_once(mode: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("needs_namespaces")
-@pytest.mark.parametrize("mode", ["int3", "dense", "local"])
+@pytest.mark.parametrize("mode", ENDS)
 def test_a_link_that_stays_cut_ends_both_ranks_at_the_timeout(mode: str, tmp_path: Path) -> None:
     with network.two_hosts(RATE) as link:
         here = {"HOST": link.hosts[0]}
@@ -202,7 +203,7 @@ def test_a_link_that_stays_cut_ends_both_ranks_at_the_timeout(mode: str, tmp_pat
         assert seconds < SHORT.total_seconds() + MARGIN_S
 
 
-@pytest.mark.parametrize("mode", ["int3", "dense", "local"])
+@pytest.mark.parametrize("mode", ENDS)
 def test_a_rank_that_stands_still_beyond_the_timeout_finds_itself_alone(mode: str, tmp_path: Path) -> None:
     pause_s = SHORT.total_seconds() + 2
     (said, seconds), (of_paused, in_all) = run_ranks(ending, 2, tmp_path, "pause", mode, pause_s)

@@ -46,7 +46,7 @@ def planner_of(swapped: Swapped) -> Any:
     return swapped.planner
 
 
-@pytest.fixture(params=[WIDE, SDXL], ids=["sd", "sdxl"])
+@pytest.fixture(params=[WIDE, pytest.param(SDXL, marks=pytest.mark.long)], ids=["sd", "sdxl"])
 def unet(request: pytest.FixtureRequest) -> nn.Module:
     return with_lora(make_unet(**request.param))
 

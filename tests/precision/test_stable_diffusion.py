@@ -276,7 +276,7 @@ def test_a_disabled_adapter_stays_disabled(memory: str) -> None:
     assert not torch.allclose(without, with_lora, atol=1e-3)
 
 
-@pytest.mark.parametrize("memory", ["balanced", "lean", "max"])
+@pytest.mark.parametrize("memory", ["lean", *(pytest.param(m, marks=pytest.mark.long) for m in ("balanced", "max"))])
 def test_a_converted_unet_can_be_compiled(memory: str) -> None:
     unet = make_unet()
     wanted = gradients(unet)

@@ -81,7 +81,11 @@ def assert_trained_alike(rows: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("npu_sparse", "npu_sparse_find_unused_parameters_true"), ("npu_sparse_spawn",), ("npu_sparse_notebook",)],
+    [
+        ("npu_sparse_spawn",),
+        pytest.param(("npu_sparse", "npu_sparse_find_unused_parameters_true"), marks=pytest.mark.long),
+        pytest.param(("npu_sparse_notebook",), marks=pytest.mark.long),
+    ],
 )
 def test_every_registered_name_trains_on_two_ranks(names: tuple[str, ...], tmp_path: Path) -> None:
     for rows in trained(tmp_path, *names).values():
