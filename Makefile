@@ -47,7 +47,7 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL) $(addprefix tests/,precision quantization sharding checkpoint strategies callbacks/test_exact_snapshot.py)
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL) $(addprefix tests/,quantization sharding checkpoint strategies $(addprefix precision/test_,swaps.py replaced_forwards.py overflow.py stock_bits.py))
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes

@@ -100,7 +100,7 @@ class Scorer:
         prompts = [prompt for prompt, _ in share]
         settings: dict[str, Any] = {"num_inference_steps": INFERENCE_STEPS, "guidance_scale": GUIDANCE}
         settings |= {"device": torch.device("cpu"), "time_limit": TimeLimit(math.inf), "batch_size": 24}
-        with isolate_rng(torch.device("cpu")), evaluating(parts.unet), averaged(), warnings.catch_warnings():
+        with isolate_rng(torch.device("cpu")), evaluating(parts.denoiser), averaged(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a diverged run's pictures are black
             pictures = generate(parts, schedule_config, prompts, [seed for _, seed in share], **settings)
             scores = self.judge.scores(pictures.nan_to_num(0.0), prompts)["clip_t"]

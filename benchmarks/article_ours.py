@@ -36,7 +36,7 @@ class WholeUNet(UNetTraining):
 
     def adapt(self, parts: Components) -> None:
         super().adapt(parts)
-        parts.unet.requires_grad_(True)
+        parts.denoiser.requires_grad_(True)
 
     def configure_callbacks(self) -> list[Callback]:
         return []

@@ -49,7 +49,7 @@ def models() -> dict[str, tuple[Pair, tuple[int, int, int]]]:
     torch.manual_seed(0)
     half: dict[str, Any] = dict(SD15) | {"block_out_channels": (160, 320, 640, 640)}
     return {
-        "embedded": (Pair(load_components("embedded:sd").unet, (16, 32, 96)), (8, 16, 16)),
+        "embedded": (Pair(load_components("embedded:sd").denoiser, (16, 32, 96)), (8, 16, 16)),
         "SD 1.5 at half its width": (Pair(UNet2DConditionModel(**half), (16, 32, 96, 256)), (1, 64, 77)),
     }
 

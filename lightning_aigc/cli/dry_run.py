@@ -10,9 +10,16 @@ from torch import nn
 
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
+from lightning_aigc.diffusion.flow_objective import FlowObjective
 from lightning_aigc.diffusion.vae_checks import describe_vae
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.protocols import CountsWrittenFiles, HasPackedBase, HasPipelineParts, HasReferenceImages
+from lightning_aigc.protocols import (
+    CountsWrittenFiles,
+    HasExampleBatch,
+    HasPackedBase,
+    HasPipelineParts,
+    HasReferenceImages,
+)
 from lightning_aigc.quantization.frozen import stored_bytes
 
 PICTURES_ROUND_TRIPPED = 4
@@ -38,6 +45,10 @@ class DryRun(Callback):
         parts: Any = pl_module.components if isinstance(pl_module, HasPipelineParts) else None
         if parts is not None and isinstance(data, HasReferenceImages):
             print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED))))
+        objective = getattr(pl_module, "objective", None)
+        if isinstance(objective, FlowObjective) and isinstance(data, HasExampleBatch):
+            module: Any = pl_module
+            print(objective.density(module.encoders.latents(data.example_batch(1))))
         reset_peak_memory(pl_module.device)
         self._started_at = time.perf_counter()
 

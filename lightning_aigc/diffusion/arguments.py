@@ -34,11 +34,17 @@ def check_objective(args: Any) -> None:
         raise ModelError("model.init_args.snr_gamma and debiased_estimation are alternative loss weights; set only one")
 
 
+def check_rank(args: Any) -> None:
+    """Check a LoRA's rank, alpha and dropout. Raises: ModelError naming the first out of range."""
+    _at_least_one(args, "rank")
+    _positive(args, "lora_alpha")
+    _share(args, "lora_dropout")
+
+
 def check_lora(args: Any, lora_alpha: float) -> None:
     """Check the LoRA's arguments. Raises: ModelError naming the first out of range."""
-    _at_least_one(args, "rank")
-    _positive(args, "text_encoder_lr", "lora_alpha")
-    _share(args, "lora_dropout")
+    check_rank(args)
+    _positive(args, "text_encoder_lr")
     lora_config(args.lora_targets, args.rank, lora_alpha)
 
 

@@ -27,7 +27,7 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
     The pictures are the data module's, or where there is none, pictures that the model draws itself. Noise and
     timesteps come from fixed seeds.
 
-    Args: module: a `UNetTraining` with its components.
+    Args: module: a `DenoiserTraining` with its components.
     """
     if isinstance(datamodule, HasExampleBatch):
         batch = datamodule.example_batch(PICTURES)
@@ -47,10 +47,10 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
 def _sampled(module: Any) -> tuple[Tensor, dict[str, Any]]:
     """Latents that the model denoises for `OWN_PROMPTS`, [N, C, H, W], and their batch."""
     parts = module.loaded()
-    pipeline = make_pipeline(parts, module.schedule.config)
+    pipeline = make_pipeline(parts, module.sampling_config())
     count = len(OWN_PROMPTS)
-    dtype = parts.unet.dtype
-    with evaluating(parts.unet), torch.autocast(module.device.type, dtype=dtype, enabled=dtype != torch.float32):
+    dtype = parts.denoiser.dtype
+    with evaluating(parts.denoiser), torch.autocast(module.device.type, dtype=dtype, enabled=dtype != torch.float32):
         latents_NCHW = pipeline(
             prompt=list(OWN_PROMPTS), num_inference_steps=OWN_STEPS, guidance_scale=1.0, output_type="latent",
             generator=[torch.Generator().manual_seed(seed) for seed in range(count)],

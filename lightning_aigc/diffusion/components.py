@@ -1,33 +1,37 @@
-"""Load the components of a Stable Diffusion pipeline, with errors that name a missing part."""
+"""Load the components of a diffusion pipeline, with errors that name a missing part."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import nn
 
+from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
-Family = Literal["sd", "sdxl"]
-PIPELINES: dict[str, tuple[Family, type]] = {
-    "StableDiffusionPipeline": ("sd", StableDiffusionPipeline),
-    "StableDiffusionXLPipeline": ("sdxl", StableDiffusionXLPipeline),
-}
+FamilyName = Literal["sd", "sdxl", "sd3"]
+U_NETS: tuple[FamilyName, ...] = ("sd", "sdxl")
+UNET_PIPELINES: dict[str, FamilyName] = {"StableDiffusionPipeline": "sd", "StableDiffusionXLPipeline": "sdxl"}
+PIPELINES: dict[str, Any] = UNET_PIPELINES | {family.pipeline: name for name, family in FAMILIES.items()}
+"""Families by diffusers' name of their pipeline."""
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "sd": ("unet", "vae", "text_encoder", "tokenizer", "scheduler"),
+    "sdxl": ("unet", "vae", "text_encoder", "tokenizer", "scheduler", "text_encoder_2", "tokenizer_2"),
+} | {name: family.folders for name, family in FAMILIES.items()}
+"""What a pipeline folder of each family holds."""
+DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
+"""In the names of models that draw in a few steps, which a plain LoRA would undo."""
 KEY = "model.init_args.pretrained_model_name_or_path"
 
 
@@ -35,8 +39,9 @@ KEY = "model.init_args.pretrained_model_name_or_path"
 class Components:
     """The components of a pipeline, all frozen and in eval mode."""
 
-    family: Family
-    unet: UNet2DConditionModel
+    family: FamilyName
+    denoiser: Any
+    """The U-Net, or the transformer."""
     vae: AutoencoderKL
     text_encoders: tuple[nn.Module, ...]
     tokenizers: tuple[Any, ...]
@@ -45,15 +50,20 @@ class Components:
     """The folder, file or hub id as the user gave it."""
 
     @property
+    def denoiser_name(self) -> str:
+        """The denoiser's folder and attribute: unet or transformer."""
+        return "transformer" if self.family in FAMILIES else "unet"
+
+    @property
     def pipeline_class(self) -> Any:
         return StableDiffusionXLPipeline if self.family == "sdxl" else StableDiffusionPipeline
 
 
-def check_source(name_or_path: str) -> None:
-    """Check a local folder without reading weights. Raises: ModelError if it is not a pipeline."""
+def check_source(name_or_path: str, families: Sequence[str] = U_NETS) -> None:
+    """Check a local folder without reading weights. Raises: ModelError if it is not a pipeline of these families."""
     path = resolve(name_or_path)
     if path.is_dir():
-        _pipeline_class(path, name_or_path)
+        _check_family(_family_of_folder(path, name_or_path), families, name_or_path)
     elif not path.exists() and name_or_path.startswith((".", "/", "~")):
         raise ModelError(f"{KEY}: the folder or file {name_or_path} does not exist; check the spelling")
 
@@ -61,7 +71,8 @@ def check_source(name_or_path: str) -> None:
 def load_components(
     name_or_path: str,
     *,
-    unet_dtype: torch.dtype = torch.float32,
+    families: Sequence[str] = U_NETS,
+    denoiser_dtype: torch.dtype = torch.float32,
     vae_dtype: torch.dtype = torch.float32,
     text_encoder_dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -69,64 +80,71 @@ def load_components(
 ) -> Components:
     """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
 
-    Raises: ModelError naming the missing or broken part.
+    Raises: ModelError naming the missing or broken part, or a family that is not one of `families`.
     """
     path = resolve(name_or_path)
+    dtypes = {"default": text_encoder_dtype or denoiser_dtype, "vae": vae_dtype}  # SDXL's gives NaN in half precision
+    dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
         with _quiet_local_loading(path.exists()):
-            return _load(name_or_path, path, unet_dtype, vae_dtype, text_encoder_dtype or unet_dtype, revision, variant)
+            parts = _load(name_or_path, path, families, dtypes, revision, variant)
     except ModelError:
         raise
     except Exception as error:  # diffusers raises anything from OSError to KeyError here
         raise ModelError(_explain(error, name_or_path, path)) from error
+    for module in (parts.denoiser, parts.vae, *parts.text_encoders):
+        module.requires_grad_(False).eval()
+    for encoder in parts.text_encoders:  # transformers may have loaded the dtype of the file
+        encoder.to(dtype=dtypes["default"])
+    return parts
 
 
 def _load(
     name_or_path: str,
     path: Path,
-    unet_dtype: torch.dtype,
-    vae_dtype: torch.dtype,
-    text_encoder_dtype: torch.dtype,
+    families: Sequence[str],
+    dtypes: Mapping[str, torch.dtype],
     revision: str | None,
     variant: str | None,
 ) -> Components:
-    pipeline_class: Any = DiffusionPipeline
-    family: Family | None = None
     if path.is_file():
-        family, pipeline = _load_single_file(path, unet_dtype, vae_dtype)
+        family = family_of_checkpoint(path)
+        _check_family(family, families, name_or_path)
+        pipeline = _load_single_file(path, family, dtypes)
     else:
+        pipeline_class: Any = DiffusionPipeline
+        extras: dict[str, Any] = {"feature_extractor": None}
         if path.is_dir():
-            family, pipeline_class = _pipeline_class(path, name_or_path)
-        # SDXL's autoencoder gives NaN in half precision, so it has a separate dtype.
-        dtypes = {"default": text_encoder_dtype, "unet": unet_dtype, "vae": vae_dtype}
-        extras: dict[str, Any] = {} if family == "sdxl" else {"safety_checker": None, "requires_safety_checker": False}
+            family = _family_of_folder(path, name_or_path)
+            _check_family(family, families, name_or_path)
+            pipeline_class = getattr(diffusers, _class_name(path, name_or_path))
+            optional = FAMILIES[family].optional_folders if family in FAMILIES else ()
+            extras |= {part: None for part in optional if not (path / part).is_dir()}
+        if not path.is_dir() or family == "sd":
+            extras |= {"safety_checker": None, "requires_safety_checker": False}
         pipeline = pipeline_class.from_pretrained(
             str(path) if path.is_dir() else name_or_path,
             revision=revision,
             variant=variant,
             local_files_only=path.is_dir(),
-            dtype=dtypes,
-            feature_extractor=None,
+            dtype=dict(dtypes),
             **extras,
         )
-        family = family or _family_of(pipeline, name_or_path)
-
-    encoders = [pipeline.text_encoder, getattr(pipeline, "text_encoder_2", None)]
-    tokenizers = [pipeline.tokenizer, getattr(pipeline, "tokenizer_2", None)]
-    parts = Components(
+        if not path.is_dir():
+            family = _family_of(pipeline, name_or_path)
+            _check_family(family, families, name_or_path)
+    numbers = ("", "_2", "_3")
+    encoders = [getattr(pipeline, f"text_encoder{number}", None) for number in numbers]
+    tokenizers = [getattr(pipeline, f"tokenizer{number}", None) for number in numbers]
+    return Components(
         family=family,
-        unet=pipeline.unet,
+        denoiser=pipeline.unet if family in U_NETS else pipeline.transformer,
         vae=pipeline.vae,
         text_encoders=tuple(e for e in encoders if e is not None),
         tokenizers=tuple(t for t in tokenizers if t is not None),
         scheduler_config=pipeline.scheduler.config,
         source=name_or_path,
     )
-    for module in (parts.unet, parts.vae, *parts.text_encoders):
-        module.requires_grad_(False).eval()
-    for encoder in parts.text_encoders:  # transformers may have loaded the dtype of the file
-        encoder.to(dtype=text_encoder_dtype)
-    return parts
 
 
 @contextlib.contextmanager
@@ -145,49 +163,68 @@ def _quiet_local_loading(is_local: bool) -> Iterator[None]:
             module.enable_progress_bar()
 
 
-def _pipeline_class(path: Path, name: str) -> tuple[Family, type]:
+def _class_name(path: Path, name: str) -> str:
+    """diffusers' name of a folder's pipeline."""
     index = path / "model_index.json"
     if not index.is_file():
         raise ModelError(
             f"{KEY}: {name} has no model_index.json, so it is not a diffusers pipeline folder; point it at the folder"
-            " that holds unet/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
+            " that holds unet/ or transformer/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
         )
     try:
-        described = json.loads(index.read_text(encoding="utf-8"))
-        class_name = described["_class_name"]
+        return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
         raise ModelError(f"{KEY}: {index} cannot be read ({error}); copy the pipeline folder again") from error
-    if class_name not in PIPELINES:
-        raise ModelError(f"{KEY}: {name} is a {class_name}; this model trains {' and '.join(PIPELINES)}")
-    needed = ["unet", "vae", "text_encoder", "tokenizer", "scheduler"]
-    if class_name == "StableDiffusionXLPipeline":
-        needed += ["text_encoder_2", "tokenizer_2"]
-    missing = [part for part in needed if not (path / part).is_dir()]
+
+
+def _family_of_folder(path: Path, name: str) -> FamilyName:
+    family = _family_of_class(_class_name(path, name), name)
+    missing = [part for part in FOLDERS[family] if not (path / part).is_dir()]
     if missing:
         raise ModelError(f"{KEY}: {name} lacks {', '.join(f'{m}/' for m in missing)}; copy the whole pipeline folder")
-    return PIPELINES[class_name]
+    return family
 
 
-def _family_of(pipeline: Any, name: str) -> Family:
-    for family, pipeline_class in PIPELINES.values():
-        if isinstance(pipeline, pipeline_class):
-            return family
-    raise ModelError(f"{KEY}: {name} is a {type(pipeline).__name__}; this model trains {' and '.join(PIPELINES)}")
+def _family_of_class(class_name: str, name: str) -> FamilyName:
+    if class_name not in PIPELINES:
+        raise ModelError(f"{KEY}: {name} is a {class_name}; known are {', '.join(PIPELINES)}")
+    family: FamilyName = PIPELINES[class_name]
+    return family
 
 
-def family_of_checkpoint(path: Path) -> Family:
+def _family_of(pipeline: Any, name: str) -> FamilyName:
+    known = next((found for found in PIPELINES if isinstance(pipeline, getattr(diffusers, found))), None)
+    return _family_of_class(known or type(pipeline).__name__, name)
+
+
+def _check_family(family: FamilyName, families: Sequence[str], name: str) -> None:
+    """Raise ModelError for a family that a module does not train, and for a distilled transformer."""
+    if family not in families:
+        of_family = next(pipeline for pipeline, found in PIPELINES.items() if found == family)
+        other = "StableDiffusionLoRA" if family in U_NETS else "DiffusionLoRA"
+        wanted = " and ".join(pipeline for pipeline, found in PIPELINES.items() if found in families)
+        raise ModelError(f"{KEY}: {name} is a {of_family}; this model trains {wanted}, and {other} trains yours")
+    found = DISTILLED.search(Path(name).name) if family in FAMILIES else None
+    if found is not None:
+        raise ModelError(
+            f"{KEY}: {name} is by its name a distilled model ({found[0]}), which draws in a few steps, and a LoRA"
+            f" trained on it undoes that; train on the model that it was made from, such as {FAMILIES[family].base},"
+            " and use the LoRA with either"
+        )
+
+
+def family_of_checkpoint(path: Path) -> FamilyName:
     """The family of a single-file checkpoint, from its keys."""
     from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
 
     return "sdxl" if infer_diffusers_model_type(load_single_file_checkpoint(str(path))).startswith("xl") else "sd"
 
 
-def _load_single_file(path: Path, dtype: torch.dtype, vae_dtype: torch.dtype) -> tuple[Family, Any]:
-    family = family_of_checkpoint(path)
+def _load_single_file(path: Path, family: FamilyName, dtypes: Mapping[str, torch.dtype]) -> Any:
     pipeline_class = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
-    pipeline = pipeline_class.from_single_file(str(path), dtype=dtype)
-    pipeline.vae.to(dtype=vae_dtype)
-    return family, pipeline
+    pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
+    pipeline.vae.to(dtype=dtypes["vae"])
+    return pipeline
 
 
 def _explain(error: Exception, name: str, path: Path) -> str:

@@ -48,7 +48,7 @@ def make_controlnet(parts: Components, name_or_path: str | None, revision: str |
             raise ModelError(
                 f"a ControlNet for an autoencoder of factor {factor} is not known here; factors up to 8 are"
             )
-        made = ControlNetModel.from_unet(parts.unet, conditioning_embedding_out_channels=channels)
+        made = ControlNetModel.from_unet(parts.denoiser, conditioning_embedding_out_channels=channels)
         return _frozen(made)
     try:
         found: Any = ControlNetModel.from_pretrained(
@@ -63,7 +63,7 @@ def make_controlnet(parts: Components, name_or_path: str | None, revision: str |
 
 def check_fits(controlnet: ControlNetModel, parts: Components, name: str) -> None:
     """Raise ModelError if a ControlNet belongs to another family of U-Nets, or to an autoencoder of another factor."""
-    theirs, ours = controlnet.config, parts.unet.config
+    theirs, ours = controlnet.config, parts.denoiser.config
     for key in ("cross_attention_dim", "block_out_channels", "addition_embed_type", "in_channels"):
         first, second = _plain(theirs.get(key)), _plain(ours.get(key))
         if first != second:

@@ -38,7 +38,7 @@ class ControlNetSampler:
     def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, controlnet: Path) -> None:
         self.arguments, self.device = arguments, choose_device(accelerator)
         self.parts, self.schedule_config = base_of_run(arguments, precision)
-        self.controlnet = make_controlnet(self.parts, str(controlnet), None).to(self.parts.unet.dtype)
+        self.controlnet = make_controlnet(self.parts, str(controlnet), None).to(self.parts.denoiser.dtype)
         thresholds = arguments.get("canny_thresholds") or (0.1, 0.2)
         self.make = find_maker(str(arguments.get("conditions") or "canny"), thresholds)
 

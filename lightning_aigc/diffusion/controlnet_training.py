@@ -91,7 +91,7 @@ class ControlNetTraining(WholeModelTraining):
             add_lora(self.controlnet, self.args.rank)
         if self.args.gradient_checkpointing:
             self.controlnet.enable_gradient_checkpointing()
-        for frozen in (parts.unet, *parts.text_encoders):
+        for frozen in (parts.denoiser, *parts.text_encoders):
             if frozen.dtype != self.frozen_dtype():
                 frozen.to(self.frozen_dtype())
 

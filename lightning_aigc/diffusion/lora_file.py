@@ -25,7 +25,7 @@ from lightning_aigc.diffusion.lora_bytes import HASH_KEYS, serialize, write_atom
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.diffusion.lora_layouts import ADAPTER_METADATA_KEY
 from lightning_aigc.diffusion.lora_metadata import BaseModel, LoRAMetadata
-from lightning_aigc.diffusion.lora_names import TEXT_ENCODER, TEXT_ENCODER_2, UNET
+from lightning_aigc.diffusion.lora_names import COMPONENTS, TEXT_ENCODER, TEXT_ENCODER_2, TRANSFORMER, UNET
 from lightning_aigc.errors import ModelError
 
 __all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lora"]
@@ -60,20 +60,27 @@ def save_lora(
     path: str | Path,
     *,
     unet: nn.Module | None = None,
+    transformer: nn.Module | None = None,
     text_encoders: Sequence[nn.Module | None] = (),
     metadata: LoRAMetadata | Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float16,
     layout: Literal["kohya", "diffusers"] = "kohya",
     adapter_name: str = "default",
 ) -> Path:
-    """Write the peft LoRA of a U-Net and its text encoders as one safetensors file; returns its path.
+    """Write the peft LoRA of a U-Net or transformer and its text encoders as one safetensors file; returns its path.
 
     A text encoder without an adapter is omitted. The write is atomic.
     Raises: ModelError if no layer is adapted, a weight is not finite in `dtype`, or the file cannot be written.
     Warns: UserWarning for DoRA in the kohya layout (see the module's docstring).
     """
     metadata = metadata if isinstance(metadata, LoRAMetadata) else LoRAMetadata.from_mapping(metadata or {})
-    layers = [] if unet is None else lora_layers.collect_layers(UNET, unet, adapter_name)
+    denoisers = {UNET: unet, TRANSFORMER: transformer}
+    layers = [
+        layer
+        for component, model in denoisers.items()
+        if model is not None
+        for layer in lora_layers.collect_layers(component, model, adapter_name)
+    ]
     for component, model in zip((TEXT_ENCODER, TEXT_ENCODER_2), text_encoders, strict=False):
         if model is not None and adapter_name in getattr(getattr(model, "_orig_mod", model), "peft_config", {}):
             layers += lora_layers.collect_layers(component, model, adapter_name)
@@ -128,6 +135,10 @@ def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str]
     if layout == "diffusers":
         state, header[ADAPTER_METADATA_KEY] = lora_layouts.to_diffusers(layers)
     elif layout == "kohya":
+        if any(layer.component == TRANSFORMER for layer in layers):
+            raise ModelError(
+                f"{path}: the LoRA of a transformer has diffusers' layout only, which ComfyUI reads too; leave out --to"
+            )
         layers = lora_layers.with_out_proj(layers)
         state = lora_layouts.to_kohya(layers, sdxl=_is_sdxl(header, layers), layers_per_block=_layers_per_block(header))
         if any(layer.magnitude is not None for layer in layers):
@@ -146,7 +157,11 @@ def _layout_of(path: Path, state: Mapping[str, Tensor]) -> Layout:
     if any(key.startswith(("lora_unet_", "lora_te")) for key in state):
         return "kohya"
     if any("lora" in key for key in state):
-        return "diffusers" if any(key.startswith((UNET + ".", TEXT_ENCODER)) for key in state) else "peft"
+        return (
+            "diffusers"
+            if any(key.startswith(tuple(f"{component}." for component in COMPONENTS)) for key in state)
+            else "peft"
+        )
     raise ModelError(f"got {path}, whose entries ({', '.join(sorted(state)[:2]) or 'none'}) are not LoRA weights")
 
 
@@ -178,6 +193,8 @@ def _network_summary(layers: Sequence[LoRALayer]) -> dict[str, Any]:
 
 
 def _base_model_of(unet: nn.Module | None, layers: Sequence[LoRALayer]) -> BaseModel:
+    if any(layer.component == TRANSFORMER for layer in layers):
+        return "sd3"
     config = getattr(getattr(unet, "_orig_mod", unet), "config", None)
     if getattr(config, "addition_embed_type", None) == "text_time" or any(
         layer.component == TEXT_ENCODER_2 for layer in layers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.diffusion.lora_names import COMPONENTS, TEXT_ENCODER, TEXT_ENCODER_2, UNET
+from lightning_aigc.diffusion.lora_names import COMPONENTS, DENOISERS, TEXT_ENCODER, TEXT_ENCODER_2
 from lightning_aigc.errors import ModelError
 
 
@@ -23,7 +23,7 @@ class LoRALayer:
     """One adapted module."""
 
     component: str
-    """unet, text_encoder or text_encoder_2."""
+    """unet, transformer, text_encoder or text_encoder_2."""
     module: str
     """Dotted name within the component, as in diffusers; text encoders start with `text_model.`."""
     down: Tensor
@@ -97,7 +97,7 @@ def collect_layers(component: str, model: nn.Module, adapter_name: str = "defaul
 
 def canonical_module(component: str, module: str) -> str:
     """A module's name as written in files, always with CLIP's inner `text_model.`."""
-    if component == UNET or module.startswith(("text_model.", "text_projection")):
+    if component in DENOISERS or module.startswith(("text_model.", "text_projection")):
         return module
     return f"text_model.{module}"
 

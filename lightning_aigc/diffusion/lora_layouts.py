@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_aigc.diffusion import lora_names
 from lightning_aigc.diffusion.lora_layers import LoRALayer, canonical_module
-from lightning_aigc.diffusion.lora_names import COMPONENTS, UNET
+from lightning_aigc.diffusion.lora_names import COMPONENTS, DENOISERS
 from lightning_aigc.errors import ModelError
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LORA_ADAPTER_METADATA_KEY
@@ -70,14 +70,14 @@ def to_diffusers(layers: Iterable[LoRALayer]) -> tuple[dict[str, Tensor], str]:
         name = f"{layer.component}.{layer.module}"
         # Every version of diffusers reads the older names of text encoders, for every choice of layers.
         down, up = (
-            ("lora_A", "lora_B") if layer.component == UNET else ("lora_linear_layer.down", "lora_linear_layer.up")
+            ("lora_A", "lora_B") if layer.component in DENOISERS else ("lora_linear_layer.down", "lora_linear_layer.up")
         )
         state[f"{name}.{down}.weight"] = layer.down
         state[f"{name}.{up}.weight"] = layer.up
         if layer.magnitude is not None:
             shape = (-1,) if layer.down.ndim == 2 else (1, -1, *[1] * (layer.down.ndim - 2))
             # transformers 5 needs the suffix that peft drops; without it the magnitude is initialised anew.
-            suffix = "" if layer.component == UNET else ".weight"
+            suffix = "" if layer.component in DENOISERS else ".weight"
             state[f"{name}.lora_magnitude_vector{suffix}"] = layer.magnitude.reshape(shape)
     for component, members in by_component.items():
         rank = Counter(layer.rank for layer in members).most_common(1)[0][0]
@@ -116,7 +116,7 @@ def from_diffusers(state: Mapping[str, Tensor], adapter_metadata: Mapping[str, A
             raise ModelError(f"got the entry {key!r}; wanted LoRA weights of {', '.join(COMPONENTS)}")
         module = match["module"]
         if old := match["old"]:
-            to_name = {"out": "to_out.0"}.get(old, f"to_{old}") if component == UNET else f"{old}_proj"
+            to_name = {"out": "to_out.0"}.get(old, f"to_{old}") if component in DENOISERS else f"{old}_proj"
             module = f"{module}.{to_name}"
         side = (
             {"A": "down", "B": "up"}.get(match["peft_side"] or "") or match["side"] or match["old_side"] or "magnitude"

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.errors import ModelError
 
-BaseModel = Literal["sd1", "sd2", "sdxl"]
+BaseModel = Literal["sd1", "sd2", "sdxl", "sd3"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class LoRAMetadata:
     """Hub id or folder name of the base model."""
     base_model_hash: str | None = None
     """sha256 of the base weights in hex, as `hash_base_model` returns."""
-    prediction_type: Literal["epsilon", "v_prediction"] = "epsilon"
-    """What the U-Net predicts."""
+    prediction_type: Literal["epsilon", "v_prediction"] | None = "epsilon"
+    """What the U-Net predicts; None for flow matching."""
     resolution: int | tuple[int, int] | None = None
     """Training size in pixels: one side, or (width, height)."""
     num_train_images: int | None = None
@@ -106,7 +107,7 @@ class LoRAMetadata:
 
     def _training_entries(self, base_model: BaseModel, is_v: bool, size: tuple[int, int]) -> dict[str, Any]:
         """sd-scripts' `ss_` entries."""
-        versions = {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0"}
+        versions = {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0", "sd3": "sd3"}
         return {
             "ss_base_model_version": versions[base_model],
             "ss_v2": base_model == "sd2",
@@ -155,7 +156,7 @@ class LoRAMetadata:
             "modelspec.usage_hint": f"Use the word {self.trigger_phrase!r} in the prompt"
             if self.trigger_phrase
             else None,
-            "modelspec.prediction_type": "v" if is_v else "epsilon",
+            "modelspec.prediction_type": {"v_prediction": "v"}.get(self.prediction_type or "", self.prediction_type),
             "modelspec.resolution": f"{size[0]}x{size[1]}",
             "modelspec.date": date,
         }
@@ -165,6 +166,7 @@ def architecture(base_model: BaseModel, is_v_prediction: bool) -> str:
     """The ModelSpec architecture id of a LoRA."""
     version_2 = "stable-diffusion-v2-768-v" if is_v_prediction else "stable-diffusion-v2-512"
     names = {"sd1": "stable-diffusion-v1", "sd2": version_2, "sdxl": "stable-diffusion-xl-v1-base"}
+    names |= {name: family.modelspec for name, family in FAMILIES.items()}
     return f"{names[base_model]}/lora"
 
 
@@ -175,9 +177,10 @@ def count_tags(captions: tuple[str, ...]) -> dict[str, int]:
 
 
 def hash_base_model(path: str | Path) -> str | None:
-    """sha256 in hex of a checkpoint file or of a pipeline folder's U-Net weights; None without weights."""
+    """sha256 in hex of a checkpoint file or of a pipeline folder's denoiser; None without weights."""
     path = Path(path)
-    files = [path] if path.is_file() else sorted((path / "unet").glob("diffusion_pytorch_model*.safetensors"))
+    files = [path] if path.is_file() else sorted(path.glob("*/diffusion_pytorch_model*.safetensors"))
+    files = [file for file in files if file == path or file.parent.name in ("unet", "transformer")]
     if not files:
         return None
     digest = hashlib.sha256()
@@ -190,5 +193,5 @@ def hash_base_model(path: str | Path) -> str | None:
 
 def _width_and_height(resolution: int | tuple[int, int] | None, base_model: BaseModel, is_v: bool) -> tuple[int, int]:
     if resolution is None:
-        resolution = {"sd1": 512, "sd2": 768 if is_v else 512, "sdxl": 1024}[base_model]
+        resolution = {"sd1": 512, "sd2": 768 if is_v else 512, "sdxl": 1024, "sd3": 1024}[base_model]
     return (resolution, resolution) if isinstance(resolution, int) else (resolution[0], resolution[1])

@@ -14,8 +14,9 @@ import re
 
 from lightning_aigc.errors import ModelError
 
-UNET, TEXT_ENCODER, TEXT_ENCODER_2 = "unet", "text_encoder", "text_encoder_2"
-COMPONENTS = (UNET, TEXT_ENCODER, TEXT_ENCODER_2)
+UNET, TRANSFORMER, TEXT_ENCODER, TEXT_ENCODER_2 = "unet", "transformer", "text_encoder", "text_encoder_2"
+DENOISERS = (UNET, TRANSFORMER)
+COMPONENTS = (*DENOISERS, TEXT_ENCODER, TEXT_ENCODER_2)
 SDXL_LAYERS_PER_BLOCK = 2
 
 _TEXT_ENCODER_SEGMENTS = """

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.components import Components, load_components
+from lightning_aigc.diffusion.components import FOLDERS, Components, load_components
+from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.diffusion.lora_file import read_lora
-from lightning_aigc.diffusion.lora_names import UNET
+from lightning_aigc.diffusion.lora_names import DENOISERS
 from lightning_aigc.diffusion.objectives import build_noise_schedule
 from lightning_aigc.diffusion.sampling import TimeLimit, generate, make_pipeline
 from lightning_aigc.errors import ModelError
@@ -44,7 +45,7 @@ class LoRASampler:
         if lora is not None:
             _check_fits(lora, self.parts)
             self._pipeline.load_lora_weights(str(lora), adapter_name=ADAPTER)
-            for part in (self.parts.unet, *self.parts.text_encoders):
+            for part in (self.parts.denoiser, *self.parts.text_encoders):
                 for name, parameter in part.named_parameters():
                     if "lora_" in name:  # float32, as they were trained; `generate` then uses autocast
                         parameter.data = parameter.data.float()
@@ -84,11 +85,14 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
     dtype = str(arguments.get("base_dtype") or "auto")
     parts = load_components(
         arguments["pretrained_model_name_or_path"],
-        unet_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
+        families=tuple(FOLDERS),
+        denoiser_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
         vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
         revision=arguments.get("revision"),
         variant=arguments.get("variant"),
     )
+    if parts.family in FAMILIES:
+        return parts, parts.scheduler_config
     terminal, prediction = bool(arguments.get("zero_terminal_snr")), arguments.get("prediction_type")
     return parts, build_noise_schedule(parts.scheduler_config, prediction, zero_terminal_snr=terminal).config
 
@@ -103,9 +107,9 @@ def choose_device(accelerator: str) -> torch.device:
 
 
 def _check_fits(path: Path, parts: Components) -> None:
-    modules: dict[str, nn.Module] = dict(parts.unet.named_modules())
+    modules: dict[str, nn.Module] = dict(parts.denoiser.named_modules())
     for layer in read_lora(path).layers():
-        if layer.component != UNET:
+        if layer.component not in DENOISERS:
             continue
         weight: Any = getattr(modules.get(layer.module), "weight", None)
         wanted = (layer.up.shape[0], layer.down.shape[1])

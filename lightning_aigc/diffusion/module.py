@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from diffusers.training_utils import EMAModel
@@ -27,7 +27,7 @@ from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.arguments import check_shared_arguments
 from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
-from lightning_aigc.diffusion.components import Components, check_source, load_components
+from lightning_aigc.diffusion.components import U_NETS, Components, check_source, load_components
 from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.encoders import EncodesCaches
 from lightning_aigc.diffusion.evaluation import EvaluatedModule
@@ -91,6 +91,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     )  # fmt: skip
     """Arguments that do not change the bits of a training."""
     image_remedies = IMAGE_REMEDIES
+    families: ClassVar[tuple[str, ...]] = U_NETS
+    """The pipelines' families that this class trains."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show inherited arguments in the signature, as `--help` does."""
@@ -142,7 +144,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         """The timesteps of these losses, int64 [B]."""
         self._loaded_optimizers: list[Any] = []
         self.sampling_limit = TimeLimit(sample_time_limit_s)
-        check_source(pretrained_model_name_or_path)
+        check_source(pretrained_model_name_or_path, self.families)
         check_shared_arguments(self.args)
         check_base_quantization(self.args)
         if isinstance(lr_scheduler, str):
@@ -168,7 +170,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         args = self.args
         return load_components(
             args.pretrained_model_name_or_path,
-            unet_dtype=self.loading_dtype(),
+            families=self.families,
+            denoiser_dtype=self.loading_dtype(),
             vae_dtype=dtype_named(args.vae_dtype),
             revision=args.revision,
             variant=args.variant,

@@ -14,6 +14,7 @@ from diffusers.training_utils import compute_snr
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_aigc.diffusion.evaluation import SeededNoise
 from lightning_aigc.errors import ModelError
 
 LossType = Literal["l2", "huber", "smooth_l1"]
@@ -129,3 +130,31 @@ def with_prior(loss_B: Tensor, is_prior_B: Tensor | None, weight: float) -> tupl
         return mean, mean, None
     user_loss, prior_loss = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
     return user_loss + weight * prior_loss, user_loss, prior_loss
+
+
+class DDPMObjective:
+    """DDPM: uniform timesteps of a noise schedule, and the target and weights of its prediction type."""
+
+    def __init__(self, schedule: DDPMScheduler, snr_gamma: float | None = None, *, is_debiased: bool = False) -> None:
+        self.schedule = schedule
+        self.num_train_timesteps = int(schedule.config.num_train_timesteps)
+        self.snr_gamma, self.is_debiased = snr_gamma, is_debiased
+
+    def draw_timesteps(self, latents_BCHW: Tensor) -> Tensor:
+        """A timestep of each example, int64 [B]."""
+        return torch.randint(0, self.num_train_timesteps, (len(latents_BCHW),), device=latents_BCHW.device)
+
+    def timesteps_in_part(self, noise: SeededNoise, part: int, parts: int, latents_BCHW: Tensor) -> Tensor:
+        """A timestep of each example, int64 [B], in the given one of `parts` equal parts of the schedule."""
+        return noise.timesteps(part, parts, self.num_train_timesteps).to(latents_BCHW.device)
+
+    def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
+        noisy_BCHW: Tensor = self.schedule.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
+        return noisy_BCHW
+
+    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
+        return training_target(self.schedule, latents_BCHW, noise_BCHW, timesteps_B)
+
+    def weights(self, timesteps_B: Tensor) -> Tensor:
+        """The loss weight of each example, float32 [B]."""
+        return loss_weights(self.schedule, timesteps_B, self.snr_gamma, is_debiased=self.is_debiased)

@@ -58,14 +58,14 @@ def pack_base(module: LightningModule, parts: Components, kind: BaseQuantization
     """Pack the frozen weights of the denoiser and of the text encoders, whose linears stay int8 with `nf4`.
 
     A budget counts both, packs the text encoders in int8 and gives each weight of the denoiser its bits, chosen by
-    rank 0. The autoencoder stays whole: it makes the latents and the pictures. Names are `unet.` and
-    `text_encoders.0.`.
+    rank 0. The autoencoder stays whole: it makes the latents and the pictures. Names are `unet.` or
+    `transformer.`, and `text_encoders.0.`.
 
     Raises: ConfigError for a pattern that covers nothing, a base that is packed already, or a budget that cannot be
         met.
     """
     holder = nn.Module()  # gives both parts their names, for patterns and the digest
-    holder.unet = parts.unet
+    setattr(holder, parts.denoiser_name, parts.denoiser)
     holder.text_encoders = nn.ModuleList(parts.text_encoders)
     layers = frozen_layers(holder, skip)
     check_patterns(skip, (layer.name for layer in layers))
@@ -128,7 +128,9 @@ def with_full_precision(parts: Components, source: Components) -> Iterator[None]
     """
     swapped: list[tuple[nn.Module, nn.Parameter]] = []
     try:
-        for module, whole in zip((parts.unet, *parts.text_encoders), (source.unet, *source.text_encoders), strict=True):
+        for module, whole in zip(
+            (parts.denoiser, *parts.text_encoders), (source.denoiser, *source.text_encoders), strict=True
+        ):
             for name, weight in list(packed_weights(module)):
                 layer = module.get_submodule(name.rpartition(".")[0])
                 original = whole.get_submodule(name.replace(".base_layer", "").rpartition(".")[0])

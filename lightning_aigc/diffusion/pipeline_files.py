@@ -105,8 +105,8 @@ def single_file_tensors(
     def tensors_of(name: str, module: nn.Module) -> dict[str, DeferredTensor]:
         return deferred(module, dtype, None if name in trained else source / name)
 
-    unet = tensors_of("unet", parts.unet)
-    layers = parts.unet.config.layers_per_block
+    unet = tensors_of("unet", parts.denoiser)
+    layers = parts.denoiser.config.layers_per_block
     if not isinstance(layers, int):
         raise ModelError(f"a single file holds U-Nets of as many layers in each block, got layers_per_block={layers}")
     for name, new in unet_names(unet, layers).items():

@@ -13,6 +13,7 @@ import torch
 from diffusers import (
     ControlNetModel,
     DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
     StableDiffusionControlNetPipeline,
     StableDiffusionXLControlNetPipeline,
 )
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.errors import SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 
@@ -94,9 +96,12 @@ class Control:
 def make_pipeline(
     parts: Components, schedule_config: Mapping[str, Any], controlnet: ControlNetModel | None = None
 ) -> Any:
-    """Diffusers' pipeline around these components, with a DDIM scheduler."""
+    """Diffusers' pipeline around these components, with a DDIM scheduler, or a transformer's own."""
+    if parts.family in FAMILIES:
+        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(schedule_config)
+        return FAMILIES[parts.family].make_pipeline(parts, scheduler)
     modules = {
-        "unet": parts.unet,
+        "unet": parts.denoiser,
         "vae": parts.vae,
         "text_encoder": parts.text_encoders[0],
         "tokenizer": parts.tokenizers[0],
@@ -136,13 +141,13 @@ def generate(
 
     Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
     """
-    networks = [parts.unet, *parts.text_encoders] + ([control.controlnet] if control is not None else [])
+    networks = [parts.denoiser, *parts.text_encoders] + ([control.controlnet] if control is not None else [])
     pipeline = make_pipeline(parts, schedule_config, control.controlnet if control is not None else None)
     dtypes = {p.dtype for m in networks for p in m.parameters() if p.is_floating_point()}
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes) > 1)
     if batch_size is None:
-        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // int(parts.unet.config.sample_size) ** 2))
+        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // int(parts.denoiser.config.sample_size) ** 2))
     time_limit.begin(len(prompts), batch_size, num_inference_steps)
     pictures = []
     modules_used = (parts.vae, *networks)
@@ -160,7 +165,9 @@ def generate(
                 ).images  # fmt: skip
             # The pipeline would decode under autocast in half precision, which gives black pictures.
             with float32_region(device):
-                decoded = parts.vae.decode((latents / parts.vae.config.scaling_factor).to(parts.vae.dtype)).sample
+                config = parts.vae.config
+                unscaled = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0.0)
+                decoded = parts.vae.decode(unscaled.to(parts.vae.dtype)).sample
             pictures.append(decoded.float().div(2).add(0.5).clamp(0, 1).cpu())
     return torch.cat(pictures)
 

@@ -56,7 +56,7 @@ class StableDiffusionLoRA(UNetTraining):
         super().adapt(parts)
         args = self.args
         options = {"dropout": args.lora_dropout, "use_dora": args.use_dora, "use_rslora": args.use_rslora}
-        parts.unet.add_adapter(lora_config(args.lora_targets, args.rank, self.lora_alpha, **options))
+        parts.denoiser.add_adapter(lora_config(args.lora_targets, args.rank, self.lora_alpha, **options))
         if args.train_text_encoder:
             targets = [t for t in args.lora_targets if t != "convolutions"] or ["attention"]
             for encoder in parts.text_encoders:
@@ -82,7 +82,7 @@ class StableDiffusionLoRA(UNetTraining):
         encoders = tuple(self.text_encoders)
         with self.averaged_weights(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*DoRA.*", category=UserWarning)  # the second file is exact
-            save_lora(path, unet=parts.unet, text_encoders=encoders, metadata=described)
+            save_lora(path, unet=parts.denoiser, text_encoders=encoders, metadata=described)
             if args.use_dora:  # ComfyUI and A1111 approximate DoRA; diffusers' layout is exact
                 exact = Path(path).with_suffix(".diffusers.safetensors")
-                save_lora(exact, unet=parts.unet, text_encoders=encoders, metadata=described, layout="diffusers")
+                save_lora(exact, unet=parts.denoiser, text_encoders=encoders, metadata=described, layout="diffusers")

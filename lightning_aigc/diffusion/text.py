@@ -1,4 +1,4 @@
-"""Encode prompts to the embeddings that condition a U-Net, as diffusers' pipelines do.
+"""Encode prompts to the embeddings that condition a denoiser, as diffusers' pipelines do.
 
 Legend: B batch, T tokens, D width, P pooled width.
 """
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.families import FAMILIES
 
 
 def encode_prompts(parts: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-    """Encode to `prompt_embeds` [B, T, D], for SDXL also `pooled_prompt_embeds` [B, P]; truncates at T tokens."""
+    """Encode to `prompt_embeds` [B, T, D], and `pooled_prompt_embeds` [B, P] but for SD 1.x and 2.x; truncates at T."""
+    if parts.family in FAMILIES:
+        return FAMILIES[parts.family].encode_prompts(parts, prompts, device)
     hidden_states, pooled = [], None
     for tokenizer, encoder in zip(parts.tokenizers, parts.text_encoders, strict=True):
         encoder = encoder.to(device)

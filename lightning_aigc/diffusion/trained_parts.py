@@ -17,7 +17,7 @@ KEY = "model.init_args.trained_parts"
 def named_parts(parts: Components) -> dict[str, nn.Module]:
     """The parts that can be trained, by the pipeline's names: unet, text_encoder, and for SDXL text_encoder_2."""
     names = ("text_encoder", "text_encoder_2")
-    return {"unet": parts.unet} | dict(zip(names, parts.text_encoders, strict=False))
+    return {"unet": parts.denoiser} | dict(zip(names, parts.text_encoders, strict=False))
 
 
 def check_patterns(patterns: Sequence[str]) -> None:

@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision import attention_blocks, convolution_blocks, feed_forward_blocks, transformer_blocks
+from lightning_aigc.precision import (
+    attention_blocks,
+    convolution_blocks,
+    feed_forward_blocks,
+    transformer_blocks,
+    whole_blocks,
+)
 from lightning_aigc.precision.arguments import protection_within
 from lightning_aigc.precision.attention_blocks import ATTENTION
 from lightning_aigc.precision.block_options import FEED_FORWARD, RESNET, TRANSFORMER, TRANSFORMER_BLOCK
@@ -33,7 +39,7 @@ SEQUENTIAL = "torch.nn.modules.container.Sequential"
 KERNELS = ("group_norm_silu", "geglu")
 COVERED = (
     "diffusers' ResnetBlock2D, Transformer2DModel, BasicTransformerBlock, Attention and FeedForward, frozen Conv2d, "
-    "and Sequential with GroupNorm, SiLU and Conv2d in a row"
+    "and Sequential with GroupNorm, SiLU and Conv2d in a row; at level max also the blocks of diffusion transformers"
 )
 
 
@@ -116,6 +122,14 @@ TABLE: dict[str, Row] = {
     ),
 }
 """Rows by the dotted name of a module's exact class. Each call of a swapped module is checked again."""
+WHOLE_BLOCK = Row(
+    lambda module: None,
+    whole_blocks.whole_block,
+    lambda module: 1 / whole_blocks.width_of(module),
+    whole_blocks.NATIVE_UNITS,
+    {"max": 1},
+)
+"""The row of a transformer's block at level max."""
 
 
 @dataclass
@@ -219,7 +233,7 @@ def swap_forwards(
     choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density, planner=planner)
     native = kept = 0.0
     outer_is_swapped: dict[nn.Module, bool] = {}
-    for name, module, row in _candidates(model):
+    for name, module, row in _candidates(model, memory):
         kind, reason = own_class(module).__name__, ""
         try:
             if "forward" in module.__dict__:
@@ -277,10 +291,11 @@ def _parts_of(module: nn.Module) -> set[nn.Module]:
     return set() if class_path(module) == TRANSFORMER else set(module.modules()) - {module}
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
-    """Yield the modules of the table, outermost first, without trained convolutions."""
+def _candidates(model: nn.Module, memory: Memory) -> Iterator[tuple[str, Any, Row]]:
+    """Yield the modules of the table and the blocks to run again, outermost first, without trained convolutions."""
+    whole = set(_whole_blocks(model)) if memory == "max" else set()
     for name, module in named_modules(model):
-        row = TABLE.get(class_path(module))
+        row = WHOLE_BLOCK if module in whole else TABLE.get(class_path(module))
         if row is None:
             continue
         if class_path(module) == CONV2D and any(p.requires_grad for p in module.parameters()):
@@ -288,6 +303,12 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
         if class_path(module) == SEQUENTIAL and not any(type(layer) is nn.GroupNorm for layer in module.children()):
             continue
         yield name, module, row
+
+
+def _whole_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of diffusion transformers that have no row in the table."""
+    for _, module in whole_blocks.whole_blocks(model, (RESNET, TRANSFORMER, TRANSFORMER_BLOCK)):
+        yield module
 
 
 def _install(module: nn.Module, forward: Callable[..., Any], choices: Choices, swapped: Swapped) -> None:
@@ -301,6 +322,8 @@ def _recompute_blocks(model: nn.Module) -> None:
     """Mark the blocks to recompute: ResNet blocks, transformers of one block, else each transformer block."""
     inside: set[nn.Module] = set()
     module: Any
+    for module in _whole_blocks(model):
+        _recompute(module)
     for module in model.modules():
         if choices_of(module).memory == "off":
             continue

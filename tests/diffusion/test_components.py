@@ -43,14 +43,14 @@ def refusal(name: Path | str) -> str:
 def test_the_embedded_pipeline_loads_frozen_and_in_eval_mode() -> None:
     parts = load_components("embedded:sd")
     assert parts.family == "sd" and len(parts.text_encoders) == len(parts.tokenizers) == 1
-    for module in (parts.unet, parts.vae, *parts.text_encoders):
+    for module in (parts.denoiser, parts.vae, *parts.text_encoders):
         assert not module.training
         assert not any(p.requires_grad for p in module.parameters())
 
 
 def test_the_autoencoder_keeps_its_own_dtype() -> None:
-    parts = load_components("embedded:sd", unet_dtype=torch.bfloat16)
-    assert parts.unet.dtype == parts.text_encoders[0].dtype == torch.bfloat16
+    parts = load_components("embedded:sd", denoiser_dtype=torch.bfloat16)
+    assert parts.denoiser.dtype == parts.text_encoders[0].dtype == torch.bfloat16
     assert parts.vae.dtype == torch.float32
 
 

@@ -93,7 +93,7 @@ def test_the_controlnet_alone_is_trained_and_diffusers_draws_the_same_picture(
     assert same(trained, cloned(saved)) and not same(start, trained)
     extra = {} if family == "sdxl" else {"safety_checker": None}
     pipeline = kind.from_pretrained(source, controlnet=saved, **extra)
-    assert same(cloned(pipeline.unet), {k: v.float() for k, v in cloned(module.components.unet).items()}) or (
+    assert same(cloned(pipeline.unet), {k: v.float() for k, v in cloned(module.components.denoiser).items()}) or (
         precision != "32-true"
     )
     if precision == "32-true":

@@ -70,12 +70,12 @@ def dtypes_in(path: Path) -> set[torch.dtype]:
 def make_lora(path: Path, base: Path) -> Path:
     parts = load_components(str(base))
     torch.manual_seed(5)
-    parts.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    parts.denoiser.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
     text = []
     if parts.family == "sd":
         text = [make_text_encoder()]
         text[0].add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    return save_lora(path, unet=parts.unet, text_encoders=text)
+    return save_lora(path, unet=parts.denoiser, text_encoders=text)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -55,7 +55,7 @@ def test_a_random_model_fits_no_prediction_type_much_better_than_another() -> No
     torch.manual_seed(0)
     module = StableDiffusionLoRA("embedded:sd", rank=4)
     parts = module.loaded()
-    for layer in parts.unet.modules():
+    for layer in parts.denoiser.modules():
         reset = getattr(layer, "reset_parameters", None)
         if callable(reset):
             reset()

@@ -105,7 +105,7 @@ def test_only_the_parts_that_were_named_are_trained(
     module = StableDiffusionFineTuning(sd, trained_parts=patterns, **QUICK)
     module.configure_model()
     assert module.components is not None
-    parts = {"unet": module.components.unet, "text_encoders.0": module.components.text_encoders[0]}
+    parts = {"unet": module.components.denoiser, "text_encoders.0": module.components.text_encoders[0]}
     before = {f"{part}.{n}": p.detach().clone() for part, m in parts.items() for n, p in m.named_parameters()}
     chosen = trained(module)
     assert {name[: name.index(".") + 1] for name in chosen} == wanted
@@ -163,7 +163,7 @@ def test_what_is_trained_starts_from_every_pretrained_bit(
     fit(module, tmp_path, precision=precision)  # warm-up: the first step's rate is zero
     assert module.components is not None
     pretrained = StableDiffusionPipeline.from_pretrained(sd, safety_checker=None).unet.state_dict()
-    assert same(pretrained, dict(module.components.unet.state_dict()))
+    assert same(pretrained, dict(module.components.denoiser.state_dict()))
     assert module.components.text_encoders[0].dtype == frozen
     assert bool(torch.isfinite(module.sample(["a red cup"], [0])).all())
 
@@ -188,7 +188,7 @@ def test_the_folder_and_the_single_file_load_in_diffusers_with_equal_bits(
     )
     parts = module.loaded()
     with module.averaged_weights():
-        unet = {name: tensor.clone() for name, tensor in parts.unet.state_dict().items()}
+        unet = {name: tensor.clone() for name, tensor in parts.denoiser.state_dict().items()}
         encoders = [dict(encoder.state_dict()) for encoder in parts.text_encoders]
         for got in (folder, single):
             assert same(unet, dict(got.unet.state_dict()))
@@ -197,7 +197,7 @@ def test_the_folder_and_the_single_file_load_in_diffusers_with_equal_bits(
                 assert same(wanted, dict(getattr(got, name).state_dict()))
             assert same(dict(before.vae.state_dict()), dict(got.vae.state_dict()))
     assert not same(dict(before.unet.state_dict()), unet)
-    assert not same(unet, dict(parts.unet.state_dict()))  # the file has the average
+    assert not same(unet, dict(parts.denoiser.state_dict()))  # the file has the average
 
 
 def test_files_can_be_saved_in_half_precision(sd: str, tmp_path: Path) -> None:

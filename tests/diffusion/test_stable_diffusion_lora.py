@@ -104,7 +104,7 @@ def trained(module: StableDiffusionLoRA) -> dict[str, Tensor]:
 def frozen(module: StableDiffusionLoRA) -> dict[str, Tensor]:
     assert module.components is not None
     parts = module.components
-    named = {"unet": parts.unet, "vae": parts.vae} | {f"text {i}": e for i, e in enumerate(parts.text_encoders)}
+    named = {"unet": parts.denoiser, "vae": parts.vae} | {f"text {i}": e for i, e in enumerate(parts.text_encoders)}
     return {
         f"{part}.{name}": tensor.detach().clone()
         for part, model in named.items()
@@ -444,7 +444,7 @@ def test_bf16_mixed_keeps_the_lora_and_the_autoencoder_in_float32(
     fit(module, tmp_path, watch, precision="bf16-mixed")
     assert module.components is not None
     assert {p.dtype for p in module.trainable_parameters()} == {torch.float32}
-    assert module.components.unet.conv_in.weight.dtype == torch.bfloat16
+    assert module.components.denoiser.conv_in.weight.dtype == torch.bfloat16
     assert module.components.vae.dtype == torch.float32
     assert all(math.isfinite(loss) for loss in watch.losses)
     assert bool(torch.isfinite(module.sample(["a red cup"], [0])).all())

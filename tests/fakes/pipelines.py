@@ -11,6 +11,9 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
@@ -111,6 +114,49 @@ def assemble(
         encoder = make_text_encoder(with_projection=True, width=second_width)
         return StableDiffusionXLPipeline(**parts, text_encoder_2=encoder, tokenizer_2=tokenizer)
     return StableDiffusionPipeline(**parts, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+
+
+def make_sd3_pipeline(folder: Path, shift: float = 3.0, blocks: int = 2) -> Path:
+    """Save a Stable Diffusion 3 pipeline without T5; returns its folder."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    encoders = [make_text_encoder(with_projection=True, width=width) for width in (16, 24)]
+    StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=SIDE // 2,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=blocks,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=48,
+            caption_projection_dim=64,
+            pooled_projection_dim=32,
+            pos_embed_max_size=16,
+            qk_norm="rms_norm",
+            dual_attention_layers=(0,),
+        ),
+        vae=AutoencoderKL(
+            block_out_channels=(8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=4,
+            latent_channels=4,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
+        text_encoder=encoders[0],
+        text_encoder_2=encoders[1],
+        text_encoder_3=None,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        tokenizer_3=None,
+    ).save_pretrained(folder)
+    return folder
 
 
 def make_batch(

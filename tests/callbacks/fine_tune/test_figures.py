@@ -87,7 +87,7 @@ def test_copies_need_two_training_pictures_that_differ() -> None:
 
 def test_layers_that_diverged_or_never_moved_have_no_rank() -> None:
     module = StableDiffusionLoRA("embedded:sd", rank=4)
-    unet = module.loaded().unet
+    unet = module.loaded().denoiser
     assert effective_ranks(unet) == {}  # B is zero
     layers = [m for m in unet.modules() if isinstance(getattr(m, "lora_B", None), nn.ModuleDict)]
     with torch.no_grad():

@@ -1,0 +1,132 @@
+"""FlowObjective: flow matching, where a model predicts the velocity from the picture to the noise.
+
+A noisy latent is (1 - sigma) x latent + sigma x noise, its timestep 1000 sigma. `compute_density_for_timestep_sampling`
+and `compute_loss_weighting_for_sd3` of diffusers draw and weight; sigmas come from a table on the latents' device, so
+that no step waits for one.
+Source: Esser et al., Scaling Rectified Flow Transformers, arXiv:2403.03206, section 3.1.
+
+Legend: B batch, C channels, H and W latent height and width, S steps of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from torch import Tensor
+
+from lightning_aigc.diffusion.evaluation import SeededNoise
+from lightning_aigc.errors import ModelError
+
+TimestepSampling = Literal["uniform", "logit_normal", "mode"]
+FlowLossWeighting = Literal["none", "sigma_sqrt", "sigma_squared", "cosmap"]
+QUARTERS = 4
+DRAWS = 100_000
+
+
+class FlowObjective:
+    """Draws timesteps, mixes noise, and gives the target and weight of each example.
+
+    Args:
+        scheduler_config: of the pipeline's FlowMatchEulerDiscreteScheduler.
+        flow_shift: moves timesteps towards the noise, as sampling does: `auto` is the scheduler's own.
+        timestep_sampling, loss_weighting, logit_mean, logit_std, mode_scale: see `TransformerTraining`.
+        patch_size: latent pixels to a side of a token; schedulers with a dynamic shift count tokens.
+    """
+
+    def __init__(
+        self,
+        scheduler_config: Mapping[str, Any],
+        *,
+        timestep_sampling: TimestepSampling = "logit_normal",
+        loss_weighting: FlowLossWeighting = "none",
+        flow_shift: float | Literal["auto"] = "auto",
+        logit_mean: float = 0.0,
+        logit_std: float = 1.0,
+        mode_scale: float = 1.29,
+        patch_size: int = 2,
+    ) -> None:
+        own: dict[str, Any] = {} if flow_shift == "auto" else {"shift": flow_shift, "use_dynamic_shifting": False}
+        self.schedule = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config, **own)
+        self.num_train_timesteps = int(self.schedule.config.num_train_timesteps)
+        self.timestep_sampling, self.loss_weighting = timestep_sampling, loss_weighting
+        self.logit_mean, self.logit_std, self.mode_scale = logit_mean, logit_std, mode_scale
+        self.patch_size = patch_size
+        self._sigmas: dict[tuple[int, torch.device], Tensor] = {}
+
+    # Timesteps -------------------------------------------------------------------------------------------------------
+
+    def draw_timesteps(self, latents_BCHW: Tensor) -> Tensor:
+        """A timestep of each example, float32 [B] in 0..1000, on the latents' device."""
+        device = latents_BCHW.device
+        scheme = "none" if self.timestep_sampling == "uniform" else self.timestep_sampling
+        drawn_B = compute_density_for_timestep_sampling(
+            scheme, len(latents_BCHW), self.logit_mean, self.logit_std, self.mode_scale, device=device
+        )
+        return self._timesteps_at(drawn_B * self.num_train_timesteps, latents_BCHW)
+
+    def timesteps_in_part(self, noise: SeededNoise, part: int, parts: int, latents_BCHW: Tensor) -> Tensor:
+        """A timestep of each example, float32 [B], in the given one of `parts` equal parts of the schedule."""
+        count = self.num_train_timesteps
+        return self._timesteps_at(noise.timesteps(parts - 1 - part, parts, count).to(latents_BCHW.device), latents_BCHW)
+
+    def _timesteps_at(self, places_B: Tensor, latents_BCHW: Tensor) -> Tensor:
+        table_S = self._sigma_table(latents_BCHW)
+        return table_S[places_B.long().clamp(0, len(table_S) - 1)] * self.num_train_timesteps
+
+    def _sigma_table(self, latents_BCHW: Tensor) -> Tensor:
+        """The shifted sigmas [S], from noise to picture, of latents of this size."""
+        config = self.schedule.config
+        height, width = latents_BCHW.shape[-2:]
+        tokens = (height // self.patch_size) * (width // self.patch_size) if config.use_dynamic_shifting else 0
+        key = tokens, latents_BCHW.device
+        if key not in self._sigmas:
+            sigmas_S = self.schedule.sigmas[: self.num_train_timesteps].float()
+            if tokens:
+                slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+                mu = config.base_shift + slope * (tokens - config.base_image_seq_len)
+                sigmas_S = self.schedule.time_shift(mu, 1.0, sigmas_S)
+            self._sigmas[key] = sigmas_S.to(latents_BCHW.device)
+        return self._sigmas[key]
+
+    def density(self, latents_BCHW: Tensor) -> str:
+        """The shares of training steps in each quarter of 0..1000, as one line for people."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            drawn = self.draw_timesteps(latents_BCHW[:1].cpu().expand(DRAWS, -1, -1, -1))
+        shares = torch.histc(drawn, QUARTERS, 0, self.num_train_timesteps) / DRAWS
+        width = self.num_train_timesteps // QUARTERS
+        parts = (f"{100 * share:.0f} % in {i * width}..{(i + 1) * width}" for i, share in enumerate(shares.tolist()))
+        return f"timesteps: {self.timestep_sampling}, {', '.join(parts)} (1000 is pure noise)"
+
+    # Loss ------------------------------------------------------------------------------------------------------------
+
+    def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
+        sigmas_B111 = self._sigmas_of(timesteps_B)
+        return (1.0 - sigmas_B111) * latents_BCHW + sigmas_B111 * noise_BCHW
+
+    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, timesteps_B: Tensor) -> Tensor:
+        """The velocity, from the picture to the noise."""
+        return noise_BCHW - latents_BCHW
+
+    def weights(self, timesteps_B: Tensor) -> Tensor:
+        """The loss weight of each example, float32 [B]."""
+        sigmas_B = self._sigmas_of(timesteps_B).flatten()
+        if self.loss_weighting == "sigma_squared":
+            return sigmas_B.square()
+        weights_B: Tensor = compute_loss_weighting_for_sd3(self.loss_weighting, sigmas_B)
+        return weights_B
+
+    def _sigmas_of(self, timesteps_B: Tensor) -> Tensor:
+        return (timesteps_B / self.num_train_timesteps)[:, None, None, None]
+
+
+def check_flow(args: Any) -> None:
+    """Check the arguments of flow matching. Raises: ModelError naming the first that cannot be."""
+    if args.flow_shift != "auto" and not 0 < float(args.flow_shift) < float("inf"):
+        raise ModelError(f"model.init_args.flow_shift must be auto or a number above 0, got {args.flow_shift}")
+    if not 0 < args.logit_std < float("inf"):
+        raise ModelError(f"model.init_args.logit_std must be above 0 and finite, got {args.logit_std}")
