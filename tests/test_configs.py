@@ -14,6 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from fakes.pipelines import make_sd3_pipeline
 from lightning_aigc.cli import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -25,6 +26,7 @@ WANTED = {
     "sd_lora_ascend",
     "sd_lora_cluster",
     "sdxl_lora",
+    "sd3_lora",
     "sd_qlora_4gb",
     "sdxl_qlora_6gb",
     "sd_full",
@@ -143,15 +145,21 @@ def never(*_: Any, **__: Any) -> None:
 @pytest.mark.filterwarnings("ignore")  # what Lightning says about precisions and loaders
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_edited_config_passes_a_dry_run_on_the_embedded_model(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning"])
+    is_transformer = load(path)["model"]["class_path"] == "DiffusionLoRA"
+    base = str(make_sd3_pipeline(tmp_path_factory.mktemp("sd3"))) if is_transformer else "embedded:sd"
     for number in range(4):
         Image.new("RGB", (64, 64), (60 * number, 90, 200)).save(tmp_path / f"{number}.png")
         (tmp_path / f"{number}.txt").write_text("a zorp mug")
     mine = {
         "trainer": {"accelerator": "cpu", "devices": 1, "default_root_dir": str(tmp_path / "run")},
-        "model": {"init_args": {"pretrained_model_name_or_path": "embedded:sd"}},
+        "model": {"init_args": {"pretrained_model_name_or_path": base}},
         "data": {"init_args": {"train_data_dir": str(tmp_path), "class_data_dir": None, "resolution": 64}},
     }
     mine["data"]["init_args"] |= {"trigger_word": "zorp", "cache_dir": str(tmp_path / "cache"), "num_workers": 0}

@@ -22,7 +22,12 @@ NAMES = {
         "Snapshot", "SnapshotCheckpointIO", "SnapshotWriter", "find_snapshots", "newest_complete", "pack", "unpack",
     ],
     "lightning_aigc.data": ["DataReport", "EncodedImageData", "Encoder", "ImageCaptionData"],
-    "lightning_aigc.diffusion": ["ControlNetTraining", "StableDiffusionFineTuning", "StableDiffusionLoRA"],
+    "lightning_aigc.diffusion": [
+        "ControlNetTraining",
+        "DiffusionLoRA",
+        "StableDiffusionFineTuning",
+        "StableDiffusionLoRA",
+    ],
     "lightning_aigc.gradient_sync": ["GradientCompressor", "SyncError", "SyncOptions"],
     "lightning_aigc.metrics": ["CLIPSimilarity", "EdgeFidelity", "canny", "clip_similarity", "edge_magnitude"],
     "lightning_aigc.precision": ["FusedBackwardPrecision"],
