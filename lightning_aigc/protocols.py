@@ -5,7 +5,7 @@ Each is checked with `isinstance`, by attribute names only; a class need not inh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -45,6 +45,32 @@ class EncodesCaptions(Protocol):
 
     def encode_captions(self, captions: Sequence[str]) -> Mapping[str, Tensor]:
         """Return embeddings by batch key, among them `prompt_embeds` [B, T, D]."""
+        ...
+
+
+@runtime_checkable
+class CachesCaptions(Protocol):
+    """A data module whose batches have captions' embeddings."""
+
+    @property
+    def caches_captions(self) -> bool:
+        """Whether they have them in this run."""
+        ...
+
+    def cache_captions(self, encoder: Any, trainer: Any) -> Callable[[str], Mapping[str, Tensor] | None]:
+        """Encode all captions with a `data.Encoder`, before there is a model. Collective.
+
+        Returns: what finds a caption's embeddings; None for one that is not cached.
+        """
+        ...
+
+
+@runtime_checkable
+class DrawsPrompts(Protocol):
+    """A callback that draws pictures."""
+
+    def prompts_drawn(self, trainer: Any) -> Sequence[str]:
+        """Return the prompts that it will draw, which are encoded while the text encoders are in memory."""
         ...
 
 
@@ -102,7 +128,8 @@ class SavesModel(Protocol):
 class ProtectsGradients(Protocol):
     """Names modules whose gradients stay dense and in full precision through every lossy path.
 
-    FusedBackwardPrecision, the npu_sparse strategy and `base_quantization` add them to their own lists.
+    FusedBackwardPrecision, the npu_sparse strategy, ZeROStrategy between nodes and `base_quantization` add them to
+    their own lists.
     """
 
     protected_gradients: Sequence[str]

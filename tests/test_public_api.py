@@ -47,7 +47,8 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "AddsToReport", "BringsSnapshots", "CountsWrittenFiles", "DeclaresSnapshotArguments", "DescribesTrainingData",
+        "AddsToReport", "BringsSnapshots", "CachesCaptions", "CountsWrittenFiles", "DeclaresSnapshotArguments",
+        "DescribesTrainingData", "DrawsPrompts",
         "EncodesCaptions", "HasAveragedWeights", "HasDeferredSnapshotKeys", "HasExampleBatch", "HasHeldOutBatches",
         "HasImageRemedies", "HasNoiseSchedule", "HasOutputName", "HasPackedBase", "HasPipelineParts",
         "HasReferenceImages", "HasShardedTensors", "HasSnapshotState", "HasTrainBatchSize", "HasValidationPrompts",

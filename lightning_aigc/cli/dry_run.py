@@ -44,7 +44,7 @@ class DryRun(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         parts: Any = pl_module.components if isinstance(pl_module, HasPipelineParts) else None
         if parts is not None and isinstance(data, HasReferenceImages):
-            print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED))))
+            print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED), parts.family)))
         objective = getattr(pl_module, "objective", None)
         if isinstance(objective, FlowObjective) and isinstance(data, HasExampleBatch):
             module: Any = pl_module

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli.plan_model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
+from lightning_aigc.cli.plan_zero import STAGES, Sharing, zero_strategy
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.modes import AUTO_MODES, AVERAGE_BITS, DEFAULT_MODE, MODES, worthwhile_mode
 from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, Job, Links, Shape
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.sharding.stored_bytes import StoredBytes, stored_bytes
 
 LARGER_BUCKETS_MB = (50, 100, 200)
-STAGES = {"zero_1": 1, "zero_2": 2, "zero_3": 3}
 WORTH_SAYING = 0.01
 """Of efficiency, for a line on larger buckets."""
 DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("npu", "cuda", "cpu"), help="kind of card (default: the config's)")
     parser.add_argument("--efficiency", type=float, help="also print the link and step time that reach it, as 0.927")
     parser.add_argument(
-        "--strategy", choices=tuple(STAGES), help="also print what a rank stores when the model is shared out"
+        "--strategy", choices=tuple(STAGES), help="also print what a rank stores and sends when the model is shared out"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -77,17 +76,17 @@ def run(args: argparse.Namespace) -> int:
     """
     plan = make_plan(args)
     strategy = args.strategy or plan.strategy
-    stored = None if strategy is None else stored_of(strategy, plan)
+    sharing = None if strategy is None else Sharing.of(strategy, plan.job, plan.shape, plan.shapes)
     rows = [row_of(mode, plan, args.efficiency) for mode in modes_of(plan)]
     if args.json:
         about = {"modelled": True, "plan": asdict(plan), "constants": constants(plan), "modes": rows}
-        if stored is not None:
-            about["stored_bytes"] = {"strategy": strategy, **asdict(stored), "total": stored.total}
+        if sharing is not None:
+            about |= sharing.as_json()
         print(json.dumps(about, indent=1))
     else:
         print(as_text(plan, rows, args.efficiency))
-        if stored is not None:
-            print(_stored_line(str(strategy), plan, stored))
+        if sharing is not None:
+            print(sharing.as_text())
     return 0
 
 
@@ -130,32 +129,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         chosen = worthwhile_mode({mode: cost.wire_s + cost.compression_s for mode, cost in costs.items()})
     shapes = () if counted is None else counted.shapes
     return Plan(job, shape, links, step_time_from, source, chosen, is_auto, shapes, zero_strategy(config))
-
-
-def zero_strategy(config: Mapping[str, Any]) -> str | None:
-    """The name of a config's ZeRO strategy; None for any other."""
-    strategy = (config.get("trainer") or {}).get("strategy")
-    if isinstance(strategy, dict) and str(strategy.get("class_path", "")).rpartition(".")[2] == "ZeROStrategy":
-        strategy = f"zero_{(strategy.get('init_args') or {}).get('stage') or 3}"
-    return strategy if isinstance(strategy, str) and strategy in STAGES else None
-
-
-def stored_of(strategy: str, plan: Plan) -> StoredBytes:
-    """What the rank that stores most keeps between steps, with AdamW and float32 weights."""
-    shapes = plan.shapes or ((int(plan.job.trainable),),)  # not counted: as one row of values, cut evenly
-    ranks = plan.shape.ranks
-    of_ranks = (stored_bytes(shapes, STAGES[strategy], ranks, rank) for rank in range(ranks if plan.shapes else 1))
-    return max(of_ranks, key=lambda stored: stored.total)
-
-
-def _stored_line(strategy: str, plan: Plan, stored: StoredBytes) -> str:
-    alone = stored_bytes(plan.shapes or ((int(plan.job.trainable),),), 0, 1).total
-    exact = "to the byte" if plan.shapes else "from the count of parameters alone"
-    return (
-        f"{strategy} on {plan.shape.ranks} ranks stores {stored.total} bytes a rank at most ({exact}): parameters "
-        f"{stored.parameters}, gradients {stored.gradients}, AdamW {stored.states}; {1 - stored.total / alone:.0%} "
-        f"less than ddp's {alone}. Frozen weights and activations come on top."
-    )
 
 
 def modes_of(plan: Plan) -> list[str]:

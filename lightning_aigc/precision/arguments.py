@@ -27,6 +27,7 @@ def check_arguments(
     protect: object,
     strict: object,
     densities: dict[str, Any],
+    offload: object = False,
 ) -> None:
     """Raise ConfigError for the first wrong argument, or for two that exclude each other."""
     _check_choice("precision", precision, get_args(PrecisionName), SHORT_NAMES.get(str(precision)))
@@ -39,6 +40,13 @@ def check_arguments(
             raise ConfigError(f"protect must hold module-name patterns such as 'vae.decoder', got {pattern!r}")
     if not isinstance(strict, bool):
         raise ConfigError(f"strict must be true or false, got {strict!r}")
+    if not isinstance(offload, bool):
+        raise ConfigError(f"offload must be true or false, got {offload!r}")
+    if offload and memory != "max":
+        raise ConfigError(
+            f"offload moves the blocks' inputs, which are what memory='max' keeps, got memory={str(memory)!r};"
+            " set memory='max', or leave offload out"
+        )
     for name, density in densities.items():
         is_number = isinstance(density, (int, float)) and not isinstance(density, bool)
         if not is_number or not 0 < density <= 1:  # written so that NaN fails too

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lightning_aigc.precision import recompute
 from lightning_aigc.precision.attention_blocks import ATTENTION, attention_layers
 from lightning_aigc.precision.feed_forward_blocks import feed_forward_layers
-from lightning_aigc.precision.fused_forward import Keeps
+from lightning_aigc.precision.fused_forward import Keeps, choices_of
 from lightning_aigc.precision.layers import CannotSwapError, class_path
+from lightning_aigc.precision.selective import ALL as EVERYTHING
+from lightning_aigc.precision.selective import Result, Saves
 from lightning_aigc_kernels import Projection
 
 RESNET = "diffusers.models.resnet.ResnetBlock2D"
@@ -24,7 +26,7 @@ TRANSFORMER_BLOCK = "diffusers.models.attention.BasicTransformerBlock"
 TRANSFORMER = "diffusers.models.transformers.transformer_2d.Transformer2DModel"
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 
-ALL = Keeps(*(frozenset({"output", "value", "key", "query"}),) * 2, projection=True)
+ALL = Keeps(*(frozenset({"output", "value", "key", "query"}),) * 2, projection=True, block=Saves(True, EVERYTHING))
 STATISTICS_BYTES = 4
 """Of an attention's softmax, for each query and head, on a CPU and CUDA."""
 
@@ -51,6 +53,8 @@ class _Part(NamedTuple):
 def is_optional(module: nn.Module) -> bool:
     """Whether this swapped module has a choice of what to save."""
     kind = class_path(module)
+    if choices_of(module).is_whole:
+        return True
     return kind in (RESNET, TRANSFORMER_BLOCK, ATTENTION, FEED_FORWARD) or is_one_block_transformer(module)
 
 
@@ -84,6 +88,24 @@ def options_of(module: Any, args: Sequence[Any], kwargs: dict[str, Any], itemsiz
     else:
         tokens = x.shape[1]
     return _block(block, x.shape[0], tokens, _context(args, kwargs), itemsize, around)
+
+
+def options_of_whole(results: Sequence[Result], least_inner: int) -> list[Option]:
+    """The options of a transformer's block that runs again, by what its run made: nothing saved, its attentions, and
+    these with ever more of its first products of that inner dimension."""
+    repeated = sum(result.operations for result in results)
+    found = [Option(None, 0, repeated)]
+    attentions = [result for result in results if result.kind == "attention"]
+    nbytes = sum(result.nbytes for result in attentions)
+    repeated -= sum(result.operations for result in attentions)
+    found.append(Option(Keeps(block=Saves(True)), nbytes, repeated))
+    products = 0
+    for result in results:
+        if result.kind == "product" and result.inner >= least_inner:
+            products, nbytes = products + result.nbytes, nbytes + result.nbytes
+            repeated -= result.operations
+            found.append(Option(Keeps(block=Saves(True, products, least_inner)), nbytes, repeated))
+    return found
 
 
 def _block(block: Any, samples: int, tokens: int, context: Tensor | None, itemsize: int, around: float) -> list[Option]:

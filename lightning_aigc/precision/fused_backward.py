@@ -57,6 +57,8 @@ class FusedBackwardPrecision(Precision):
             Or a budget, for which each block's share is planned from the first step's shapes: {"kept": 0.18}, a share
             of the activations that native autograd saves; {"peak_gb": 6}, GiB of a whole step; "fit", what the device
             has.
+        offload: With memory="max": what the blocks keep for backward, their inputs and long attentions' outputs, waits
+            in host memory, pinned beside an accelerator. The values are the same to the bit.
         protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
             precision under every lossy option.
         strict: Raise at fit start for a supported block, or part of one, that would run its class's forward, and for a
@@ -78,16 +80,18 @@ class FusedBackwardPrecision(Precision):
         strict: bool = False,
         input_grad_density: float = 1.0,
         attention_grad_density: float = 1.0,
+        offload: bool = False,
     ) -> None:
         budget = read_budget(memory)
         if memory is False:
             memory = "off"
         densities = {"input_grad_density": input_grad_density, "attention_grad_density": attention_grad_density}
-        check_arguments(precision, budget or memory, protect, strict, densities)
+        check_arguments(precision, budget or memory, protect, strict, densities, offload)
         self.precision = precision
         self.memory: MemoryLevel | MemoryBudget = budget or memory  # type: ignore[assignment]  # checked above
         self.protect = tuple(protect)
         self.strict = strict
+        self.offload = offload
         self.input_grad_density = float(input_grad_density)
         self.attention_grad_density = float(attention_grad_density)
         self._stock: Precision | None = None
@@ -98,7 +102,8 @@ class FusedBackwardPrecision(Precision):
 
     def __repr__(self) -> str:
         memory = self.memory if isinstance(self.memory, MemoryBudget) else repr(self.memory)
-        return f"{type(self).__name__}(precision={self.precision!r}, memory={memory})"
+        offload = ", offload=True" * self.offload
+        return f"{type(self).__name__}(precision={self.precision!r}, memory={memory}{offload})"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -134,6 +139,7 @@ class FusedBackwardPrecision(Precision):
                 grad_dtype=torch.float16 if self.precision == "bf16-forward-fp16-backward" else None,
                 input_grad_density=self.input_grad_density,
                 attention_grad_density=self.attention_grad_density,
+                offload=self.offload,
             )
         return module
 

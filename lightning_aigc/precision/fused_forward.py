@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.precision.layers import CannotSwapError
+from lightning_aigc.precision.selective import Saves
 
 if TYPE_CHECKING:
     from lightning_aigc.precision.planner import Planner
@@ -31,6 +32,8 @@ class Keeps:
     """Of the attention to the text's."""
     projection: bool = False
     """Whether the feed-forward's first projection is saved."""
+    block: Saves | None = None
+    """What a transformer's block saves that runs again."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Choices:
     """Parts of this module exempt from lossy options, by the fused forward's names for them."""
     keeps: Keeps | None = None
     """What to save in place of what `memory` says."""
+    is_whole: bool = False
+    """Whether this module is a transformer's block that no fused forward serves."""
+    offload: bool = False
+    """Whether what a block that runs again keeps waits in host memory."""
     planner: Planner | None = None
     """Chooses `recomputes` and `keeps` for each call, to a budget."""
 

@@ -30,7 +30,7 @@ from lightning_aigc.precision.block_call import (
     signature_of,
     storages_in,
 )
-from lightning_aigc.precision.block_options import ALL, is_optional, options_of
+from lightning_aigc.precision.block_options import ALL, is_optional, options_of, options_of_whole
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.footprint import available, besides_activations, int8_would_save
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Keeps, choices_of, handed_to
@@ -41,6 +41,8 @@ from lightning_aigc.precision.saved_tensors import (
     owned_by,
     tensors_in,
 )
+from lightning_aigc.precision.selective import Result, counted
+from lightning_aigc.precision.whole_blocks import least_inner
 from lightning_aigc.precision.window import COUNTED, Call, Plan, Signature, Window, operations_of_a_step
 
 WORTH_SAYING = 0.01
@@ -222,7 +224,12 @@ class Planner:
         if key in window.calls:
             window.calls[key].times += 1
             return call.run(choices, inside=True)
-        options = options_of(call.module, call.args, call.kwargs, compute_dtype(call.arguments).itemsize)
+        if choices.is_whole:
+            results: list[Result] = []
+            saved_apart(window, call, lambda: results.extend(counted(call.own_forward, COUNTED)))
+            options = options_of_whole(results, least_inner(tensors_in(call.arguments)))
+        else:
+            options = options_of(call.module, call.args, call.kwargs, compute_dtype(call.arguments).itemsize)
         full = max(options, key=lambda option: option.saved_bytes)
 
         def saving(keeps: Keeps) -> int:

@@ -39,7 +39,7 @@ SEQUENTIAL = "torch.nn.modules.container.Sequential"
 KERNELS = ("group_norm_silu", "geglu")
 COVERED = (
     "diffusers' ResnetBlock2D, Transformer2DModel, BasicTransformerBlock, Attention and FeedForward, frozen Conv2d, "
-    "and Sequential with GroupNorm, SiLU and Conv2d in a row; at level max also the blocks of diffusion transformers"
+    "Sequential with GroupNorm, SiLU and Conv2d in a row, and the blocks of diffusion transformers"
 )
 
 
@@ -127,9 +127,9 @@ WHOLE_BLOCK = Row(
     whole_blocks.whole_block,
     lambda module: 1 / whole_blocks.width_of(module),
     whole_blocks.NATIVE_UNITS,
-    {"max": 1},
+    {"balanced": 10, "lean": 4, "max": 1},
 )
-"""The row of a transformer's block at level max."""
+"""The row of a transformer's block."""
 
 
 @dataclass
@@ -146,6 +146,8 @@ class Swapped:
     strict: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device that the ops will run on, as far as known."""
+    offload: bool = False
+    """Whether what blocks keep waits in host memory."""
     planner: Planner | None = None
     """With a budget in place of a level."""
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
@@ -185,6 +187,7 @@ class Swapped:
             line = f"memory={self._asked}: swapped {swapped} of {swapped + left} blocks ({kinds})"
             if self.planner is None:
                 line += f", keeping about {1 - self.saving:.0%} of their activations"
+                line += ", inputs in host memory" * self.offload
             else:
                 line += ", the first step keeping the least"
             line += f"; {kernels_on(self.device)}"
@@ -215,6 +218,7 @@ def swap_forwards(
     grad_dtype: torch.dtype | None = None,
     input_grad_density: float = 1.0,
     attention_grad_density: float = 1.0,
+    offload: bool = False,
 ) -> Swapped:
     """Swap a fused forward into every module of the table, in place.
 
@@ -225,21 +229,23 @@ def swap_forwards(
     planner = None
     if isinstance(memory, MemoryBudget):  # without a plan a block saves what it saves at the level "max"
         planner, memory = Planner(memory, model), "max"
-    swapped = Swapped(memory, strict=strict, planner=planner)
+    swapped = Swapped(memory, strict=strict, planner=planner, offload=offload)
     swapped.set_device(next((p.device for p in model.parameters()), swapped.device))
     if memory == "off":
         return swapped
     protected = _names_to_protect(model, protection_within(model, protect))
-    choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density, planner=planner)
+    choices = Choices(memory, grad_dtype, input_grad_density, attention_grad_density, offload=offload, planner=planner)
     native = kept = 0.0
     outer_is_swapped: dict[nn.Module, bool] = {}
-    for name, module, row in _candidates(model, memory):
+    run_again: set[nn.Module] = set()
+    for name, module, row in _candidates(model):
         kind, reason = own_class(module).__name__, ""
         try:
             if "forward" in module.__dict__:
                 raise CannotSwapError("its forward was replaced before")
             row.check(module)
-            _install(module, row.forward, _choices_for(name, module, row, choices, protected), swapped)
+            chosen = _choices_for(name, module, row, choices, protected)
+            _install(module, row.forward, dataclasses.replace(chosen, is_whole=row is WHOLE_BLOCK), swapped)
             row.check_now(module)
         except CannotSwapError as refusal:
             reason = str(refusal)
@@ -250,10 +256,11 @@ def swap_forwards(
         before, after = (row.unit(module) * units for units in (row.native_units, row.kept_units[memory]))
         if module not in outer_is_swapped:
             outer_is_swapped |= dict.fromkeys(_parts_of(module), not reason)
+            run_again |= _parts_of(module) if memory == "max" or row is WHOLE_BLOCK else set()
             native, kept = native + before, kept + (before if reason else after)
             if not reason:
                 swapped.blocks[kind] += 1
-        elif reason and outer_is_swapped[module] and memory != "max":  # max recomputes whole blocks in any case
+        elif reason and outer_is_swapped[module] and module not in run_again:
             kept += before - after
     if memory == "max":
         _recompute_blocks(model)
@@ -291,9 +298,9 @@ def _parts_of(module: nn.Module) -> set[nn.Module]:
     return set() if class_path(module) == TRANSFORMER else set(module.modules()) - {module}
 
 
-def _candidates(model: nn.Module, memory: Memory) -> Iterator[tuple[str, Any, Row]]:
-    """Yield the modules of the table and the blocks to run again, outermost first, without trained convolutions."""
-    whole = set(_whole_blocks(model)) if memory == "max" else set()
+def _candidates(model: nn.Module) -> Iterator[tuple[str, Any, Row]]:
+    """Yield the modules of the table and transformers' blocks, outermost first, without trained convolutions."""
+    whole = {module for _, module in whole_blocks.whole_blocks(model, (RESNET, TRANSFORMER, TRANSFORMER_BLOCK))}
     for name, module in named_modules(model):
         row = WHOLE_BLOCK if module in whole else TABLE.get(class_path(module))
         if row is None:
@@ -303,12 +310,6 @@ def _candidates(model: nn.Module, memory: Memory) -> Iterator[tuple[str, Any, Ro
         if class_path(module) == SEQUENTIAL and not any(type(layer) is nn.GroupNorm for layer in module.children()):
             continue
         yield name, module, row
-
-
-def _whole_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of diffusion transformers that have no row in the table."""
-    for _, module in whole_blocks.whole_blocks(model, (RESNET, TRANSFORMER, TRANSFORMER_BLOCK)):
-        yield module
 
 
 def _install(module: nn.Module, forward: Callable[..., Any], choices: Choices, swapped: Swapped) -> None:
@@ -322,8 +323,6 @@ def _recompute_blocks(model: nn.Module) -> None:
     """Mark the blocks to recompute: ResNet blocks, transformers of one block, else each transformer block."""
     inside: set[nn.Module] = set()
     module: Any
-    for module in _whole_blocks(model):
-        _recompute(module)
     for module in model.modules():
         if choices_of(module).memory == "off":
             continue

@@ -1,25 +1,33 @@
-"""Blocks that no fused forward serves run again in backward, whole: diffusion transformers of any family.
+"""Blocks that no fused forward serves run again in backward: diffusion transformers of any family.
 
-A diffusers model names its blocks in `_repeated_blocks` or `_no_split_modules`.
+A block runs again whole at level max; at lean and balanced the results of its attentions and of its first, or all,
+matrix products are saved. A diffusers model names its blocks in `_repeated_blocks` or `_no_split_modules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_aigc.precision import recompute
-from lightning_aigc.precision.fused_forward import choices_of
-from lightning_aigc.precision.layers import CannotSwapError, class_path
-from lightning_aigc.precision.saved_tensors import tensors_in
+from lightning_aigc.precision.fused_forward import Choices, choices_of
+from lightning_aigc.precision.layers import class_path
+from lightning_aigc.precision.selective import ALL, Reached, Saves, saving_and_reading
 from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc_kernels.dispatch import compute_dtype
 from lightning_aigc_kernels.protection import named_modules
 
 MODELS = "diffusers.models.transformers."
 NATIVE_UNITS = 18.0
 """Activations of the size of a block's input that native autograd saves: SD 3 18, FLUX.1 15, FLUX.2 20."""
+LEAN_PRODUCTS = 1.5
+"""Bytes of products' results that level lean saves, in those of a block's inputs."""
+REACHED = "_reached_when_run_again"
+"""Attribute of a block with what its recomputation reached, by the shapes of its arguments."""
 
 
 def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -35,15 +43,44 @@ def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[st
 
 
 def whole_block(self: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """The class's forward, run again in backward."""
-    if not choices_of(self).recomputes:
-        raise CannotSwapError("its class's forward saves what it saves")
+    """The class's forward, run again in backward but for what the level or the plan saves."""
+    choices = choices_of(self)
     forward = type(self).forward
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the block itself holds no tensor
 
-    def block(*_: Tensor) -> Any:
-        return forward(self, *args, **kwargs)
+    def block(*given: Tensor | None) -> Any:
+        together = [other if tensor is None else tensor for tensor, other in zip(given, rest, strict=True)]
+        again_args, again_kwargs = tree_unflatten(together, structure)
+        return forward(self, *again_args, **again_kwargs)
 
-    return lambda: recompute.checkpoint_block(self, block, *tensors_in((args, kwargs)))
+    def run() -> Any:
+        inputs = [tensor for tensor in tensors if tensor is not None]
+        saves = saves_of(choices, inputs)
+        if saves == Saves() or torch.compiler.is_compiling():
+            return recompute.checkpoint_block(self, block, *tensors)
+        reached = self.__dict__.setdefault(REACHED, {}).setdefault(tuple(x.shape for x in inputs), Reached())
+        return recompute.checkpoint_block(self, block, *tensors, around=saving_and_reading(saves, reached))
+
+    return run
+
+
+def saves_of(choices: Choices, inputs: Sequence[Tensor]) -> Saves:
+    """What a block saves beside its inputs."""
+    if choices.keeps is not None:
+        return choices.keeps.block or Saves()
+    if choices.memory == "max":
+        return Saves()
+    streams = [x for x in inputs if x.dim() == 3 and x.is_floating_point()]
+    nbytes = sum(x.numel() * compute_dtype(x).itemsize for x in streams)
+    inner = least_inner(inputs)
+    return Saves(True, ALL if choices.memory == "balanced" else LEAN_PRODUCTS * nbytes, inner)
+
+
+def least_inner(inputs: Sequence[Tensor]) -> int:
+    """The inner dimension from which a product of a block with these arguments is worth saving."""
+    return max((x.shape[-1] for x in inputs if x.dim() == 3 and x.is_floating_point()), default=0) // 2
 
 
 def width_of(block: nn.Module) -> int:

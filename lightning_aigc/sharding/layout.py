@@ -81,7 +81,9 @@ def shard_model(
     if not isinstance(root, FSDPModule):  # the groups have all of its parameters
         fully_shard(root, **settings)
     if mesh.device_type == "npu":
-        root.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # HCCL has no mean
+        for part in root.modules():
+            if isinstance(part, FSDPModule):  # each has a setting of its own
+                part.set_force_sum_reduction_for_comms(True)  # HCCL has no mean
     for name in called:
         register_fsdp_forward_method(root, name)
     # A sample may be drawn before the first step, and the module that is called first would become the root.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
@@ -20,7 +20,25 @@ BetweenNodes = Literal["int8", "int4", "int3"]
 NAMES: dict[str, Stage] = {"zero_1": 1, "zero_2": 2, "zero_3": 3}
 
 
-class ZeROStrategy(ParallelStrategy):
+class _OfStage:
+    """Makes an object of the class that the stage needs.
+
+    In a base class, because a parser reads a class's arguments from a `__new__` of its own in place of `__init__`.
+    """
+
+    def __new__(cls, stage: Stage | None = None, *args: Any, deepspeed_config: str | None = None, **kwargs: Any) -> Any:
+        if cls is not ZeROStrategy:
+            return object.__new__(cls)
+        # Imported here: both are subclasses of that one.
+        from lightning_aigc.strategies.zero_sharded import ShardedZeROStrategy
+        from lightning_aigc.strategies.zero_states import StatesZeROStrategy
+
+        is_first = _stage(stage, _imported(deepspeed_config)) == 1
+        of_stage: type[ZeROStrategy] = StatesZeROStrategy if is_first else ShardedZeROStrategy
+        return object.__new__(of_stage)
+
+
+class ZeROStrategy(_OfStage, ParallelStrategy):
     """Trains with what a rank stores shared out over all ranks, on Ascend NPUs, CUDA GPUs and CPUs.
 
     Stage 1 keeps each parameter's optimizer states on one rank (DDP with torch's ZeroRedundancyOptimizer around the
@@ -38,27 +56,16 @@ class ZeROStrategy(ParallelStrategy):
             accelerator; the optimizer steps there.
         between_nodes: stages 2 and 3, with several nodes: shard inside each node, and send gradients between nodes in
             so few bits with error feedback; null shards over all ranks.
-        protect: between_nodes: name patterns of parameters whose gradients travel whole, as in npu_sparse.
-        deepspeed_config: a ds_config.json, or accelerate's YAML, whose stage, offload, accumulation, clipping and
-            precision are taken where the config says nothing; one line for each key says what it became.
+        protect: between_nodes: name patterns of parameters whose gradients travel whole; null is none but those that
+            the module itself protects, as a ControlNet's edge path.
+        deepspeed_config: a ds_config.json, or accelerate's YAML, whose stage, offload, accumulation, clipping,
+            precision and activation checkpointing are taken where the config says nothing; one line for each key says
+            what it became.
         timeout: how long a rank waits for the others before it stops with an error.
         process_group_backend: hccl, nccl or gloo by the device when null.
 
     Raises: ConfigError for a value outside what is accepted.
     """
-
-    def __new__(
-        cls, stage: Stage | None = None, *args: Any, deepspeed_config: str | None = None, **kwargs: Any
-    ) -> ZeROStrategy:
-        if cls is not ZeROStrategy:
-            return object.__new__(cls)
-        # Imported here: both are subclasses of this one.
-        from lightning_aigc.strategies.zero_sharded import ShardedZeROStrategy
-        from lightning_aigc.strategies.zero_states import StatesZeROStrategy
-
-        is_first = _stage(stage, _imported(deepspeed_config)) == 1
-        of_stage: type[ZeROStrategy] = StatesZeROStrategy if is_first else ShardedZeROStrategy
-        return object.__new__(of_stage)
 
     def __init__(
         self,
@@ -117,17 +124,28 @@ class ZeROStrategy(ParallelStrategy):
         return f"zero_{self.stage}"
 
     def setup_environment(self) -> None:
-        """Take a DeepSpeed config's precision, before anything is built with it."""
-        imported = self.imported
-        if imported is not None:
-            for line in imported.lines:
+        """Take a DeepSpeed config's precision and activation checkpointing, before anything is built with them."""
+        if self.imported is not None:
+            for line in self.imported.lines:
                 rank_zero_info(f"deepspeed_config: {line}")
-            wanted = imported.precision.get("precision")
-            if wanted and type(self.precision_plugin) is Precision:
-                self.precision_plugin = MixedPrecision(wanted, self.root_device.type)
-            elif wanted and self.precision_plugin.precision != wanted:
-                rank_zero_info(f"deepspeed_config: the YAML's precision {self.precision_plugin.precision} wins")
+            if self.imported.precision:
+                self._take_precision(self.imported.precision)
         super().setup_environment()
+
+    def _take_precision(self, wanted: dict[str, Any]) -> None:
+        """Take a DeepSpeed config's arguments of FusedBackwardPrecision, where the Trainer has its default."""
+        from lightning_aigc.precision import FusedBackwardPrecision
+
+        plugin = self.precision_plugin
+        if type(plugin) is Precision:
+            self.precision_plugin = FusedBackwardPrecision(**{"precision": "32-true", **wanted})
+            return
+        for name, value in wanted.items():
+            now = getattr(plugin, name, None)
+            if now is None:
+                rank_zero_info(f"deepspeed_config: {name} {value} wants FusedBackwardPrecision in trainer.plugins")
+            elif now != value:
+                rank_zero_info(f"deepspeed_config: the YAML's {type(plugin).__name__}.{name} {now} wins over {value}")
 
     def _take_imported(self, trainer: Trainer) -> None:
         """Take a DeepSpeed config's accumulation and clipping, where the Trainer has its defaults."""

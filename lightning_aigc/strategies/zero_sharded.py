@@ -22,6 +22,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.between_shards import BetweenShards
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
 from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
@@ -125,8 +126,12 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
     def _sync_between_nodes(self) -> None:
         """Reduce each group's gradient between nodes, once it is reduced inside."""
         assert self._groups is not None and self.lightning_module is not None
-        options = SyncOptions(mode=self.between_nodes, protect=self.protect, hierarchical=False)  # type: ignore[arg-type]
+        protect = self.protect or []
+        options = SyncOptions(mode=self.between_nodes, protect=protect, hierarchical=False)  # type: ignore[arg-type]
         parts = sharded_parts(self.lightning_module)
+        if isinstance(self.lightning_module, ProtectsGradients):
+            names = [name for _, named in parts for name, _ in named]
+            options = options.protecting(self.lightning_module.protected_gradients, names)
         self._sync = BetweenShards(self._groups, options, [named for _, named in parts])
         for (module, _), hook in zip(parts, self._sync.hooks(), strict=True):
             module.set_all_reduce_hook(hook)

@@ -220,3 +220,25 @@ def test_the_worked_example_in_the_docs_is_what_the_command_says(command: Comman
 def test_the_shipped_demo_config_can_be_planned(command: Command) -> None:
     result = command("plan", "-c", DEMO, *FORTY_EIGHT, "--step_time", "1.2")
     assert result.code == 0 and "parameters trained (counted)" in result.out
+
+
+def test_a_shared_out_model_says_what_a_rank_stores_and_sends(command: Command) -> None:
+    asked = ("plan", "--nodes", 1, "--devices", 8, "--trainable", "859.5M", "--step_time", 1, "--strategy", "zero_3")
+    said = command(*asked)
+    assert said.code == 0, said.err
+    stored, sent = said.out.splitlines()[-2:]
+    assert stored.startswith("zero_3 on 8 ranks stores ") and "87% less than ddp's" in stored
+    assert sent == (
+        "zero_3 sends 9.02 GB a rank and step at most (as rings): weights 6.02 GB, half of that under bf16-mixed, "
+        "gradients 3.01 GB; ddp sends 6.02 GB."
+    )
+    found = json.loads(command(*asked, "--json").out)
+    assert found["stored_bytes"]["total"] == pytest.approx(16 * 859.5e6 / 8, rel=1e-6)
+    assert found["sent_bytes"]["weights"] == pytest.approx(2 * 7 / 8 * 4 * 859.5e6, rel=1e-6)
+
+
+def test_on_a_cpu_gloo_has_no_reduce_scatter(command: Command) -> None:
+    asked = ("plan", "--nodes", 1, "--devices", 2, "--trainable", "1M", "--step_time", 1, "--strategy", "zero_2")
+    said = command(*asked, "--device", "cpu")
+    assert "gloo all-reduces in place of a reduce-scatter" in said.out
+    assert "gradients 4 MB; ddp sends 4 MB" in said.out

@@ -325,6 +325,20 @@ def pin_everything() -> None:
     _KEEP.append(library)
 
 
+def keep_gathered_weights() -> None:
+    """Let `fully_shard` keep what it gathers, for the rest of the process: an NpuTensor has no storage to empty."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    for name in ("alloc_storage", "free_storage"):
+        stock = getattr(_fsdp_param, name)
+
+        def resize(tensor: torch.Tensor, _stock: Any = stock) -> None:
+            if not isinstance(tensor, NpuTensor):
+                _stock(tensor)
+
+        setattr(_fsdp_param, name, resize)
+
+
 _KEEP: list[Any] = []
 
 

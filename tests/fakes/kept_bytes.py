@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fakes.fake_npu import NpuTensor
+
 
 class LiveStorages(TorchDispatchMode):
     """Remembers every storage that an operator made, without keeping it alive, and the most bytes alive at once."""
@@ -52,3 +54,25 @@ def step_peak_bytes(module: nn.Module, step: Callable[[nn.Module], object]) -> i
     with LiveStorages(module) as storages, torch.autograd.set_multithreading_enabled(False):
         step(module)
         return storages.peak
+
+
+def npu_storages() -> dict[int, int]:
+    """Bytes of each storage on the fake npu that anybody holds, by address."""
+    return storages_of([tensor.inside for tensor in live_tensors() if type(tensor) is NpuTensor])
+
+
+def host_storages() -> dict[int, int]:
+    """Bytes of each storage in host memory that anybody holds, beside what the fake npu computes with."""
+    on_npu = npu_storages()
+    found = storages_of([tensor for tensor in live_tensors() if type(tensor) is Tensor and tensor.device.type == "cpu"])
+    return {address: nbytes for address, nbytes in found.items() if address not in on_npu}
+
+
+def live_tensors() -> list[Any]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) in (Tensor, NpuTensor)]
+
+
+def storages_of(tensors: list[Tensor]) -> dict[int, int]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}

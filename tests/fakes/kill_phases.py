@@ -10,13 +10,14 @@ from typing import Any
 
 from lightning_aigc.callbacks import ExactSnapshot, clip_convergence_guard, run_report, sample_grid
 from lightning_aigc.checkpoint import SnapshotWriter
-from lightning_aigc.diffusion import StableDiffusionLoRA, lora_file
+from lightning_aigc.diffusion import StableDiffusionFineTuning, StableDiffusionLoRA, lora_file
 from lightning_aigc.metrics import CLIPSimilarity
 
 ENDING = "ending: "
 """What stands before a phase after the last step."""
 PHASES = ("drawing", "scoring", "sheet", "LoRA", "LoRA file", "report", "mark")
 """Pictures, their scores, a sheet of them, the LoRA's tensors, its file, the report, and the manifest's last word."""
+PHASES_OF_WHOLE_MODELS = ("drawing", "scoring", "sheet", "model", "report", "mark")
 
 
 def tell_phases(path: Path) -> None:
@@ -34,12 +35,14 @@ def tell_phases(path: Path) -> None:
 
         setattr(owner, name, telling)
 
-    tell(StableDiffusionLoRA, "sample", "drawing")
+    for module in (StableDiffusionLoRA, StableDiffusionFineTuning):
+        tell(module, "sample", "drawing")
     tell(CLIPSimilarity, "scores", "scoring")
     tell(sample_grid, "draw_sheet", "sheet")
     tell(clip_convergence_guard, "draw_sheet", "sheet")
     tell(StableDiffusionLoRA, "save_lora", "LoRA")
     tell(lora_file, "write_atomically", "LoRA file")
+    tell(StableDiffusionFineTuning, "save_model", "model")
     tell(run_report, "render_run_page", "report")
     tell(SnapshotWriter, "amend", "mark")
     stock = ExactSnapshot.on_train_end

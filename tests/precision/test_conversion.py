@@ -76,8 +76,9 @@ def depth(layer: nn.Linear) -> int:
 
 def test_every_argument_reaches_the_swaps(swaps: StandIn) -> None:
     plugin = FusedBackwardPrecision(
-        "bf16-mixed", "max", ["vae.decoder"], strict=True, input_grad_density=0.5, attention_grad_density=0.25
-    )
+        "bf16-mixed", "max", ["vae.decoder"], strict=True, input_grad_density=0.5, attention_grad_density=0.25,
+        offload=True,
+    )  # fmt: skip
     plugin.convert_module(nn.Linear(2, 2))
     assert swaps.calls == [
         {
@@ -87,6 +88,7 @@ def test_every_argument_reaches_the_swaps(swaps: StandIn) -> None:
             "grad_dtype": None,
             "input_grad_density": 0.5,
             "attention_grad_density": 0.25,
+            "offload": True,
         }
     ]
 

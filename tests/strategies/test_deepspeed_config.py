@@ -10,27 +10,11 @@ import pytest
 
 from lightning_aigc.cli import main
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.strategies import ZeROStrategy
 from lightning_aigc.strategies.deepspeed_config import import_file
 
-ARTICLE: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 4,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
-    "zero_optimization": {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "reduce_bucket_size": 5e7,
-        "stage3_max_live_parameters": 1e8,
-        "stage3_max_reuse_distance": 1e8,
-    },
-    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
-    "wall_clock_breakdown": False,
-}
+ARTICLE: dict[str, Any] = json.loads(Path(__file__).with_name("ds_config.json").read_text(encoding="utf-8"))
 """As the second article has it."""
 
 
@@ -47,7 +31,7 @@ def leaves(value: Any) -> int:
 def test_the_articles_file_is_taken_with_a_line_for_each_key(tmp_path: Path) -> None:
     found = import_file(written(tmp_path, ARTICLE))
     assert found.strategy == {"stage": 2, "offload_optimizer": True}
-    assert found.precision == {"precision": "bf16-mixed", "memory": "max"}
+    assert found.precision == {"precision": "bf16-mixed", "memory": "max", "offload": True}
     assert found.trainer == {"accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
     assert found.model["optimizer"]["init_args"]["lr"] == 1e-5
     assert len(found.lines) == leaves(ARTICLE) - leaves(ARTICLE["optimizer"]["params"])
@@ -108,3 +92,23 @@ def test_the_command_prints_a_yaml_and_the_lines(tmp_path: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert "class_path: ZeROStrategy" in out and "stage: 2" in out
     assert "zero_optimization.overlap_comm: no effect here" in err
+
+
+def test_a_file_without_checkpointing_leaves_memory_to_the_yaml(tmp_path: Path) -> None:
+    off = {"activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False}}
+    found = import_file(written(tmp_path, off))
+    assert found.precision == {}
+    assert found.lines == [f"activation_checkpointing.{name}: off" for name in off["activation_checkpointing"]]
+
+
+def test_the_yamls_precision_wins_over_the_files_with_a_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy: Any = ZeROStrategy(deepspeed_config=str(written(tmp_path, ARTICLE)))
+    own = strategy.precision_plugin = FusedBackwardPrecision("32-true", memory="lean")
+    with caplog.at_level("INFO"):
+        strategy._take_precision(strategy.imported.precision)
+    assert strategy.precision_plugin is own
+    said = " ".join(record.getMessage() for record in caplog.records)
+    for name, here, there in (("precision", "32-true", "bf16-mixed"), ("memory", "lean", "max")):
+        assert f"the YAML's FusedBackwardPrecision.{name} {here} wins over {there}" in said

@@ -48,8 +48,14 @@ class Wide(Small):
         pass
 
 
-def fit(rank: int, strategy: Any, steps: int = STEPS, **arguments: Any) -> tuple[Wide, Any]:
-    module = Wide()
+class Protecting(Wide):
+    """A module that protects a part of itself, as a ControlNet does."""
+
+    protected_gradients = ("net.2",)
+
+
+def fit(rank: int, strategy: Any, steps: int = STEPS, of: type[Wide] = Wide, **arguments: Any) -> tuple[Wide, Any]:
+    module = of()
     trainer = Trainer(
         accelerator="cpu", devices=RANKS, max_steps=steps, max_epochs=99, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, strategy=strategy,
@@ -72,6 +78,9 @@ def work(rank: int) -> dict[str, Any]:
         results[mode] = {"losses": module.losses[-40:], "sent": sent.sent, "parts": [
             local_part(p.detach()).clone() for p in module.parameters()
         ]}  # fmt: skip
+    results["own"] = Sent(stage=3, between_nodes="int3")
+    fit(rank, results["own"], 3, of=Protecting)
+    results["own"] = results["own"].sent
     accumulated = Sent(stage=2, between_nodes="int8")
     results["accumulated"] = fit(rank, accumulated, 4, accumulate_grad_batches=2)[0].losses
     results["accumulated sent"] = accumulated.sent
@@ -109,6 +118,10 @@ def test_a_rank_sends_a_seventh_of_its_shards_gradient_between_nodes(ranks: list
 def test_protected_parameters_travel_whole(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["int3"]["sent"][-1]["protected"] == 0
     assert ranks[0]["protected"]["sent"][-1]["protected"] == pytest.approx(4 * 256 * 257 / 2, rel=0.01)
+
+
+def test_what_a_module_protects_itself_travels_whole(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["own"][-1]["protected"] == ranks[0]["protected"]["sent"][-1]["protected"]
 
 
 def test_the_nodes_hold_the_same_shards_to_the_bit(ranks: list[dict[str, Any]]) -> None:

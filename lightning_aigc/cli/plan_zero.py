@@ -1,0 +1,80 @@
+"""What `lightning plan` says of a model that is shared out: bytes that a rank stores, and sends in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_aigc.cli.quantities import with_scale
+from lightning_aigc.cluster.workload import Job, Shape
+from lightning_aigc.sharding.sent_bytes import SentBytes, sent_bytes
+from lightning_aigc.sharding.stored_bytes import StoredBytes, stored_bytes
+
+STAGES = {"zero_1": 1, "zero_2": 2, "zero_3": 3}
+
+
+def zero_strategy(config: Mapping[str, Any]) -> str | None:
+    """The name of a config's ZeRO strategy; None for any other."""
+    strategy = (config.get("trainer") or {}).get("strategy")
+    if isinstance(strategy, dict) and str(strategy.get("class_path", "")).rpartition(".")[2] == "ZeROStrategy":
+        strategy = f"zero_{(strategy.get('init_args') or {}).get('stage') or 3}"
+    return strategy if isinstance(strategy, str) and strategy in STAGES else None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A model shared out by a ZeRO stage, beside DDP; with AdamW and float32 weights."""
+
+    strategy: str
+    ranks: int
+    is_exact: bool
+    """Whether the parameters' shapes are known, and not their number alone."""
+    is_gloo: bool
+    stored: StoredBytes
+    """Of the rank that stores most."""
+    sent: SentBytes
+    """Of the rank that sends most."""
+    stored_by_ddp: int
+    sent_by_ddp: float
+
+    @classmethod
+    def of(cls, strategy: str, job: Job, shape: Shape, shapes: Sequence[Sequence[int]]) -> Sharing:
+        """Args: shapes: of the trained parameters; empty where they were not counted."""
+        stage, ranks, is_gloo = STAGES[strategy], shape.ranks, job.device == "cpu"
+        known = shapes or ((int(job.trainable),),)  # not counted: as one row of values, cut evenly
+        each = range(ranks if shapes else 1)
+        return cls(
+            strategy,
+            ranks,
+            bool(shapes),
+            is_gloo,
+            max((stored_bytes(known, stage, ranks, rank) for rank in each), key=lambda stored: stored.total),
+            max(
+                (sent_bytes(known, stage, ranks, rank, scatters=not is_gloo) for rank in each),
+                key=lambda sent: sent.total,
+            ),
+            stored_bytes(known, 0, 1).total,
+            sent_bytes(known, 0, ranks).total,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Both by name, with their totals."""
+        parts: dict[str, StoredBytes | SentBytes] = {"stored_bytes": self.stored, "sent_bytes": self.sent}
+        return {name: {"strategy": self.strategy, **asdict(of), "total": of.total} for name, of in parts.items()}
+
+    def as_text(self) -> str:
+        """A line on what is stored and one on what is sent."""
+        stored, sent = self.stored, self.sent
+        exact = "to the byte" if self.is_exact else "from the count of parameters alone"
+        how = "modelled as rings, where gloo all-reduces in place of a reduce-scatter" if self.is_gloo else "as rings"
+        half = "" if STAGES[self.strategy] == 1 else ", half of that under bf16-mixed"
+        return (
+            f"{self.strategy} on {self.ranks} ranks stores {stored.total} bytes a rank at most ({exact}): parameters "
+            f"{stored.parameters}, gradients {stored.gradients}, AdamW {stored.states}; "
+            f"{1 - stored.total / self.stored_by_ddp:.0%} less than ddp's {self.stored_by_ddp}. Frozen weights and "
+            "activations come on top.\n"
+            f"{self.strategy} sends {with_scale(sent.total, 'B')} a rank and step at most ({how}): weights "
+            f"{with_scale(sent.weights, 'B')}{half}, gradients {with_scale(sent.gradients, 'B')}; ddp sends "
+            f"{with_scale(self.sent_by_ddp, 'B')}."
+        )
