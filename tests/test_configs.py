@@ -14,7 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from fakes.pipelines import make_sd3_pipeline
+from fakes.transformer_pipelines import MAKE
 from lightning_aigc.cli import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -27,6 +27,9 @@ WANTED = {
     "sd_lora_cluster",
     "sdxl_lora",
     "sd3_lora",
+    "z_image_qlora_8gb",
+    "flux2_klein_lora",
+    "qwen_image_qlora",
     "sd_qlora_4gb",
     "sdxl_qlora_6gb",
     "sd_full",
@@ -152,8 +155,9 @@ def test_an_edited_config_passes_a_dry_run_on_the_embedded_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning"])
-    is_transformer = load(path)["model"]["class_path"] == "DiffusionLoRA"
-    base = str(make_sd3_pipeline(tmp_path_factory.mktemp("sd3"))) if is_transformer else "embedded:sd"
+    family = next((name for name in MAKE if path.stem.startswith(name)), None)
+    assert (load(path)["model"]["class_path"] == "DiffusionLoRA") == (family is not None)
+    base = "embedded:sd" if family is None else str(MAKE[family](tmp_path_factory.mktemp(family)))
     for number in range(4):
         Image.new("RGB", (64, 64), (60 * number, 90, 200)).save(tmp_path / f"{number}.png")
         (tmp_path / f"{number}.txt").write_text("a zorp mug")

@@ -148,6 +148,10 @@ class CLIPConvergenceGuard(Callback):
 
     # When to check ---------------------------------------------------------------------------------------------------
 
+    def prompts_drawn(self, trainer: Trainer) -> list[str]:
+        """The prompts of the pictures."""
+        return find_prompts(trainer.lightning_module, self.prompts)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises: ModelError without `sample` or a CLIP model, ConfigError without prompts or references."""
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -93,6 +93,10 @@ class RunReport(Callback):
         self._earlier_blocked_ms: list[float] = []
         self._snapshots: ExactSnapshot | None = None
 
+    def prompts_drawn(self, trainer: Trainer) -> list[str]:
+        """The prompts of the pictures."""
+        return [*find_prompts(trainer.lightning_module, self.prompts), *self.prior_prompts]
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._is_off = stage != "fit" or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if self._is_off:

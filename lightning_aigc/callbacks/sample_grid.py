@@ -82,6 +82,10 @@ class SampleGrid(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = [(int(step), str(path)) for step, path in state_dict["history"]]
 
+    def prompts_drawn(self, trainer: Trainer) -> list[str]:
+        """The prompts of the pictures."""
+        return find_prompts(trainer.lightning_module, self.prompts)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises: ModelError without a `sample` method, ConfigError without prompts or a folder to write to."""
         if stage != "fit":

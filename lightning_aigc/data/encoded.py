@@ -23,6 +23,7 @@ from lightning_aigc.data.cache import (
 )
 from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.encoder import Encoder, MakesConditions
+from lightning_aigc.data.texts import LENGTHS, PADDED, stack_padded, without_padding
 from lightning_aigc.errors import DataError
 
 _DIFFUSERS = ".".join(diffusers.__version__.split(".")[:2])
@@ -30,13 +31,14 @@ _VAE_HINT = "its latents would ruin the training: set model.init_args.vae_dtype 
 
 
 class EncodedTensors:
-    """Cached entries by row number, read from disk or, after `keep_in_memory`, from one tensor per group."""
+    """Cached entries by row number, read from disk or, after `keep_in_memory`, from one tensor per group and name."""
 
     def __init__(self, cache: TensorCache, keys: list[str], groups: Sequence[Hashable]) -> None:
         self.cache = cache
         self.keys = keys
         self.groups = groups
         self._memory: dict[Hashable, Entry] = {}
+        self._texts: dict[Hashable, list[Tensor]] = {}
         self._memory_rows = torch.zeros(len(keys), dtype=torch.long)
 
     @property
@@ -59,22 +61,31 @@ class EncodedTensors:
             for row in rows:
                 self._memory_rows[row] = memory_rows.setdefault(self.keys[row], len(memory_rows))
             stacked: Entry = {}
+            unequal: list[Tensor] = []
             unique = list(memory_rows)
             for start in range(0, len(unique), 512):
                 for offset, entry in enumerate(self.cache.read_many(unique[start : start + 512])):
                     if entry is None:
                         raise self._missing_entry(unique[start + offset])
                     for name, tensor in entry.items():
+                        if LENGTHS in entry and name == PADDED:
+                            unequal.append(tensor)
+                            continue
                         if name not in stacked:
                             stacked[name] = torch.empty((len(unique), *tensor.shape), dtype=tensor.dtype)
                         stacked[name][start + offset] = tensor
             self._memory[group] = stacked
+            if unequal:
+                self._texts[group] = unequal
 
     def batch(self, rows: Sequence[int]) -> Entry:
-        """Stack entries of one group: every value is [B, ...]."""
+        """Stack entries of one group: every value is [B, ...]; texts of unequal length are padded to the longest."""
         if self._memory:
-            memory_rows = self._memory_rows[torch.as_tensor(rows)]
-            return {name: tensor[memory_rows] for name, tensor in self._memory[self.groups[rows[0]]].items()}
+            memory_rows, group = self._memory_rows[torch.as_tensor(rows)], self.groups[rows[0]]
+            batch = {name: tensor[memory_rows] for name, tensor in self._memory[group].items()}
+            if group in self._texts:
+                batch[PADDED] = stack_padded([self._texts[group][row] for row in memory_rows.tolist()])
+            return batch
         entries = []
         for row in rows:
             try:
@@ -84,7 +95,7 @@ class EncodedTensors:
             if entry is None:
                 raise self._missing_entry(self.keys[row])
             entries.append(entry)
-        return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+        return {name: stack_padded([entry[name] for entry in entries]) for name in entries[0]}
 
     def _missing_entry(self, key: str) -> DataError:
         path = self.cache.path(key)
@@ -170,12 +181,17 @@ class EmbeddingCache(EncodedTensors):
                     )
                 for caption, row in zip(captions, tensor, strict=True):
                     require_finite(row, f"the caption {caption[:80]!r}", "check the text encoder's dtype")
-            return [{name: tensor[at] for name, tensor in encoded.items()} for at in range(len(captions))]
+            return [without_padding({name: t[at] for name, t in encoded.items()}) for at in range(len(captions))]
 
         title = "encoding captions" if progress else None
         with torch.no_grad():
             keys = [self.keys[row] for row in rows]
             return self.cache.fill(keys, [0] * len(rows), encode, batch_size, title)
+
+    def entry(self, caption: str) -> Entry | None:
+        """A caption's embeddings without their padding; None for one that is not here."""
+        row = self.row_of.get(caption)
+        return None if row is None else self.cache.read(self.keys[row])
 
 
 def to_minus_one_to_one(pixels_BHW3: Tensor) -> Tensor:

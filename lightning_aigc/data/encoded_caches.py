@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import Trainer
 
-from lightning_aigc.data.cache import FillResult
+from lightning_aigc.data.cache import Entry, FillResult
 from lightning_aigc.data.crop import Sample
 from lightning_aigc.data.encoded import EmbeddingCache, LatentCache
 from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_encoder
@@ -61,10 +61,23 @@ class EncodedCaches:
             self.latents = LatentCache(self.folder, samples, self.flips, identity)
             lines.append(f"latents {self._fill(self.latents, encoder, rank, world_size, report)}")
         if self.wants_text:
-            captions = [sample.caption for sample in samples] + ([""] if self.drops_captions else [])
-            self.embeddings = EmbeddingCache(self.folder, captions, identity)
+            self.embeddings = self._embeddings(samples, identity)
             lines.append(f"text {self._fill(self.embeddings, encoder, rank, world_size, report)}")
         return [*lines, f"in {self.folder}"]
+
+    def fill_texts_together(self, trainer: Trainer, encoder: Encoder, samples: Sequence[Sample]) -> EmbeddingCache:
+        """Fill the text cache alone, each rank a share, then what other nodes have on their own disks. Collective."""
+        cache = self._embeddings(samples, encoder.encoder_identity())
+        rows = _rows_once(cache)
+        is_first = trainer.is_global_zero
+        cache.fill(encoder, rows[trainer.global_rank :: trainer.world_size], self.batch_size, progress=is_first)
+        trainer.strategy.barrier("texts")
+        cache.fill(encoder, rows, self.batch_size, progress=False)
+        return cache
+
+    def _embeddings(self, samples: Sequence[Sample], identity: dict[str, str]) -> EmbeddingCache:
+        captions = [sample.caption for sample in samples] + ([""] if self.drops_captions else [])
+        return EmbeddingCache(self.folder, captions, identity)
 
     def fill_together(self, trainer: Trainer, samples: Sequence[Sample], report: DataReport, title: str) -> list[str]:
         """Fill and open the wanted caches with the Trainer's model, each rank a share. Collective.
@@ -102,8 +115,22 @@ class EncodedCaches:
     def _fill(
         self, cache: LatentCache | EmbeddingCache, encoder: Encoder, rank: int, world_size: int, report: DataReport
     ) -> FillResult:
-        first_row_of = {key: row for row, key in reversed(list(enumerate(cache.keys)))}
-        mine = sorted(first_row_of.values())[rank::world_size]
+        mine = _rows_once(cache)[rank::world_size]
         result = cache.fill(encoder, mine, self.batch_size, progress=rank == 0)
         report.count_written(result.encoded, result.written_bytes)
         return result
+
+
+def _rows_once(cache: LatentCache | EmbeddingCache) -> list[int]:
+    """A row for each key, the first."""
+    first_row_of = {key: row for row, key in reversed(list(enumerate(cache.keys)))}
+    return sorted(first_row_of.values())
+
+
+def finder(caches: Sequence[EmbeddingCache]) -> Callable[[str], Entry | None]:
+    """What finds a caption's entry in any of these; None for one that is in none."""
+
+    def find(caption: str) -> Entry | None:
+        return next((entry for cache in caches if (entry := cache.entry(caption)) is not None), None)
+
+    return find

@@ -26,7 +26,10 @@ class Encoder(Protocol):
         ...
 
     def encode_captions(self, captions: list[str]) -> dict[str, Tensor]:
-        """Encode captions to embeddings by batch key, for example {"prompt_embeds": [B, T, D]}; B is always first."""
+        """Encode captions to embeddings by batch key, for example {"prompt_embeds": [B, T, D]}; B is always first.
+
+        Where captions have unequal lengths, `prompt_lengths` int64 [B] counts the tokens before the padding.
+        """
         ...
 
 

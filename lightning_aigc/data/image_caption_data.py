@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -21,7 +21,7 @@ from lightning_aigc.data.cache import check_writable
 from lightning_aigc.data.choices import MissingCaptions, check_choices
 from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
-from lightning_aigc.data.encoded_caches import EncodedCaches
+from lightning_aigc.data.encoded_caches import EncodedCaches, finder
 from lightning_aigc.data.encoder import Encoder, require_encoder
 from lightning_aigc.data.findings import DataCheckError
 from lightning_aigc.data.index import TrainingIndex, build_index
@@ -179,6 +179,17 @@ class ImageCaptionData(LightningDataModule):
             index = self.index()
             index.report.cache = self.caches.fill_together(self.trainer, index.samples, index.report, "cache")
         return self.loader(self.trainer.global_rank, self.trainer.world_size)
+
+    @property
+    def caches_captions(self) -> bool:
+        """Whether batches have captions' embeddings."""
+        return self.caches.wants_text
+
+    def cache_captions(self, encoder: Encoder, trainer: Trainer) -> Callable[[str], Mapping[str, Tensor] | None]:
+        """Fill the text caches before there is a model, each rank a share; returns what finds a caption's entry."""
+        index = self.index()
+        pairs = ((self.caches, index.samples), (self.validation_caches, index.validation))
+        return finder([caches.fill_texts_together(trainer, encoder, samples) for caches, samples in pairs])
 
     def val_dataloader(self) -> Any:
         """The held-out pictures of this rank, without augmentation; nothing where fit holds none out.

@@ -9,27 +9,31 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import diffusers
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import nn
 
-from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
-FamilyName = Literal["sd", "sdxl", "sd3"]
-U_NETS: tuple[FamilyName, ...] = ("sd", "sdxl")
-UNET_PIPELINES: dict[str, FamilyName] = {"StableDiffusionPipeline": "sd", "StableDiffusionXLPipeline": "sdxl"}
-PIPELINES: dict[str, Any] = UNET_PIPELINES | {family.pipeline: name for name, family in FAMILIES.items()}
+if TYPE_CHECKING:
+    from lightning_aigc.diffusion.text_first import StoredTexts
+
+FamilyName = Literal["sd", "sdxl", "sd3", "flux", "flux2", "z_image", "qwen_image"]
+PIPELINES: dict[str, Any] = {family.pipeline: name for name, family in FAMILIES.items()}
 """Families by diffusers' name of their pipeline."""
-FOLDERS: dict[str, tuple[str, ...]] = {
-    "sd": ("unet", "vae", "text_encoder", "tokenizer", "scheduler"),
-    "sdxl": ("unet", "vae", "text_encoder", "tokenizer", "scheduler", "text_encoder_2", "tokenizer_2"),
-} | {name: family.folders for name, family in FAMILIES.items()}
+FOLDERS: dict[str, tuple[str, ...]] = {name: family.folders for name, family in FAMILIES.items()}
 """What a pipeline folder of each family holds."""
+Part = Literal["texts", "pictures"]
+LEFT_OUT: dict[Part, tuple[str, ...]] = {
+    "texts": ("transformer", "vae"),
+    "pictures": ("text_encoder", "text_encoder_2", "text_encoder_3"),
+}
+"""What is not loaded with a part of a transformer's pipeline alone."""
 DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
 """In the names of models that draw in a few steps, which a plain LoRA would undo."""
 KEY = "model.init_args.pretrained_model_name_or_path"
@@ -42,28 +46,26 @@ class Components:
     family: FamilyName
     denoiser: Any
     """The U-Net, or the transformer."""
-    vae: AutoencoderKL
+    vae: Any
     text_encoders: tuple[nn.Module, ...]
     tokenizers: tuple[Any, ...]
     scheduler_config: Mapping[str, Any]
     source: str
     """The folder, file or hub id as the user gave it."""
+    stored_texts: StoredTexts | None = None
+    """Embeddings in place of text encoders that have left memory."""
 
     @property
     def denoiser_name(self) -> str:
         """The denoiser's folder and attribute: unet or transformer."""
-        return "transformer" if self.family in FAMILIES else "unet"
-
-    @property
-    def pipeline_class(self) -> Any:
-        return StableDiffusionXLPipeline if self.family == "sdxl" else StableDiffusionPipeline
+        return "transformer" if self.family in TRANSFORMERS else "unet"
 
 
-def check_source(name_or_path: str, families: Sequence[str] = U_NETS) -> None:
+def check_source(name_or_path: str, families: Sequence[str] = tuple(U_NETS)) -> None:
     """Check a local folder without reading weights. Raises: ModelError if it is not a pipeline of these families."""
     path = resolve(name_or_path)
     if path.is_dir():
-        _check_family(_family_of_folder(path, name_or_path), families, name_or_path)
+        _check_folder(path, families, name_or_path)
     elif not path.exists() and name_or_path.startswith((".", "/", "~")):
         raise ModelError(f"{KEY}: the folder or file {name_or_path} does not exist; check the spelling")
 
@@ -71,14 +73,18 @@ def check_source(name_or_path: str, families: Sequence[str] = U_NETS) -> None:
 def load_components(
     name_or_path: str,
     *,
-    families: Sequence[str] = U_NETS,
+    families: Sequence[str] = tuple(U_NETS),
     denoiser_dtype: torch.dtype = torch.float32,
     vae_dtype: torch.dtype = torch.float32,
     text_encoder_dtype: torch.dtype | None = None,
     revision: str | None = None,
     variant: str | None = None,
+    only: Part | None = None,
 ) -> Components:
     """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
+
+    only: of a transformer's pipeline, `texts` loads the text encoders alone, `pictures` all but them; what is left out
+        is None.
 
     Raises: ModelError naming the missing or broken part, or a family that is not one of `families`.
     """
@@ -87,12 +93,12 @@ def load_components(
     dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
         with _quiet_local_loading(path.exists()):
-            parts = _load(name_or_path, path, families, dtypes, revision, variant)
+            parts = _load(name_or_path, path, families, dtypes, revision, variant, only)
     except ModelError:
         raise
     except Exception as error:  # diffusers raises anything from OSError to KeyError here
         raise ModelError(_explain(error, name_or_path, path)) from error
-    for module in (parts.denoiser, parts.vae, *parts.text_encoders):
+    for module in filter(None, (parts.denoiser, parts.vae, *parts.text_encoders)):
         module.requires_grad_(False).eval()
     for encoder in parts.text_encoders:  # transformers may have loaded the dtype of the file
         encoder.to(dtype=dtypes["default"])
@@ -106,6 +112,7 @@ def _load(
     dtypes: Mapping[str, torch.dtype],
     revision: str | None,
     variant: str | None,
+    only: Part | None,
 ) -> Components:
     if path.is_file():
         family = family_of_checkpoint(path)
@@ -113,13 +120,15 @@ def _load(
         pipeline = _load_single_file(path, family, dtypes)
     else:
         pipeline_class: Any = DiffusionPipeline
-        extras: dict[str, Any] = {"feature_extractor": None}
+        extras: dict[str, Any] = dict.fromkeys(LEFT_OUT[only]) if only is not None else {}
         if path.is_dir():
-            family = _family_of_folder(path, name_or_path)
-            _check_family(family, families, name_or_path)
+            family = _check_folder(path, families, name_or_path)
             pipeline_class = getattr(diffusers, _class_name(path, name_or_path))
-            optional = FAMILIES[family].optional_folders if family in FAMILIES else ()
-            extras |= {part: None for part in optional if not (path / part).is_dir()}
+            known = (*FAMILIES[family].folders, *FAMILIES[family].optional_folders)
+            extras = {part: None for part in extras if part in known}
+            extras |= {part: None for part in FAMILIES[family].optional_folders if not (path / part).is_dir()}
+        if not path.is_dir() or family in U_NETS:
+            extras["feature_extractor"] = None
         if not path.is_dir() or family == "sd":
             extras |= {"safety_checker": None, "requires_safety_checker": False}
         pipeline = pipeline_class.from_pretrained(
@@ -133,6 +142,9 @@ def _load(
         if not path.is_dir():
             family = _family_of(pipeline, name_or_path)
             _check_family(family, families, name_or_path)
+            if family in TRANSFORMERS:
+                configs = (pipeline.config, getattr(pipeline.transformer, "config", {}), pipeline.scheduler.config)
+                _check_not_distilled(family, name_or_path, *configs)
     numbers = ("", "_2", "_3")
     encoders = [getattr(pipeline, f"text_encoder{number}", None) for number in numbers]
     tokenizers = [getattr(pipeline, f"tokenizer{number}", None) for number in numbers]
@@ -163,6 +175,16 @@ def _quiet_local_loading(is_local: bool) -> Iterator[None]:
             module.enable_progress_bar()
 
 
+def _check_folder(path: Path, families: Sequence[str], name: str) -> FamilyName:
+    """The family of a pipeline folder. Raises: ModelError as `check_source` does."""
+    family = _family_of_folder(path, name)
+    _check_family(family, families, name)
+    if family in TRANSFORMERS:
+        files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
+        _check_not_distilled(family, name, *(_config(path / file, name) for file in files))
+    return family
+
+
 def _class_name(path: Path, name: str) -> str:
     """diffusers' name of a folder's pipeline."""
     index = path / "model_index.json"
@@ -171,10 +193,21 @@ def _class_name(path: Path, name: str) -> str:
             f"{KEY}: {name} has no model_index.json, so it is not a diffusers pipeline folder; point it at the folder"
             " that holds unet/ or transformer/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
         )
+    described = _config(index, name)
+    if "_class_name" not in described:
+        raise ModelError(f"{KEY}: {index} cannot be read ('_class_name'); copy the pipeline folder again")
+    return str(described["_class_name"])
+
+
+def _config(file: Path, name: str) -> dict[str, Any]:
+    """A config of a pipeline folder; nothing where there is no file, which loading complains about."""
     try:
-        return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{KEY}: {index} cannot be read ({error}); copy the pipeline folder again") from error
+        described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{KEY}: {file} cannot be read ({error}); copy the pipeline folder again") from error
+    if not isinstance(described, dict):
+        raise ModelError(f"{KEY}: {file} of {name} holds no settings; copy the pipeline folder again")
+    return described
 
 
 def _family_of_folder(path: Path, name: str) -> FamilyName:
@@ -204,13 +237,25 @@ def _check_family(family: FamilyName, families: Sequence[str], name: str) -> Non
         other = "StableDiffusionLoRA" if family in U_NETS else "DiffusionLoRA"
         wanted = " and ".join(pipeline for pipeline, found in PIPELINES.items() if found in families)
         raise ModelError(f"{KEY}: {name} is a {of_family}; this model trains {wanted}, and {other} trains yours")
-    found = DISTILLED.search(Path(name).name) if family in FAMILIES else None
+    if family not in TRANSFORMERS:
+        return
+    own, short = TRANSFORMERS[family].distilled_name, Path(name).name
+    found = DISTILLED.search(short) or (re.search(own, short) if own is not None else None)
     if found is not None:
-        raise ModelError(
-            f"{KEY}: {name} is by its name a distilled model ({found[0]}), which draws in a few steps, and a LoRA"
-            f" trained on it undoes that; train on the model that it was made from, such as {FAMILIES[family].base},"
-            " and use the LoRA with either"
-        )
+        raise ModelError(_refuse_distilled(family, name, f"by its name a distilled model ({found[0]})"))
+
+
+def _check_not_distilled(family: FamilyName, name: str, *configs: Mapping[str, Any]) -> None:
+    """Raise ModelError where the configs of the pipeline, the transformer and the scheduler tell of a distillation."""
+    if family in TRANSFORMERS and TRANSFORMERS[family].is_distilled(*configs):
+        raise ModelError(_refuse_distilled(family, name, "by its configuration a distilled model"))
+
+
+def _refuse_distilled(family: FamilyName, name: str, what: str) -> str:
+    return (
+        f"{KEY}: {name} is {what}, which draws in a few steps, and a LoRA trained on it undoes that; train on the model"
+        f" that it was made from, such as {TRANSFORMERS[family].base}, and use the LoRA with either"
+    )
 
 
 def family_of_checkpoint(path: Path) -> FamilyName:

@@ -166,6 +166,7 @@ class DenoiserTraining(DiffusionModule):
                 batch_size=batch_size,
                 time_limit=self.sampling_limit,
                 control=control,
+                resolution=args.get("sample_resolution"),
             )
 
     @functools.cache  # noqa: B019  hashes gigabytes, and the module lives as long as its run

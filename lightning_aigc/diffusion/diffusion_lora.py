@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from peft import LoraConfig
 
 from lightning_aigc.diffusion.arguments import check_rank
 from lightning_aigc.diffusion.components import Components
-from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
 from lightning_aigc.diffusion.transformer_training import TransformerTraining
-from lightning_aigc.errors import ModelError
 
 TransformerLoRATarget = Literal["attention", "feed_forward"]
 
@@ -20,8 +20,8 @@ TransformerLoRATarget = Literal["attention", "feed_forward"]
 class DiffusionLoRA(TransformerTraining):
     """Fine-tunes a diffusion transformer on a set of pictures by training a LoRA through peft.
 
-    The family is read from the pipeline's `model_index.json`: Stable Diffusion 3 and 3.5. `StableDiffusionLoRA` is the
-    same for U-Nets.
+    The family is read from the pipeline's `model_index.json`: Stable Diffusion 3 and 3.5, FLUX.1, FLUX.2 klein, Z-Image
+    and Qwen-Image (docs/diffusion_transformers.md). `StableDiffusionLoRA` is the same for U-Nets.
 
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder or a hub id.
@@ -56,28 +56,25 @@ class DiffusionLoRA(TransformerTraining):
         parts.denoiser.add_adapter(self._lora_config(parts))
 
     def _lora_config(self, parts: Components) -> LoraConfig:
-        args, table = self.args, FAMILIES[parts.family].lora_layers
-        unknown = [target for target in args.lora_targets if target not in table]
-        if unknown or not args.lora_targets:
-            raise ModelError(
-                f"model.init_args.lora_targets must name some of {', '.join(table)}; got {list(args.lora_targets)}"
-            )
-        suffixes = [layer for target in args.lora_targets for layer in table[target]]
-        names = {name for name, _ in parts.denoiser.named_modules()}
-        there = [suffix for suffix in suffixes if any(name.endswith(f".{suffix}") for name in names)]
+        args, family = self.args, TRANSFORMERS[parts.family]
+        adapted = family.adapted_layers(parts.denoiser, args.lora_targets)
         return LoraConfig(
             r=args.rank,
             lora_alpha=self.lora_alpha,
-            target_modules=there,
+            target_modules=adapted,
             lora_dropout=args.lora_dropout,
             use_rslora=args.use_rslora,
             init_lora_weights="gaussian",
         )
 
     def save_lora(self, path: Any, **metadata: Any) -> None:
-        """Write the LoRA as one `.safetensors` that diffusers and ComfyUI load; averaged weights if any."""
-        args = self.args
+        """Write the LoRA as a `.safetensors` in diffusers' layout; averaged weights if any.
+
+        Beside it stands `.comfyui.safetensors`, under the model's own names, where these differ from diffusers'.
+        """
+        args, parts = self.args, self.loaded()
         facts = {
+            "base_model": parts.family,
             "base_model_name": args.pretrained_model_name_or_path,
             "base_model_hash": self.base_model_hash(),
             "prediction_type": None,
@@ -86,4 +83,7 @@ class DiffusionLoRA(TransformerTraining):
         }
         described = LoRAMetadata(**(facts | metadata))
         with self.averaged_weights():
-            save_lora(path, transformer=self.loaded().denoiser, metadata=described, layout="diffusers")
+            save_lora(path, transformer=parts.denoiser, metadata=described, layout="diffusers")
+            if TRANSFORMERS[parts.family].original_layers:
+                own = Path(path).with_suffix(".comfyui.safetensors")
+                save_lora(own, transformer=parts.denoiser, metadata=described, layout="kohya")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.components import Components, fingerprint
+from lightning_aigc.diffusion.families import FAMILIES, Family
 from lightning_aigc.diffusion.text import encode_prompts
 from lightning_aigc.errors import ModelError
 
@@ -24,11 +25,18 @@ class FrozenEncoders:
     parts: Components
     device: torch.device
 
-    def identity(self) -> dict[str, str]:
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.parts.family]
+
+    def encoder_identity(self) -> dict[str, str]:
         """The parts of the cache key that name the weights and dtypes."""
         parts = self.parts
+        pictures = {} if parts.vae is None else {"vae": f"{fingerprint(parts.vae)}-{parts.vae.dtype}"}
+        if parts.stored_texts is not None:
+            return {**pictures, "text": parts.stored_texts.identity}
         text = "+".join(fingerprint(e) for e in parts.text_encoders)
-        return {"vae": f"{fingerprint(parts.vae)}-{parts.vae.dtype}", "text": f"{text}-{parts.text_encoders[0].dtype}"}
+        return {**pictures, "text": f"{text}-{parts.text_encoders[0].dtype}"}
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
@@ -41,7 +49,7 @@ class FrozenEncoders:
         pixels = pixels_B3HW.to(self.device, vae.dtype)
         at_once = max(1, PIXELS_ENCODED_AT_ONCE // (pixels.shape[-2] * pixels.shape[-1]))
         with float32_region(self.device):
-            encoded = [vae.encode(chunk).latent_dist.parameters.float() for chunk in torch.split(pixels, at_once)]
+            encoded = [self.family.encode(vae, chunk).float() for chunk in torch.split(pixels, at_once)]
         return torch.cat(encoded)
 
     @torch.no_grad()
@@ -50,12 +58,12 @@ class FrozenEncoders:
         mean = self.encode_pixels(pixels_B3HW).chunk(2, dim=1)[0]
         vae = self.parts.vae
         with float32_region(self.device):
-            decoded = [vae.decode(each.to(vae.dtype)[None]).sample for each in mean]
+            decoded = [self.family.decode(vae, each.to(vae.dtype)[None]) for each in mean]
         return torch.cat(decoded).float().div(2).add(0.5).clamp(0, 1).cpu()
 
     @torch.no_grad()
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        """Encode captions to `prompt_embeds` [B, T, D], and what else the family's denoiser reads."""
         return encode_prompts(self.parts, list(captions), self.device)
 
     def latents(self, batch: dict[str, Any], draw: Callable[[Tensor], Tensor] = torch.randn_like) -> Tensor:
@@ -66,16 +74,12 @@ class FrozenEncoders:
         Raises: ModelError naming the pictures whose latents are not finite.
         """
         moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
-        mean, log_variance = moments.to(self.device).chunk(2, dim=1)
-        latents_BCHW = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * draw(mean)
-        config = self.parts.vae.config
-        shift = getattr(config, "shift_factor", None) or 0.0
-        return (latents_BCHW - shift) * float(config.scaling_factor)
+        return self.family.latents(self.parts.vae, moments.to(self.device), draw)
 
     def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
         """The batch's text embeddings, cached or encoded from its captions."""
         if "prompt_embeds" in batch:
-            keys = ("prompt_embeds", "pooled_prompt_embeds")
+            keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths")
             return {k: batch[k].to(self.device) for k in keys if k in batch}
         with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
             return encode_prompts(self.parts, batch["captions"], self.device)
@@ -117,14 +121,14 @@ class EncodesCaches:
         return FrozenEncoders(self.loaded(), self.device)
 
     def encoder_identity(self) -> dict[str, str]:
-        return self.encoders.identity()
+        return self.encoders.encoder_identity()
 
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
         """Encode pixels in -1..1 to the latents' mean and log-variance, float32 [B, 2C, H, W], unscaled."""
         return self.encoders.encode_pixels(pixels_B3HW)
 
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions to `prompt_embeds` [B, T, D], and for SDXL `pooled_prompt_embeds` [B, P]."""
+        """Encode captions to `prompt_embeds` [B, T, D], and what else the family's denoiser reads."""
         return self.encoders.encode_captions(captions)
 
     def can_cache_captions(self) -> bool:

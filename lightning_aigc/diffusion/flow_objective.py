@@ -10,7 +10,7 @@ Legend: B batch, C channels, H and W latent height and width, S steps of the sch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch import Tensor
 
 from lightning_aigc.diffusion.evaluation import SeededNoise
+from lightning_aigc.diffusion.families.transformer_family import linear_mu
 from lightning_aigc.errors import ModelError
 
 TimestepSampling = Literal["uniform", "logit_normal", "mode"]
@@ -35,6 +36,7 @@ class FlowObjective:
         flow_shift: moves timesteps towards the noise, as sampling does: `auto` is the scheduler's own.
         timestep_sampling, loss_weighting, logit_mean, logit_std, mode_scale: see `TransformerTraining`.
         patch_size: latent pixels to a side of a token; schedulers with a dynamic shift count tokens.
+        mu: the exponent of that shift, by the scheduler's config and the number of tokens.
     """
 
     def __init__(
@@ -48,13 +50,14 @@ class FlowObjective:
         logit_std: float = 1.0,
         mode_scale: float = 1.29,
         patch_size: int = 2,
+        mu: Callable[[Mapping[str, Any], int], float] | None = None,
     ) -> None:
         own: dict[str, Any] = {} if flow_shift == "auto" else {"shift": flow_shift, "use_dynamic_shifting": False}
         self.schedule = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config, **own)
         self.num_train_timesteps = int(self.schedule.config.num_train_timesteps)
         self.timestep_sampling, self.loss_weighting = timestep_sampling, loss_weighting
         self.logit_mean, self.logit_std, self.mode_scale = logit_mean, logit_std, mode_scale
-        self.patch_size = patch_size
+        self.patch_size, self._mu = patch_size, mu or linear_mu
         self._sigmas: dict[tuple[int, torch.device], Tensor] = {}
 
     # Timesteps -------------------------------------------------------------------------------------------------------
@@ -86,9 +89,7 @@ class FlowObjective:
         if key not in self._sigmas:
             sigmas_S = self.schedule.sigmas[: self.num_train_timesteps].float()
             if tokens:
-                slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-                mu = config.base_shift + slope * (tokens - config.base_image_seq_len)
-                sigmas_S = self.schedule.time_shift(mu, 1.0, sigmas_S)
+                sigmas_S = self.schedule.time_shift(self._mu(config, tokens), 1.0, sigmas_S)
             self._sigmas[key] = sigmas_S.to(latents_BCHW.device)
         return self._sigmas[key]
 

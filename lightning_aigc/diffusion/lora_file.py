@@ -20,7 +20,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.diffusion import lora_layers, lora_layouts, lora_names
+from lightning_aigc.diffusion import lora_layers, lora_layouts, lora_names, lora_original_names
 from lightning_aigc.diffusion.lora_bytes import HASH_KEYS, serialize, write_atomically
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.diffusion.lora_layouts import ADAPTER_METADATA_KEY
@@ -47,6 +47,9 @@ class LoRAFile:
     def layers(self) -> list[LoRALayer]:
         """The file's layers in layout-independent form. Raises: ModelError for weights that are not LoRA or DoRA."""
         if self.layout == "kohya":
+            family = lora_original_names.family_of(self.state, self.metadata.get("ss_base_model_version"))
+            if family is not None:
+                return lora_original_names.from_original(self.state, family)
             return lora_layouts.from_kohya(self.state, _layers_per_block(self.metadata))
         if self.layout == "peft":
             raise ModelError(
@@ -136,11 +139,18 @@ def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str]
         state, header[ADAPTER_METADATA_KEY] = lora_layouts.to_diffusers(layers)
     elif layout == "kohya":
         if any(layer.component == TRANSFORMER for layer in layers):
-            raise ModelError(
-                f"{path}: the LoRA of a transformer has diffusers' layout only, which ComfyUI reads too; leave out --to"
+            family = lora_original_names.family_of_modules(layers, header.get("ss_base_model_version"))
+            if family is None:
+                raise ModelError(
+                    f"{path}: the LoRA of this transformer has diffusers' layout only, which ComfyUI reads too;"
+                    " leave out --to"
+                )
+            state = lora_original_names.to_original(layers, family)
+        else:
+            layers = lora_layers.with_out_proj(layers)
+            state = lora_layouts.to_kohya(
+                layers, sdxl=_is_sdxl(header, layers), layers_per_block=_layers_per_block(header)
             )
-        layers = lora_layers.with_out_proj(layers)
-        state = lora_layouts.to_kohya(layers, sdxl=_is_sdxl(header, layers), layers_per_block=_layers_per_block(header))
         if any(layer.magnitude is not None for layer in layers):
             warnings.warn(
                 f"{path} holds DoRA in the kohya layout: diffusers ignores its magnitudes, ComfyUI and A1111 apply "

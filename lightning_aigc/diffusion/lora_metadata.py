@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ModelError
 
-BaseModel = Literal["sd1", "sd2", "sdxl", "sd3"]
+BaseModel = Literal["sd1", "sd2", "sdxl", "sd3", "flux", "flux2", "z_image", "qwen_image"]
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class LoRAMetadata:
 
     def _training_entries(self, base_model: BaseModel, is_v: bool, size: tuple[int, int]) -> dict[str, Any]:
         """sd-scripts' `ss_` entries."""
-        versions = {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0", "sd3": "sd3"}
+        versions = {"sd1": "sd_v1", "sd2": "sd_v2_v" if is_v else "sd_v2", "sdxl": "sdxl_base_v1-0"}
         return {
-            "ss_base_model_version": versions[base_model],
+            "ss_base_model_version": versions.get(base_model, base_model),
             "ss_v2": base_model == "sd2",
             "ss_output_name": self.output_name,
             "ss_sd_model_name": self.base_model_name,
@@ -166,7 +166,7 @@ def architecture(base_model: BaseModel, is_v_prediction: bool) -> str:
     """The ModelSpec architecture id of a LoRA."""
     version_2 = "stable-diffusion-v2-768-v" if is_v_prediction else "stable-diffusion-v2-512"
     names = {"sd1": "stable-diffusion-v1", "sd2": version_2, "sdxl": "stable-diffusion-xl-v1-base"}
-    names |= {name: family.modelspec for name, family in FAMILIES.items()}
+    names |= {name: family.modelspec for name, family in TRANSFORMERS.items()}
     return f"{names[base_model]}/lora"
 
 
@@ -193,5 +193,5 @@ def hash_base_model(path: str | Path) -> str | None:
 
 def _width_and_height(resolution: int | tuple[int, int] | None, base_model: BaseModel, is_v: bool) -> tuple[int, int]:
     if resolution is None:
-        resolution = {"sd1": 512, "sd2": 768 if is_v else 512, "sdxl": 1024, "sd3": 1024}[base_model]
+        resolution = {"sd1": 512, "sd2": 768 if is_v else 512}.get(base_model, 1024)
     return (resolution, resolution) if isinstance(resolution, int) else (resolution[0], resolution[1])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.components import FOLDERS, Components, load_components
-from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.diffusion.components import Components, load_components
+from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
 from lightning_aigc.diffusion.lora_file import read_lora
 from lightning_aigc.diffusion.lora_names import DENOISERS
 from lightning_aigc.diffusion.objectives import build_noise_schedule
@@ -73,6 +73,7 @@ class LoRASampler:
             guidance_scale=float(scale),
             time_limit=TimeLimit(math.inf),
             negative_prompt=negative_prompt,
+            resolution=given.get("sample_resolution"),
         )
 
 
@@ -85,13 +86,13 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
     dtype = str(arguments.get("base_dtype") or "auto")
     parts = load_components(
         arguments["pretrained_model_name_or_path"],
-        families=tuple(FOLDERS),
+        families=tuple(FAMILIES),
         denoiser_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
         vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
         revision=arguments.get("revision"),
         variant=arguments.get("variant"),
     )
-    if parts.family in FAMILIES:
+    if parts.family in TRANSFORMERS:
         return parts, parts.scheduler_config
     terminal, prediction = bool(arguments.get("zero_terminal_snr")), arguments.get("prediction_type")
     return parts, build_noise_schedule(parts.scheduler_config, prediction, zero_terminal_snr=terminal).config

@@ -27,10 +27,11 @@ from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.arguments import check_shared_arguments
 from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
-from lightning_aigc.diffusion.components import U_NETS, Components, check_source, load_components
+from lightning_aigc.diffusion.components import Components, Part, check_source, load_components
 from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.encoders import EncodesCaches
 from lightning_aigc.diffusion.evaluation import EvaluatedModule
+from lightning_aigc.diffusion.families import U_NETS
 from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
@@ -91,7 +92,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     )  # fmt: skip
     """Arguments that do not change the bits of a training."""
     image_remedies = IMAGE_REMEDIES
-    families: ClassVar[tuple[str, ...]] = U_NETS
+    families: ClassVar[tuple[str, ...]] = tuple(U_NETS)
     """The pipelines' families that this class trains."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -155,7 +156,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     def configure_model(self) -> None:
         if self.components is not None:
             return
-        args, parts = self.args, self._load()
+        args, parts = self.args, self.load_components()
         self.adapt(parts)
         self.components = parts
         for parameter in self.trainable_parameters():
@@ -166,7 +167,12 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         if args.use_ema:
             self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
 
-    def _load(self) -> Components:
+    def load_components(self) -> Components:
+        """The pipeline's components, to be adapted."""
+        return self.load_parts()
+
+    def load_parts(self, only: Part | None = None) -> Components:
+        """The pipeline's components as they are on disk; `only` as in `components.load_components`."""
         args = self.args
         return load_components(
             args.pretrained_model_name_or_path,
@@ -175,6 +181,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
             vae_dtype=dtype_named(args.vae_dtype),
             revision=args.revision,
             variant=args.variant,
+            only=only,
         )
 
     def frozen_dtype(self) -> torch.dtype:
@@ -188,7 +195,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
 
     def full_precision_base(self) -> AbstractContextManager[None]:
         """Compute with the base as it is used after training, read from its source, until the block ends."""
-        return with_full_precision(self.loaded(), self._load())
+        parts = self.loaded()
+        return with_full_precision(parts, self.load_parts(None if parts.stored_texts is None else "pictures"))
 
     def adapt(self, parts: Components) -> None:
         """Add the trained layers to freshly loaded, frozen components, and register the trained modules on `self`."""

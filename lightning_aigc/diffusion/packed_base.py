@@ -68,6 +68,8 @@ def pack_base(module: LightningModule, parts: Components, kind: BaseQuantization
     setattr(holder, parts.denoiser_name, parts.denoiser)
     holder.text_encoders = nn.ModuleList(parts.text_encoders)
     layers = frozen_layers(holder, skip)
+    if skip is not None and parts.stored_texts is not None:  # other patterns are of text encoders that are gone
+        skip = [pattern for pattern in skip if not pattern.startswith("text_encoders")]
     check_patterns(skip, (layer.name for layer in layers))
     packing = packing_for(sum(layer.weight.numel() for layer in layers if not layer.why_not))
     target = target_mib(kind)
@@ -80,6 +82,15 @@ def pack_base(module: LightningModule, parts: Components, kind: BaseQuantization
     packed.kind = str(kind)
     ignore_in_ddp(module)
     return packed
+
+
+def pack_text_encoders(parts: Components, skip: list[str] | None) -> None:
+    """Pack the text encoders of a pipeline without a denoiser in int8, as `pack_base` does."""
+    holder = nn.Module()
+    holder.text_encoders = nn.ModuleList(parts.text_encoders)
+    layers = [layer for layer in frozen_layers(holder, skip) if not layer.why_not]
+    if layers:
+        pack_layers(holder, layers, lambda layer: "int8", packing_for(sum(each.weight.numel() for each in layers)))
 
 
 def _is_of_text(layer: Layer) -> bool:

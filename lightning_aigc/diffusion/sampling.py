@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import (
-    ControlNetModel,
-    DDIMScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    StableDiffusionControlNetPipeline,
-    StableDiffusionXLControlNetPipeline,
-)
+from diffusers import ControlNetModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
@@ -96,31 +90,9 @@ class Control:
 def make_pipeline(
     parts: Components, schedule_config: Mapping[str, Any], controlnet: ControlNetModel | None = None
 ) -> Any:
-    """Diffusers' pipeline around these components, with a DDIM scheduler, or a transformer's own."""
-    if parts.family in FAMILIES:
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(schedule_config)
-        return FAMILIES[parts.family].make_pipeline(parts, scheduler)
-    modules = {
-        "unet": parts.denoiser,
-        "vae": parts.vae,
-        "text_encoder": parts.text_encoders[0],
-        "tokenizer": parts.tokenizers[0],
-    }
-    if parts.family == "sdxl":
-        modules |= {"text_encoder_2": parts.text_encoders[1], "tokenizer_2": parts.tokenizers[1]}
-        extras: dict[str, Any] = {"add_watermarker": False}
-    else:
-        extras = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    # Latents are not limited to -1..1; a config from another scheduler may lack this setting.
-    scheduler = DDIMScheduler.from_config(schedule_config, clip_sample=False)
-    if controlnet is None:
-        pipeline = parts.pipeline_class(**modules, scheduler=scheduler, **extras)
-    else:
-        xl = parts.family == "sdxl"
-        pipeline_class: Any = StableDiffusionXLControlNetPipeline if xl else StableDiffusionControlNetPipeline
-        pipeline = pipeline_class(**modules, controlnet=controlnet, scheduler=scheduler, **extras)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    """Diffusers' pipeline around these components, with the family's scheduler."""
+    family = FAMILIES[parts.family]
+    return family.make_pipeline(parts, family.make_scheduler(schedule_config), controlnet)
 
 
 def generate(
@@ -136,9 +108,11 @@ def generate(
     batch_size: int | None = None,
     negative_prompt: str | None = None,
     control: Control | None = None,
+    resolution: int | None = None,
 ) -> Tensor:
     """Generate pictures, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
 
+    resolution: pixels to a side; unset is the pipeline's own. A ControlNet's pictures have their condition's size.
     Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
     """
     networks = [parts.denoiser, *parts.text_encoders] + ([control.controlnet] if control is not None else [])
@@ -146,8 +120,11 @@ def generate(
     dtypes = {p.dtype for m in networks for p in m.parameters() if p.is_floating_point()}
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes) > 1)
+    family = FAMILIES[parts.family]
+    pixels_per_latent = family.pixels_per_latent(parts.vae)
+    side = resolution or family.sample_size(parts.denoiser) * pixels_per_latent
     if batch_size is None:
-        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // int(parts.denoiser.config.sample_size) ** 2))
+        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // (side // pixels_per_latent) ** 2))
     time_limit.begin(len(prompts), batch_size, num_inference_steps)
     pictures = []
     modules_used = (parts.vae, *networks)
@@ -156,18 +133,20 @@ def generate(
             generators = [torch.Generator("cpu").manual_seed(s) for s in seeds[start : start + batch_size]]
             chosen = prompts[start : start + batch_size]
             negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
-            extra = {} if control is None else _condition_arguments(control, slice(start, start + batch_size), device)
+            extra = family.sampling_arguments(parts, chosen, negative, guidance_scale, device)
+            if control is None:
+                extra |= {"height": side, "width": side}
+            else:
+                extra |= _condition_arguments(control, slice(start, start + batch_size), device)
             with autocast:
-                latents = pipeline(
-                    prompt=chosen, negative_prompt=negative, generator=generators, output_type="latent",
-                    num_inference_steps=num_inference_steps, guidance_scale=guidance_scale,
-                    callback_on_step_end=time_limit, **extra,
+                sampled = pipeline(
+                    generator=generators, output_type="latent",
+                    num_inference_steps=num_inference_steps, callback_on_step_end=time_limit, **extra,
                 ).images  # fmt: skip
             # The pipeline would decode under autocast in half precision, which gives black pictures.
             with float32_region(device):
-                config = parts.vae.config
-                unscaled = latents / config.scaling_factor + (getattr(config, "shift_factor", None) or 0.0)
-                decoded = parts.vae.decode(unscaled.to(parts.vae.dtype)).sample
+                unscaled = family.unscale(parts.vae, sampled, side // pixels_per_latent, side // pixels_per_latent)
+                decoded = family.decode(parts.vae, unscaled.to(parts.vae.dtype))
             pictures.append(decoded.float().div(2).add(0.5).clamp(0, 1).cpu())
     return torch.cat(pictures)
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.denoiser_training import DenoiserTraining
-from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.flow_objective import FlowLossWeighting, FlowObjective, TimestepSampling, check_flow
+from lightning_aigc.diffusion.text_first import load_after_texts
+from lightning_aigc.protocols import CachesCaptions
 
 
 class TransformerTraining(DenoiserTraining):
@@ -25,10 +27,12 @@ class TransformerTraining(DenoiserTraining):
         logit_mean: Mean of logit_normal; below 0 looks more at noise.
         logit_std: Its standard deviation.
         mode_scale: How far mode leans to the ends.
+        training_guidance: What a guidance-distilled transformer (FLUX.1 dev) is told while it trains; others read none.
+        sample_resolution: Pixels to a side of a sample picture; unset is the pipeline's own, mostly 1024.
         kwargs: Arguments of `DenoiserTraining` and `DiffusionModule`.
     """
 
-    families: ClassVar[tuple[str, ...]] = tuple(FAMILIES)
+    families: ClassVar[tuple[str, ...]] = tuple(TRANSFORMERS)
 
     def __init__(
         self,
@@ -38,14 +42,23 @@ class TransformerTraining(DenoiserTraining):
         logit_mean: float = 0.0,
         logit_std: float = 1.0,
         mode_scale: float = 1.29,
+        training_guidance: float = 1.0,
+        sample_resolution: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.transformer: nn.Module | None = None
         check_flow(self.args)
 
+    def load_components(self) -> Components:
+        """The components; where the data module caches captions, after the text encoders have made them and left."""
+        data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
+        if isinstance(data, CachesCaptions) and data.caches_captions:
+            return load_after_texts(self, data)
+        return super().load_components()
+
     def adapt(self, parts: Components) -> None:
-        args = self.args
+        args, family = self.args, TRANSFORMERS[parts.family]
         self.objective = FlowObjective(
             parts.scheduler_config,
             timestep_sampling=args.timestep_sampling,
@@ -54,7 +67,8 @@ class TransformerTraining(DenoiserTraining):
             logit_mean=args.logit_mean,
             logit_std=args.logit_std,
             mode_scale=args.mode_scale,
-            patch_size=int(parts.denoiser.config.patch_size),
+            patch_size=family.patch_size(parts.denoiser),
+            mu=family.mu,
         )
         self.transformer = parts.denoiser
         if args.gradient_checkpointing:
@@ -69,8 +83,6 @@ class TransformerTraining(DenoiserTraining):
         """
         assert self.transformer is not None
         parts = self.loaded()
-        family = FAMILIES[parts.family]
-        pixels_per_latent = 2 ** (len(parts.vae.config.block_out_channels) - 1)
-        height, width = noisy_BCHW.shape[-2:]
-        family.check_size(self.transformer, height, width, pixels_per_latent)
-        return family.predict(self.transformer, noisy_BCHW, timesteps_B, condition)
+        family = TRANSFORMERS[parts.family]
+        family.check_size(self.transformer, parts.vae, *noisy_BCHW.shape[-2:])
+        return family.predict(self.transformer, noisy_BCHW, timesteps_B, condition, self.args.training_guidance)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc.diffusion.families import FAMILIES
+
 LEAST_PSNR_DB = 25.0
 """Round trip below which edges and skin are visibly damaged; Stable Diffusion 1.5's autoencoder is published with 23.4
 on COCO at 256 px and reaches 27 to 32 on sharp photographs of 512 px."""
@@ -33,7 +35,7 @@ class RoundTrip:
 
 
 @torch.no_grad()
-def round_trip(vae: Any, pictures_N3HW: Tensor) -> RoundTrip:
+def round_trip(vae: Any, pictures_N3HW: Tensor, family: str = "sd") -> RoundTrip:
     """Encode and decode pictures in 0..1, and find the layer with the largest activation."""
     peaks: dict[str, float] = {}
 
@@ -48,8 +50,8 @@ def round_trip(vae: Any, pictures_N3HW: Tensor) -> RoundTrip:
     handles = [module.register_forward_hook(watch(name)) for name, module in vae.named_modules() if name]
     try:
         pixels_N3HW = pictures_N3HW.to(parameter.device, parameter.dtype) * 2 - 1
-        latents = vae.encode(pixels_N3HW).latent_dist.mean
-        decoded_N3HW = vae.decode(latents).sample.float().div(2).add(0.5).clamp(0, 1).cpu()
+        mean = FAMILIES[family].encode(vae, pixels_N3HW).chunk(2, dim=1)[0]
+        decoded_N3HW = FAMILIES[family].decode(vae, mean).float().div(2).add(0.5).clamp(0, 1).cpu()
     finally:
         for handle in handles:
             handle.remove()
@@ -58,9 +60,9 @@ def round_trip(vae: Any, pictures_N3HW: Tensor) -> RoundTrip:
     return RoundTrip(decoded_N3HW, -10 * math.log10(max(error, 1e-10)), peaks[layer], layer)
 
 
-def describe_vae(vae: Any, pictures_N3HW: Tensor) -> list[str]:
+def describe_vae(vae: Any, pictures_N3HW: Tensor, family: str = "sd") -> list[str]:
     """One line with the figures, and one for each finding."""
-    trip = round_trip(vae, pictures_N3HW)
+    trip = round_trip(vae, pictures_N3HW, family)
     lines = [
         f"autoencoder: your pictures come back with {trip.psnr_db:.1f} dB PSNR; its largest activation is "
         f"{trip.peak:.3g} of float16's {FLOAT16_MAX:.0f}, at {trip.peak_layer}"

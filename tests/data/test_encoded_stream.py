@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 
-from fakes.encoder import FakeEncoder
+from fakes.encoder import FakeEncoder, UnequalTexts
 from fakes.killed_trainings import KillAt, Killed
 from fakes.pipelines import make_pipeline
 from lightning_aigc.callbacks import ExactSnapshot
@@ -110,8 +110,8 @@ def options(tmp_path: Path, **changes: Any) -> EncodeOptions:
     return EncodeOptions(tmp_path / "shards", **{"entries_per_shard": 4, "batch_size": 3} | changes)
 
 
-def encode(source: ImageCaptionData, tmp_path: Path, **changes: Any) -> str:
-    encoder, chosen = FakeEncoder(), options(tmp_path, **changes)
+def encode(source: ImageCaptionData, tmp_path: Path, kind: type[FakeEncoder] = FakeEncoder, **changes: Any) -> str:
+    encoder, chosen = kind(), options(tmp_path, **changes)
     encode_shards(encoder, samples_of(source.index()), chosen)
     write_common(encoder, source.reference_images(5), chosen.folder)
     finish(encoder, samples_of(source.index()), chosen, facts_of(source), 0)
@@ -151,6 +151,25 @@ def test_shards_give_the_batches_of_the_caches_to_the_bit(source: ImageCaptionDa
     assert data.lora_metadata()["num_train_images"] == PICTURES
     batch = data.example_batch(2)
     assert len(batch["captions"]) == 2 and batch["names"] == data.example_batch(2)["names"]
+
+
+def test_captions_of_unequal_length_keep_their_own_and_are_padded_in_a_batch(
+    source: ImageCaptionData, tmp_path: Path
+) -> None:
+    source.prepare(UnequalTexts())
+    data = stream(encode(source, tmp_path, UnequalTexts), tmp_path, caption_dropout_rate=0.3)
+    assert source.caches.embeddings is not None and source.caches.embeddings.in_memory
+    for loader in (source.loader(), data.loader()):
+        lengths = set()
+        for batch in loader:
+            assert batch["prompt_embeds"].shape[1] == max(batch["prompt_lengths"])
+            for embeddings, length, caption in zip(
+                batch["prompt_embeds"], batch["prompt_lengths"], batch["captions"], strict=True
+            ):
+                assert torch.equal(embeddings[:length], UnequalTexts().encode_captions([caption])["prompt_embeds"][0])
+                assert not embeddings[length:].any()
+                lengths.add(int(length))
+        assert len(lengths) > 1
 
 
 def test_flips_and_dropped_captions_are_those_that_were_encoded(source: ImageCaptionData, tmp_path: Path) -> None:

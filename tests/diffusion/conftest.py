@@ -5,9 +5,12 @@ from __future__ import annotations
 import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
+from collections.abc import Callable
+
 import pytest
 
 from fakes.pipelines import make_pipeline
+from fakes.transformer_pipelines import MAKE
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +21,16 @@ def sd(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def sdxl(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_pipeline(tmp_path_factory.mktemp("sdxl"), sdxl=True))
+
+
+@pytest.fixture(scope="session")
+def transformers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a family's tiny pipeline, made when it is first asked for."""
+    made: dict[str, str] = {}
+
+    def folder(family: str) -> str:
+        if family not in made:
+            made[family] = str(MAKE[family](tmp_path_factory.mktemp(family)))
+        return made[family]
+
+    return folder

@@ -87,9 +87,9 @@ def test_a_broken_index_is_named_with_its_file(folder: Path, content: str) -> No
 
 def test_another_pipelines_class_is_refused_with_what_is_trained(folder: Path) -> None:
     index = folder / "model_index.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "FluxPipeline"}))
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"_class_name": "HiDreamImagePipeline"}))
     said = refusal(folder)
-    assert "FluxPipeline" in said and "StableDiffusionPipeline" in said and "StableDiffusionXLPipeline" in said
+    assert "HiDreamImagePipeline" in said and "StableDiffusionPipeline" in said and "StableDiffusionXLPipeline" in said
 
 
 def truncate(path: Path) -> None:

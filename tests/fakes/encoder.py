@@ -29,3 +29,14 @@ class FakeEncoder:
         tokens = [(list(caption.encode()) + [0] * 16)[:16] for caption in captions]
         prompt_embeds = self.table[torch.tensor(tokens)]
         return {"prompt_embeds": prompt_embeds, "pooled_prompt_embeds": prompt_embeds.mean(1)}
+
+
+class UnequalTexts(FakeEncoder):
+    """A token a byte, as many as the caption has, and padding that is not zero."""
+
+    def encode_captions(self, captions: list[str]) -> dict[str, Tensor]:
+        lengths = [len(caption.encode()) + 1 for caption in captions]
+        tokens = [
+            [*caption.encode(), 0] + [7] * (max(lengths) - n) for caption, n in zip(captions, lengths, strict=True)
+        ]
+        return {"prompt_embeds": self.table[torch.tensor(tokens)], "prompt_lengths": torch.tensor(lengths)}

@@ -82,6 +82,11 @@ class FineTuneCheck(Callback):
         self._text_before: Tensor | None = None
         self._sets: list[list[str]] = []
 
+    def prompts_drawn(self, trainer: Trainer) -> list[str]:
+        """The prompts of the pictures, with the trigger word and without."""
+        prompts = find_prompts(trainer.lightning_module, self.prompts)
+        return [*prompts, *self._plain_prompts(trainer, prompts)]
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises: ModelError without `sample` or a CLIP model, ConfigError without prompts."""
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ from lightning_aigc.data.encoded import to_minus_one_to_one
 from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, REFERENCES, Manifest, Shard
 from lightning_aigc.data.encoder import Encoder
 from lightning_aigc.data.index import TrainingIndex
+from lightning_aigc.data.texts import without_padding
 from lightning_aigc.errors import DataError
 
 WAIT_S = 5.0
@@ -129,7 +130,7 @@ def encode_shards(
 
 def write_common(encoder: Encoder, references: Tensor, folder: Path) -> None:
     """Write what all entries share: the empty caption's embeddings, and pictures that CLIP-I compares with."""
-    empty = {name: tensor[0].cpu().contiguous() for name, tensor in encoder.encode_captions([""]).items()}
+    empty = without_padding({name: t[0].cpu().contiguous() for name, t in encoder.encode_captions([""]).items()})
     for file, tensors in (
         (COMMON, empty),
         (REFERENCES, {"images": (references * 255).round().to(torch.uint8).contiguous()}),
@@ -211,7 +212,8 @@ def _entries(samples: Sequence[Sample], encoder: Encoder, options: EncodeOptions
         encoded = {name: moments.to("cpu", options.latents_dtype) for name, moments in encoded.items()}
         encoded |= {n: t.cpu() for n, t in encoder.encode_captions([sample.caption for sample in some]).items()}
         for at, (sample, (_, mask)) in enumerate(zip(some, loaded, strict=True)):
-            entry = {name: tensor[at].contiguous().clone() for name, tensor in encoded.items()}
+            entry = without_padding({name: tensor[at] for name, tensor in encoded.items()})
+            entry = {name: tensor.contiguous().clone() for name, tensor in entry.items()}
             if options.has_masks:
                 shape = (sample.placement.height, sample.placement.width)
                 entry["mask"] = (

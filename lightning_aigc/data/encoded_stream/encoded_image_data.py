@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,15 @@ class EncodedImageData(LightningDataModule):
             return self.loader()
         self._check_encoder(trainer.lightning_module, self.shards_dir)
         return self.loader(trainer.global_rank, trainer.world_size)
+
+    @property
+    def caches_captions(self) -> bool:
+        """Whether batches have captions' embeddings: always."""
+        return True
+
+    def cache_captions(self, encoder: Encoder, trainer: Any) -> Callable[[str], Mapping[str, Tensor] | None]:
+        """Nothing to encode; shards are not searched for a caption."""
+        return lambda caption: None
 
     def val_dataloader(self) -> Any:
         """This rank's share of `validation_shards_dir`, in order; nothing without one."""

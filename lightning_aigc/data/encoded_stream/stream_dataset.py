@@ -18,6 +18,7 @@ from lightning_aigc.data.dataset import Batch
 from lightning_aigc.data.encoded_stream.manifest import Shard
 from lightning_aigc.data.encoded_stream.order import StreamPlan
 from lightning_aigc.data.encoded_stream.shard_file import ShardError, ShardReader
+from lightning_aigc.data.texts import stack_padded
 
 OnBadShard = Literal["stop", "skip"]
 NOT_EMBEDDINGS = frozenset(("latent_moments", "latent_moments_flipped", "mask", "sizes"))
@@ -104,7 +105,7 @@ def _stacked(entries: list[dict[str, Tensor]], flips: list[bool]) -> Batch:
     ]
     batch: dict[str, Any] = {"latent_moments": torch.stack(moments).float()}
     for name in entries[0].keys() - NOT_EMBEDDINGS:
-        batch[name] = torch.stack([entry[name] for entry in entries])
+        batch[name] = stack_padded([entry[name] for entry in entries])
     if "mask" in entries[0]:
         masks = [e["mask"].flip(-1) if flip else e["mask"] for e, flip in zip(entries, flips, strict=True)]
         batch["mask"] = torch.stack(masks)[:, None].float() / 255

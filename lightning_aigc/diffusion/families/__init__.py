@@ -1,9 +1,19 @@
-"""Families of diffusion transformers, a file each: what one differs in from the others."""
+"""Families of pipelines, a file each: what one differs in from the others."""
 
 from lightning_aigc.diffusion.families.family import Family
+from lightning_aigc.diffusion.families.flux import Flux
+from lightning_aigc.diffusion.families.flux2 import Flux2Klein
+from lightning_aigc.diffusion.families.qwen_image import QwenImage
+from lightning_aigc.diffusion.families.sd import StableDiffusion, StableDiffusionXL
 from lightning_aigc.diffusion.families.sd3 import StableDiffusion3
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
+from lightning_aigc.diffusion.families.z_image import ZImage
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (StableDiffusion3(),)}
+U_NETS: dict[str, Family] = {family.name: family for family in (StableDiffusion(), StableDiffusionXL())}
+TRANSFORMERS: dict[str, TransformerFamily] = {
+    family.name: family for family in (StableDiffusion3(), Flux(), Flux2Klein(), ZImage(), QwenImage())
+}
+FAMILIES: dict[str, Family] = {**U_NETS, **TRANSFORMERS}
 """Families by the name that `Components.family` has."""
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "TRANSFORMERS", "U_NETS", "Family", "TransformerFamily"]

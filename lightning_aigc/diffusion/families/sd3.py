@@ -6,26 +6,29 @@ Legend: B batch, C channels, H and W latent height and width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from lightning_aigc.devices import float32_region, weights_dtype
-from lightning_aigc.diffusion.families.family import Family
+from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 from lightning_aigc.errors import ModelError
+from lightning_aigc.tiny.embedded import resolve
 
 if TYPE_CHECKING:
     from lightning_aigc.diffusion.components import Components
 
 
-class StableDiffusion3(Family):
+class StableDiffusion3(TransformerFamily):
     """Two CLIP encoders and, where the folder has it, T5; without it its tokens are zeros, as in diffusers."""
 
     name = "sd3"
     pipeline = "StableDiffusion3Pipeline"
     folders = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
-    optional_folders = ("text_encoder_3", "tokenizer_3", "image_encoder")
+    optional_folders = ("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "attention": (
             "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj",
@@ -36,30 +39,27 @@ class StableDiffusion3(Family):
     modelspec = "stable-diffusion-3"
     base = "stabilityai/stable-diffusion-3.5-medium"
 
-    def make_pipeline(self, parts: Components, scheduler: Any) -> Any:
-        from diffusers import StableDiffusion3Pipeline
-
-        encoders, tokenizers = (*parts.text_encoders, None), (*parts.tokenizers, None)
-        pipeline = StableDiffusion3Pipeline(
-            transformer=parts.denoiser, vae=parts.vae, scheduler=scheduler,
-            text_encoder=encoders[0], text_encoder_2=encoders[1], text_encoder_3=encoders[2],
-            tokenizer=tokenizers[0], tokenizer_2=tokenizers[1], tokenizer_3=tokenizers[2],
-        )  # fmt: skip
-        pipeline.set_progress_bar_config(disable=True)
+    def make_pipeline(self, parts: Components, scheduler: Any, controlnet: Any = None) -> Any:
+        pipeline = super().make_pipeline(parts, scheduler, controlnet)
+        if parts.denoiser is None and pipeline.text_encoder_3 is None:
+            # The pipeline asks the transformer how wide T5's zeros are.
+            config = SD3Transformer2DModel.load_config(str(resolve(parts.source)), subfolder="transformer")
+            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**config))
         return pipeline
 
-    def encode_prompts(self, parts: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        for encoder in parts.text_encoders:
-            encoder.to(device)
-        pipeline = self.make_pipeline(parts, scheduler=None)
-        with torch.no_grad(), float32_region(device):
-            embeddings, _, pooled, _ = pipeline.encode_prompt(
-                prompts, None, None, device=device, do_classifier_free_guidance=False
-            )
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        embeddings, _, pooled, _ = pipeline.encode_prompt(
+            prompts, None, None, device=device, do_classifier_free_guidance=False
+        )
         return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
 
     def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: Mapping[str, Tensor]
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
     ) -> Tensor:
         dtype = weights_dtype(denoiser)
         velocity_BCHW: Tensor = denoiser(
@@ -71,9 +71,9 @@ class StableDiffusion3(Family):
         )[0]
         return velocity_BCHW
 
-    def check_size(self, denoiser: Any, height: int, width: int, pixels_per_latent: int) -> None:
-        super().check_size(denoiser, height, width, pixels_per_latent)
-        config = denoiser.config
+    def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:
+        super().check_size(denoiser, vae, height, width)
+        config, pixels_per_latent = denoiser.config, self.pixels_per_latent(vae)
         largest = int(config.pos_embed_max_size) * int(config.patch_size)
         if max(height, width) > largest:
             raise ModelError(

@@ -1,0 +1,105 @@
+"""FLUX.1: latents packed to tokens of 2 x 2 pixels, and guidance as an input of the model.
+
+Legend: B batch, C channels, H and W latent height and width, N picture tokens, T text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, pack, unpack
+
+
+class Flux(TransformerFamily):
+    """T5's hidden states, 512 tokens for every caption, and CLIP's pooled state."""
+
+    name = "flux"
+    pipeline = "FluxPipeline"
+    folders = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+    optional_folders = ("image_encoder", "feature_extractor")
+    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "attention": (
+            "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj",
+            "attn.add_v_proj", "attn.to_add_out", "single_transformer_blocks.*.proj_out",
+        ),
+        "feed_forward": (
+            "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+            "single_transformer_blocks.*.proj_mlp",
+        ),
+    }  # fmt: skip
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        f"double_blocks.{{}}.{original}": tuple(f"transformer_blocks.{{}}.{layer}" for layer in layers)
+        for original, layers in {
+            "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "img_attn.proj": ("attn.to_out.0",),
+            "txt_attn.proj": ("attn.to_add_out",),
+            "img_mlp.0": ("ff.net.0.proj",),
+            "img_mlp.2": ("ff.net.2",),
+            "txt_mlp.0": ("ff_context.net.0.proj",),
+            "txt_mlp.2": ("ff_context.net.2",),
+        }.items()
+    } | {
+        "single_blocks.{}.linear1": tuple(
+            f"single_transformer_blocks.{{}}.{layer}" for layer in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+        ),
+        "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
+    }
+    widening: ClassVar[Mapping[str, int]] = {"proj_mlp": 4}
+    negative_prompt = None
+    modelspec = "flux-1-dev"
+    base = "black-forest-labs/FLUX.1-dev"
+
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        embeddings, pooled, _ = pipeline.encode_prompt(prompts, device=device)
+        return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
+
+    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
+        return super().unscale(vae, unpack(sampled, height, width), height, width)
+
+    def predict(
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
+    ) -> Tensor:
+        dtype = weights_dtype(denoiser)
+        height, width = noisy_BCHW.shape[-2:]
+        embeddings_BTD = condition["prompt_embeds"].to(dtype)
+        has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
+        velocity_BNC: Tensor = denoiser(
+            hidden_states=pack(noisy_BCHW).to(dtype),
+            timestep=timesteps_B / 1000,
+            guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
+            pooled_projections=condition["pooled_prompt_embeds"].to(dtype),
+            encoder_hidden_states=embeddings_BTD,
+            txt_ids=embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
+            img_ids=positions(height // 2, width // 2, embeddings_BTD),
+            return_dict=False,
+        )[0]
+        return unpack(velocity_BNC, height, width)
+
+    def patch_size(self, denoiser: Any) -> int:
+        return 2
+
+    def sample_size(self, denoiser: Any) -> int:
+        return 128
+
+    def is_distilled(
+        self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
+    ) -> bool:
+        # schnell: its four steps have no dynamic shift, and it is told no guidance.
+        return transformer.get("guidance_embeds") is False and not scheduler.get("use_dynamic_shifting")
+
+
+def positions(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Zero, row and column of each token, [rows x columns, 3]."""
+    axes = [torch.arange(size, device=like.device) for size in (1, rows, columns)]
+    return torch.cartesian_prod(*axes).to(like.dtype)

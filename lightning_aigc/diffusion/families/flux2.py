@@ -1,0 +1,113 @@
+"""FLUX.2 klein: latents of 2 x 2 pixels in their channels, normalised by the autoencoder's own statistics.
+
+Legend: B batch, C channels, H and W latent height and width, N picture tokens, T text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from torch import Tensor, nn
+
+from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, check_divides
+
+STEPS = 50
+"""Steps of the pipeline's own sampling, which its dynamic shift depends on."""
+
+
+class Flux2Klein(TransformerFamily):
+    """Hidden states of three layers of Qwen3, 512 tokens for every caption."""
+
+    name = "flux2"
+    pipeline = "Flux2KleinPipeline"
+    folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "attention": (
+            "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj",
+            "attn.add_v_proj", "attn.to_add_out", "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
+            "single_transformer_blocks.*.attn.to_out",
+        ),
+        "feed_forward": ("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
+    }  # fmt: skip
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        f"double_blocks.{{}}.{original}": tuple(f"transformer_blocks.{{}}.{layer}" for layer in layers)
+        for original, layers in {
+            "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "img_attn.proj": ("attn.to_out.0",),
+            "txt_attn.proj": ("attn.to_add_out",),
+            "img_mlp.0": ("ff.linear_in",),
+            "img_mlp.2": ("ff.linear_out",),
+            "txt_mlp.0": ("ff_context.linear_in",),
+            "txt_mlp.2": ("ff_context.linear_out",),
+        }.items()
+    } | {
+        "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
+        "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
+    }
+    modelspec = "flux-2-klein"
+    base = "black-forest-labs/FLUX.2-klein-base-4B"
+    distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
+    draws_latents = False
+
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        return {"prompt_embeds": pipeline.encode_prompt(prompts, device=device)[0]}
+
+    def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
+        check_divides(2, self.pixels_per_latent(vae), *latents_BCHW.shape[-2:])
+        batch, channels, height, width = latents_BCHW.shape
+        patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+        mean: Tensor = vae.bn.running_mean.view(1, -1, 1, 1).to(latents_BCHW)
+        variance: Tensor = vae.bn.running_var.view(1, -1, 1, 1)
+        std = torch.sqrt(variance + float(vae.config.batch_norm_eps)).to(latents_BCHW)
+        return (patches.reshape(batch, channels * 4, height // 2, width // 2) - mean) / std
+
+    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
+        return sampled  # by the pipeline
+
+    def predict(
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
+    ) -> Tensor:
+        dtype, device = weights_dtype(denoiser), noisy_BCHW.device
+        height, width = noisy_BCHW.shape[-2:]
+        embeddings_BTD = condition["prompt_embeds"].to(dtype)
+        has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
+        velocity_BNC: Tensor = denoiser(
+            hidden_states=noisy_BCHW.flatten(2).transpose(1, 2).to(dtype),
+            timestep=timesteps_B / 1000,
+            guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
+            encoder_hidden_states=embeddings_BTD,
+            txt_ids=positions(1, 1, embeddings_BTD.shape[1], device).expand(len(embeddings_BTD), -1, -1),
+            img_ids=positions(height, width, 1, device).expand(len(embeddings_BTD), -1, -1),
+            return_dict=False,
+        )[0]
+        return velocity_BNC.transpose(1, 2).reshape(noisy_BCHW.shape)
+
+    def patch_size(self, denoiser: Any) -> int:
+        return 1  # of scaled latents, which hold 2 x 2 pixels
+
+    def mu(self, config: Mapping[str, Any], tokens: int) -> float:
+        return float(compute_empirical_mu(tokens, STEPS))
+
+    def sample_size(self, denoiser: Any) -> int:
+        return 128
+
+    def is_distilled(
+        self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
+    ) -> bool:
+        return bool(index.get("is_distilled"))
+
+
+def positions(height: int, width: int, layers: int, device: torch.device) -> Tensor:
+    """Time, row, column and layer of each token, int64 [height x width x layers, 4]."""
+    axes = [torch.arange(size, device=device) for size in (1, height, width, layers)]
+    return torch.cartesian_prod(*axes)

@@ -1,0 +1,105 @@
+"""Qwen-Image: latents of a video autoencoder packed to tokens, and texts of unequal length under a mask.
+
+Legend: B batch, C channels, H and W latent height and width, N picture tokens, T text tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, pack, pad_texts, unpack
+
+ATTENTION = (
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
+    "attn.to_add_out",
+)  # fmt: skip
+FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+
+
+class QwenImage(TransformerFamily):
+    """Qwen2.5-VL's hidden states of each caption's own length."""
+
+    name = "qwen_image"
+    pipeline = "QwenImagePipeline"
+    folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention": ATTENTION, "feed_forward": FEED_FORWARD}
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        name: (name,) for name in (f"transformer_blocks.{{}}.{layer}" for layer in (*ATTENTION, *FEED_FORWARD))
+    }
+    negative_prompt = " "
+    guidance_argument = "true_cfg_scale"
+    modelspec = "qwen-image"
+    base = "Qwen/Qwen-Image"
+
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        embeddings_BTD, mask_BT = pipeline.encode_prompt(prompts, device=device)
+        if mask_BT is None:  # all are as long
+            return pad_texts(list(embeddings_BTD))
+        return {"prompt_embeds": embeddings_BTD, "prompt_lengths": mask_BT.sum(dim=1)}
+
+    def pixels_per_latent(self, vae: Any) -> int:
+        return int(2 ** len(vae.config.temperal_downsample))
+
+    def encode(self, vae: Any, pixels_B3HW: Tensor) -> Tensor:
+        return super().encode(vae, pixels_B3HW.unsqueeze(2)).squeeze(2)
+
+    def decode(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
+        return super().decode(vae, latents_BCHW.unsqueeze(2))[:, :, 0]
+
+    def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
+        mean, inverse_std = self._statistics(vae, latents_BCHW)
+        return (latents_BCHW - mean) * inverse_std
+
+    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
+        mean, inverse_std = self._statistics(vae, sampled)
+        return unpack(sampled, height, width) / inverse_std + mean
+
+    def _statistics(self, vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
+        return mean.to(like.device, like.dtype), (1.0 / std).to(like.device, like.dtype)
+
+    def predict(
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
+    ) -> Tensor:
+        dtype = weights_dtype(denoiser)
+        height, width = noisy_BCHW.shape[-2:]
+        lengths = condition["prompt_lengths"].tolist()
+        embeddings_BTD = condition["prompt_embeds"][:, : max(lengths)].to(dtype)
+        mask_BT = _mask(max(lengths), condition["prompt_lengths"])
+        has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
+        velocity_BNC: Tensor = denoiser(
+            hidden_states=pack(noisy_BCHW).to(dtype),
+            timestep=timesteps_B / 1000,
+            guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
+            encoder_hidden_states=embeddings_BTD,
+            # Attention without a mask is faster.
+            encoder_hidden_states_mask=None if min(lengths) == max(lengths) else mask_BT,
+            img_shapes=[[(1, height // 2, width // 2)]] * len(noisy_BCHW),
+            return_dict=False,
+        )[0]
+        return unpack(velocity_BNC, height, width)
+
+    def patch_size(self, denoiser: Any) -> int:
+        return 2
+
+    def sample_size(self, denoiser: Any) -> int:
+        return 128
+
+    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
+        embeddings_BTD, lengths_B = condition["prompt_embeds"], condition["prompt_lengths"]
+        return {"prompt_embeds": embeddings_BTD, "prompt_embeds_mask": _mask(embeddings_BTD.shape[1], lengths_B)}
+
+
+def _mask(tokens: int, lengths_B: Tensor) -> Tensor:
+    """1 for text and 0 for padding, int64 [B, T]."""
+    return (torch.arange(tokens, device=lengths_B.device) < lengths_B[:, None]).long()
