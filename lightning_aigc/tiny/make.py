@@ -1,6 +1,6 @@
 """Make the embedded models and pictures: `python -m lightning_aigc.tiny.make OUTPUT [--scale 0.05]`.
 
-Scale 1 writes the files that ship with the package, in about an hour on one CPU core. A smaller scale
+Scale 1 writes the files that ship with the package, in about two hours on one CPU core. A smaller scale
 shortens every training stage proportionally.
 """
 
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import lightning_aigc  # noqa: F401  repairs torchvision's import before diffusers needs it
-from lightning_aigc.tiny import drawing, train_base, train_judge, world
+from lightning_aigc.tiny import drawing, train_base, train_judge, train_transformer, world
 from lightning_aigc.tiny.tokenizer import build_tokenizer
 
 BRAND_PICTURES = 504
@@ -60,7 +60,7 @@ def _write_pictures(folder: Path, rows: list[tuple[str, str, Image.Image]]) -> N
 
 
 def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, object]:
-    """Write sd/, clip/, brand/ and prior/ into `output`; returns the judge's grades and seconds per stage."""
+    """Write sd/, sd3/, clip/, brand/ and prior/ into `output`; returns the judge's grades and seconds per stage."""
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 
@@ -92,6 +92,8 @@ def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, 
     train_base.sharpen_decoder(vae, steps(900), batch_size=16, seed=19)
     lap("decoder")
     train_base.save_pipeline(output / "sd", vae, text_encoder, tokenizer, unet)
+    train_transformer.make_sd3(output / "sd", output / "sd3", steps(4000), max(64, round(pictures * min(1.0, scale))))
+    lap("transformer")
     facts: dict[str, object] = {"judge": grades, "seconds": seconds, "torch": torch.__version__}
     (output / "made.json").write_text(json.dumps(facts, indent=2) + "\n")
     return facts

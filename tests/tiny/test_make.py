@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, StableDiffusion3Pipeline, StableDiffusionPipeline, UNet2DConditionModel
 
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.tiny import world
@@ -58,6 +58,19 @@ def test_the_unet_learned_to_see_noise(made: Path) -> None:
     with torch.no_grad():  # at the last step a noisy latent is nearly all noise
         guessed = unet(noise, torch.full((8,), 999), text).sample
     assert (guessed - noise).square().mean() < 0.8
+
+
+def test_the_transformer_loads_as_stable_diffusion_3_and_learned_to_see_noise(made: Path) -> None:
+    pipeline = StableDiffusion3Pipeline.from_pretrained(made / "sd3", text_encoder_3=None, tokenizer_3=None)
+    pipeline.set_progress_bar_config(disable=True)
+    pictures = pipeline("a red mug", num_inference_steps=2, output_type="pt").images
+    assert pictures.shape == (1, 3, 64, 64)
+    torch.manual_seed(0)
+    noise = torch.randn(8, 4, 16, 16)
+    text, _, pooled, _ = pipeline.encode_prompt(["a red mug"] * 8, None, None, do_classifier_free_guidance=False)
+    with torch.no_grad():  # at the last step the velocity is the noise less an unknown picture
+        velocity = pipeline.transformer(noise, text, pooled, torch.full((8,), 1000.0)).sample
+    assert (velocity - noise).square().mean() < 1.3  # 1 for the best guess of a picture of unit variance, 2 for zeros
 
 
 def test_the_judge_loads_and_scores(made: Path) -> None:
