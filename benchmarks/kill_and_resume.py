@@ -8,7 +8,7 @@ the end of the manifest. Most runs are forked from a process with all imports do
 some start the real command.
 
     python benchmarks/kill_and_resume.py [--kills 50] [--ranks 1] [--precision bf16-mixed 16-mixed]
-        [--base nf4] [--output FILE]
+        [--base nf4 | --sharded zero_3] [--output FILE]
     python benchmarks/kill_and_resume.py --throughput [--output FILE]
 """
 
@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from fakes.kill_phases import ENDING, PHASES, everything_in, told
+from fakes.kill_phases import ENDING, PHASES, PHASES_OF_WHOLE_MODELS, everything_in, told
 from killable_run import Run, log_of, write_config
 from lightning_aigc.checkpoint import newest_complete
 from rows import keep_row
@@ -48,7 +49,9 @@ def is_writing(root: Path) -> bool:
     return any((root / "snapshots").glob(".step-*")) if (root / "snapshots").is_dir() else False
 
 
-def measure(config: Path, folder: Path, kills: int, ranks: int, steps: int, chance: random.Random) -> dict[str, Any]:
+def measure(
+    config: Path, folder: Path, kills: int, ranks: int, steps: int, chance: random.Random, phases: Sequence[str]
+) -> dict[str, Any]:
     """Kill and resume until there were so many kills and the last chain is at its end."""
     whole = folder / "whole"
     for _ in range(2):  # the first fills the caches
@@ -65,7 +68,7 @@ def measure(config: Path, folder: Path, kills: int, ranks: int, steps: int, chan
     while counts["kills"] < kills:
         root = folder / f"chain{counts['chains']}"
         counts["chains"] += 1
-        while kill_once(config, root, ranks, seconds, counts, chance):
+        while kill_once(config, root, ranks, seconds, counts, chance, phases):
             pass
         names = differing(wanted, result(root)) if (root / "summary.json").exists() else ["nothing"]
         counts["different"] += bool(names)
@@ -73,7 +76,7 @@ def measure(config: Path, folder: Path, kills: int, ranks: int, steps: int, chan
             print("DIFFERENT", root, names[:5], log_of(root), flush=True)
             continue
         before = everything_in(root)
-        Run(config, root, 1).end(60)
+        Run(config, root, ranks).end(60)
         counts["changed_when_finished"] += everything_in(root) != before
         shutil.rmtree(root)
         print(json.dumps(counts), flush=True)
@@ -81,7 +84,13 @@ def measure(config: Path, folder: Path, kills: int, ranks: int, steps: int, chan
 
 
 def kill_once(
-    config: Path, root: Path, ranks: int, seconds: float, counts: dict[str, int], chance: random.Random
+    config: Path,
+    root: Path,
+    ranks: int,
+    seconds: float,
+    counts: dict[str, int],
+    chance: random.Random,
+    phases: Sequence[str],
 ) -> bool:
     """Start or resume a run and kill it; False where it got to its end first."""
     before = newest(root)
@@ -92,7 +101,7 @@ def kill_once(
     began = time.monotonic()
     moment = chance.uniform(0.1, 0.5) * seconds + (8 if real else 0)
     kind = ("ending", "moment", "writing")[counts["kills"] % 3] if not real else "moment"
-    phase = ENDING + PHASES[counts["kills"] // 3 % len(PHASES)]
+    phase = ENDING + phases[counts["kills"] // 3 % len(phases)]
 
     def is_due() -> bool:
         if kind == "ending":
@@ -125,6 +134,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--precision", nargs="+", default=["bf16-mixed", "16-mixed"])
+    parser.add_argument(
+        "--sharded", choices=("zero_1", "zero_2", "zero_3"), help="train the whole model, on 2 ranks or more"
+    )
     parser.add_argument("--base", help="base_quantization, such as nf4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--throughput", action="store_true")
@@ -141,13 +153,23 @@ def main() -> int:
             if options.throughput:
                 row = throughput(folder, options.blocks, options.repeats)
             else:
-                config = write_config(folder, options.steps, case, options.ranks, 1, pictures=True, base=options.base)
+                config = write_config(
+                    folder, options.steps, case, options.ranks, 1, pictures=True, base=options.base,
+                    sharded=options.sharded,
+                )  # fmt: skip
+                phases = PHASES_OF_WHOLE_MODELS if options.sharded else PHASES
                 chance = random.Random(f"{options.seed}|{case}")
-                row = measure(config, folder / case, options.kills, options.ranks, options.steps, chance)
+                row = measure(config, folder / case, options.kills, options.ranks, options.steps, chance, phases)
                 bad += sum(
                     row[key] for key in ("different", "lost_snapshots", "failed_resumes", "changed_when_finished")
                 )
-                row = {"precision": case, "ranks": options.ranks, "accumulation": 4, "base": options.base, **row}
+                row = {
+                    "precision": case,
+                    "ranks": options.ranks,
+                    "accumulation": 4,
+                    "base": options.base,
+                    "sharded": options.sharded,
+                } | row
             row = {
                 "benchmark": "kill_and_resume", "case": "throughput" if options.throughput else "kills",
                 "date": date.today().isoformat(), "device": "cpu, one thread a rank, shared",

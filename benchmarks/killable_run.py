@@ -22,16 +22,21 @@ from fakes.ranks import meeting_point
 from lightning_aigc.cli import aigc_cli  # noqa: F401 - imported once, for all the runs that are forked
 from lightning_aigc.cli import main as command
 
-DEMO = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+DEMO, WHOLE_DEMO = CONFIGS / "sd_lora_demo.yaml", CONFIGS / "sd_full_demo.yaml"
 PROMPTS = ["a zorp umbrella", "a zorp teapot"]
 GUARD = {"prompts": PROMPTS, "num_images": 1, "stop": False, "min_delta": 0.0, "clip_model": "embedded:clip"}
 
 
 def write_config(
-    folder: Path, steps: int, precision: str, ranks: int, every: int, *, pictures: bool = False, base: str | None = None
-) -> Path:
-    """The demo with few steps, a snapshot after every `every` and the base packed as `base`; few pictures, or none."""
-    config: dict[str, Any] = yaml.safe_load(DEMO.read_text(encoding="utf-8"))
+    folder: Path, steps: int, precision: str, ranks: int, every: int, *, pictures: bool = False,
+    base: str | None = None, sharded: str | None = None,
+) -> Path:  # fmt: skip
+    """The demo with few steps, a snapshot after every `every` and the base packed as `base`; few pictures, or none.
+
+    Args: sharded: zero_1, zero_2 or zero_3 trains the whole model under it.
+    """
+    config: dict[str, Any] = yaml.safe_load((WHOLE_DEMO if sharded else DEMO).read_text(encoding="utf-8"))
     report: dict[str, Any] = {"clip_model": None, "prompts": []}
     if pictures:
         report = {"clip_model": "embedded:clip", "prompts": PROMPTS, "num_images": 2, "prior_prompts": PROMPTS[:1]}
@@ -45,17 +50,18 @@ def write_config(
     }  # fmt: skip
     config["trainer"]["plugins"]["init_args"]["precision"] = precision
     if ranks > 1:
-        config["trainer"] |= {
-            "devices": ranks,
-            "strategy": {"class_path": "NPUSparseStrategy", "init_args": {"process_group_backend": "gloo"}},
-        }
+        sparse = {"class_path": "NPUSparseStrategy", "init_args": {"process_group_backend": "gloo"}}
+        config["trainer"] |= {"devices": ranks, "strategy": sharded or sparse}
     config["model"]["init_args"] |= {
         "max_train_steps": steps, "validation_prompts": PROMPTS if pictures else [], "num_validation_images": 1,
-        "validation_steps": max(1, steps // 2 + 1), "num_inference_steps": 4, "rank": 4,
+        "validation_steps": max(1, steps // 2 + 1), "num_inference_steps": 4,
         "checkpointing_steps": every or 50,
         "checkpoints_total_limit": 3 if every else 0,
-        "lora_targets": ["attention"], "lr_warmup_steps": 2, "lora_dropout": 0.1, "base_quantization": base,
+        "lr_warmup_steps": 2,
     }  # fmt: skip
+    if not sharded:
+        lora = {"rank": 4, "lora_targets": ["attention"], "lora_dropout": 0.1, "base_quantization": base}
+        config["model"]["init_args"] |= lora
     # The class pictures stay out: an epoch is then so short that kills come at its ends too.
     config["data"]["init_args"] |= {
         "train_batch_size": 4, "random_flip": True, "class_data_dir": None, "cache_dir": str(folder / "cache"),

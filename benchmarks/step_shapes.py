@@ -1,6 +1,6 @@
-"""Peak memory of a LoRA step of real Stable Diffusion U-Nets, counted on shapes alone, without weights.
+"""Peak memory of a LoRA step of real U-Nets and diffusion transformers, counted on shapes alone, without weights.
 
-    python benchmarks/step_shapes.py [--model sdxl] [--pixels 1024] [--batch 1] [--rank 16]
+    python benchmarks/step_shapes.py [--model sdxl] [--pixels 1024] [--batch 1] [--rank 16] [--text 128]
         [--variants max-int8 max-nf4] [--output FILE]
 
 Forward and backward run on fake tensors, and every storage that is alive when an operator returns is counted, as in
@@ -19,14 +19,23 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import (
+    Flux2Transformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    ZImageTransformer2DModel,
+)
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora_targets import lora_config
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.quantization.frozen import stored_bytes
@@ -45,19 +54,40 @@ def unwritten(weight: Tensor, kind: Format) -> PackedWeight:
     return PackedWeight(packed, torch.empty(blocks), kind, weight.shape, (weight.dtype,))
 
 
+SD35: dict[str, Any] = {
+    "sample_size": 128, "num_layers": 24, "num_attention_heads": 24, "attention_head_dim": 64,
+    "caption_projection_dim": 1536, "pos_embed_max_size": 384, "qk_norm": "rms_norm", "in_channels": 16,
+    "out_channels": 16, "dual_attention_layers": tuple(range(13)),
+}  # fmt: skip
+KLEIN: dict[str, Any] = {
+    "num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}  # fmt: skip
+DENOISERS: dict[str, Callable[[], Any]] = {
+    "sd15": lambda: UNet2DConditionModel(sample_size=64, cross_attention_dim=768),
+    "sdxl": lambda: sdxl_unet(UNet2DConditionModel),
+    "sd35": lambda: SD3Transformer2DModel(**SD35),
+    "z_image": ZImageTransformer2DModel,
+    "klein": lambda: Flux2Transformer2DModel(**KLEIN),
+    "qwen_image": QwenImageTransformer2DModel,
+}
+"""Stable Diffusion 1.5 and SDXL; SD 3.5 medium, Z-Image, FLUX.2 klein 4B and Qwen-Image as their configs have them."""
+FAMILY = {"sd35": "sd3", "klein": "flux2"}
+
+
 def on_meta(model: str, rank: int) -> Any:
-    """The bf16 U-Net with a LoRA on its attention, without storage."""
+    """The bf16 denoiser with a LoRA on its attention, without storage."""
     with torch.device("meta"):
         torch.set_default_dtype(torch.bfloat16)
-        unet: Any = (
-            sdxl_unet(UNet2DConditionModel)
-            if model == "sdxl"
-            else UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
-        )
+        denoiser = DENOISERS[model]()
         torch.set_default_dtype(torch.float32)
-        unet.requires_grad_(False)
-        unet.add_adapter(lora_config(["attention"], rank, rank))
-    return unet.train()
+        denoiser.requires_grad_(False)
+        family = TRANSFORMERS.get(FAMILY.get(model, model))
+        if family is None:
+            denoiser.add_adapter(lora_config(["attention"], rank, rank))
+        else:
+            denoiser.add_adapter(LoraConfig(r=rank, target_modules=family.adapted_layers(denoiser, ["attention"])))
+    return denoiser.train()
 
 
 def fill_in(unet: Any, kind: str) -> None:
@@ -74,8 +104,11 @@ def fill_in(unet: Any, kind: str) -> None:
             set_packed_(layer.module, chosen, unwritten(layer.weight, chosen))
 
 
-def inputs_of(unet: Any, model: str, batch: int, pixels: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def inputs_of(unet: Any, model: str, options: argparse.Namespace) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    batch, pixels = options.batch, options.pixels
     side = pixels // 8
+    if model not in ("sd15", "sdxl"):
+        return (), _inputs_of_a_transformer(unet.config, model, batch, side, options.text)
     given = (
         torch.empty(batch, 4, side, side, dtype=torch.bfloat16),
         torch.zeros(batch, dtype=torch.int64),
@@ -88,6 +121,27 @@ def inputs_of(unet: Any, model: str, batch: int, pixels: int) -> tuple[tuple[Ten
     return given, {"added_cond_kwargs": added}
 
 
+def _inputs_of_a_transformer(config: Any, model: str, batch: int, side: int, text: int) -> dict[str, Any]:
+    """A transformer's arguments, with bf16 latents of `side` by `side` and `text` tokens."""
+
+    def half(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16)
+
+    if model == "z_image":
+        captions = [half(text, config.cap_feat_dim) for _ in range(batch)]
+        return {"x": [half(16, 1, side, side) for _ in range(batch)], "t": torch.rand(batch), "cap_feats": captions}
+    given: dict[str, Any] = {"timestep": torch.rand(batch)}
+    given["encoder_hidden_states"] = half(batch, text, config.joint_attention_dim)
+    if model == "sd35":
+        given["pooled_projections"] = half(batch, config.pooled_projection_dim)
+        return given | {"hidden_states": half(batch, 16, side, side)}
+    given["hidden_states"] = half(batch, (side // 2) ** 2, config.in_channels)
+    if model == "qwen_image":
+        return given | {"img_shapes": [[(1, side // 2, side // 2)]] * batch}
+    ids = {"img_ids": torch.zeros(batch, (side // 2) ** 2, 4), "txt_ids": torch.zeros(batch, text, 4)}
+    return given | ids | {"guidance": None}
+
+
 def count(variant: str, options: argparse.Namespace) -> dict[str, float]:
     memory: Any
     memory, _, kind = variant.partition("-")
@@ -96,14 +150,16 @@ def count(variant: str, options: argparse.Namespace) -> dict[str, float]:
         fill_in(unet, kind)
         plugin = FusedBackwardPrecision("bf16-mixed", memory=memory)
         plugin.convert_module(unet)
-        given, extra = inputs_of(unet, options.model, options.batch, options.pixels)
+        given, extra = inputs_of(unet, options.model, options)
         trained = [p for p in unet.parameters() if p.requires_grad]
         adam = [torch.empty_like(p) for p in trained for _ in range(2)]
         gradients = [torch.empty_like(p) for p in trained]  # the last step's, which Lightning frees before backward
         watch = PeakOfStorages()
         watch.start([])
         with plugin.forward_context():
-            loss = unet(*given, **extra).sample.float().square().mean()
+            output = unet(*given, **extra, return_dict=False)[0]
+            loss = (torch.stack(output) if isinstance(output, list) else output).float().square().mean()
+        del output
         del gradients
         loss.backward()
         watch.stop()
@@ -122,10 +178,11 @@ def count(variant: str, options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["sd15", "sdxl"], default="sdxl")
+    parser.add_argument("--model", choices=DENOISERS, default="sdxl")
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--text", type=int, default=128, help="text tokens of a transformer")
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=["max", "max-int8", "max-nf4", "max-nf4-all"]
     )

@@ -2,11 +2,16 @@
 
     python benchmarks/stream.py [--entries 1000000] [--folder /tmp/stream] [--output benchmarks/results/stream.jsonl]
     python benchmarks/stream.py --beside          # 50,000 entries, also through litdata and webdataset if installed
+    python benchmarks/stream.py --consumed        # entries of Stable Diffusion 1.5's size, beside what training takes
 
 An entry is a latent of 4 x 2 x 2 and an embedding of 2 x 4, float16, so that the disk is not what is measured; the
 shards are written as `lightning encode` writes them. Each part runs in a process of its own: start-up is from building
 EncodedImageData to its first batch, imports not counted; memory is what the resident set grew by in that process until
 5,000 entries were read, over all entries; entries a second are read by one process without workers, batches of 8.
+
+--consumed: 2,048 entries with 512 pixels' latents and CLIP's embeddings, 184 KB each; reading them takes turns with
+training steps of the tiny model that ships with the package, on one thread. The row also has what an H100 took in the
+step_memory rows of 2026-11-22 (Stable Diffusion 1.5, LoRA, 512 pixels), which is another run's.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import json
 import multiprocessing
 import platform
 import resource
+import statistics
 import tarfile
 import tempfile
 import time
@@ -35,24 +41,26 @@ import torch
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.data import EncodedImageData
 from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, Manifest, Shard
-from rows import keep_row
+from rows import keep_row, read_rows
 
 ENTRIES_PER_SHARD, BATCH = 1024, 8
 READ = 5000
+CARD_ROWS = Path(__file__).parent / "results" / "2026-11-22-cuda.jsonl"
 
 
-def entry(number: int) -> bytes:
-    """One entry's bytes."""
+def entry(number: int, is_large: bool = False) -> bytes:
+    """One entry's bytes, in the sizes of Stable Diffusion 1.5 at 512 pixels or tiny."""
+    latent, text = ((8, 64, 64), (77, 768)) if is_large else ((8, 2, 2), (2, 4))
     tensors = {
-        "latent_moments": torch.full((8, 2, 2), number % 1000, dtype=torch.float16),
-        "prompt_embeds": torch.full((2, 4), number % 7, dtype=torch.float16),
+        "latent_moments": torch.full(latent, number % 1000, dtype=torch.float16),
+        "prompt_embeds": torch.full(text, number % 7, dtype=torch.float16),
         "sizes": torch.tensor([16, 16, 0, 0, 16, 16, 0], dtype=torch.int32),
     }
     texts = {"caption": f"caption {number}", "name": f"{number}.png", "content": f"{number:064x}"}
     return safetensors.torch.save(tensors, {"texts": json.dumps(texts)})
 
 
-def write(folder: Path, entries: int) -> None:
+def write(folder: Path, entries: int, is_large: bool = False) -> None:
     """Write the shards of one bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
@@ -61,7 +69,7 @@ def write(folder: Path, entries: int) -> None:
         stream = io.BytesIO()
         with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for number in range(count):
-                data = entry(start + number)
+                data = entry(start + number, is_large)
                 member = tarfile.TarInfo(f"{number:06d}.safetensors")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
@@ -69,7 +77,8 @@ def write(folder: Path, entries: int) -> None:
         name = f"16x16-{shard:06d}.{count}.{digest}.tar"
         (folder / name).write_bytes(stream.getbuffer())
         shards.append(Shard(name, 16, 16, shard, count, digest))
-    (folder / COMMON).write_bytes(safetensors.torch.save({"prompt_embeds": torch.zeros(2, 4)}))
+    empty = torch.zeros((77, 768) if is_large else (2, 4))
+    (folder / COMMON).write_bytes(safetensors.torch.save({"prompt_embeds": empty}))
     write_text(folder / FILE, Manifest(shards).to_json())
 
 
@@ -103,6 +112,47 @@ def ours(folder: str, entries: int) -> dict[str, Any]:
         return iter(data.loader())
 
     return measured(batches, entries)
+
+
+def beside_training(folder: str, entries: int) -> dict[str, Any]:
+    """Entries a second that are read, and that the tiny model takes in training steps, in turns."""
+    from diffusers import UNet2DConditionModel
+
+    from lightning_aigc.tiny.embedded import resolve
+
+    torch.set_num_threads(1)
+    data = EncodedImageData(folder, train_batch_size=BATCH, num_workers=0, pin_memory=False)
+    data.setup("fit")
+    batches = iter(data.loader())
+    unet: Any = UNet2DConditionModel.from_pretrained(resolve("embedded:sd") / "unet").train()
+    optimizer = torch.optim.AdamW(unet.parameters())
+    side, width = unet.config.sample_size, unet.config.cross_attention_dim
+    x, text = torch.randn(BATCH, 4, side, side), torch.randn(BATCH, 77, width)
+
+    def step() -> None:
+        unet(x, torch.full((BATCH,), 500), text).sample.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def rate(call: Callable[[], object], times: int) -> float:
+        started = time.perf_counter()
+        for _ in range(times):
+            call()
+        return times * BATCH / (time.perf_counter() - started)
+
+    next(batches)
+    step()
+    read, taken = zip(*((rate(lambda: next(batches), 50), rate(step, 5)) for _ in range(5)), strict=True)
+    ratios = sorted(r / t for r, t in zip(read, taken, strict=True))
+    rows = [row for row in read_rows(CARD_ROWS) if row.get("benchmark") == "step_memory" and "step_ms" in row]
+    card = max(1e3 * row["batch"] / row["step_ms"] for row in rows)
+    return {
+        "entries_a_second": round(statistics.median(read)),
+        "taken_by_tiny_model_a_second": round(statistics.median(taken), 1),
+        "read_to_taken": round(ratios[2], 1), "read_to_taken_spread": [round(ratios[0], 1), round(ratios[-1], 1)],
+        "taken_by_h100_a_second_in_another_run": round(card, 1),
+        "read_to_h100": round(statistics.median(read) / card, 1),
+    }  # fmt: skip
 
 
 def of_webdataset(folder: str, entries: int) -> dict[str, Any]:
@@ -155,15 +205,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=None)
     parser.add_argument("--beside", action="store_true", help="webdataset and litdata on the same entries too")
+    parser.add_argument("--consumed", action="store_true", help="large entries, beside what training takes")
     parser.add_argument("--folder", type=Path, help="for the shards; a temporary one when unset")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    entries = given.entries or (50_000 if given.beside else 1_000_000)
+    entries = given.entries or (50_000 if given.beside else 2048 if given.consumed else 1_000_000)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "shards"
         if not (folder / FILE).exists():
-            write(folder, entries)
-        parts: dict[str, Any] = {"ours": ours}
+            write(folder, entries, is_large=given.consumed)
+        parts: dict[str, Any] = {"ours": beside_training if given.consumed else ours}
         if given.beside:
             parts |= {"webdataset": of_webdataset, "litdata": of_litdata}
         for name, part in parts.items():

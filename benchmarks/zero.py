@@ -2,7 +2,8 @@
 
 python benchmarks/zero.py bytes                    # stored bytes by stage and number of ranks, measured and by formula
 python benchmarks/zero.py steps                    # step times of DDP and the stages, side by side, and losses
-PYTHON benchmarks/zero.py deepspeed                # the same of DeepSpeed; PYTHON's environment has it
+python benchmarks/zero.py losses --steps 200       # losses of the stages beside DDP's, and their largest difference
+PYTHON benchmarks/zero.py deepspeed --repeats 3    # the stages beside DeepSpeed's; PYTHON's environment has it
 python benchmarks/zero.py share                    # what a stage saves of SD 1.5's and SDXL's model states
 """
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,7 @@ def train_deepspeed(stage: int, steps: int) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero}
     engine, shared, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    sampler: Any = torch.utils.data.DistributedSampler(Noise(), shuffle=False)
+    sampler: Any = torch.utils.data.DistributedSampler(Noise(), shuffle=True, seed=0)  # as Lightning does
     times, cpu, losses = [], [], []
     for i, batch in enumerate(DataLoader(Noise(), batch_size=4, sampler=sampler)):
         if i == steps:
@@ -143,7 +145,9 @@ def train_deepspeed(stage: int, steps: int) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
     states = [v for of in shared.optimizer.state.values() for v in of.values() if torch.is_tensor(v) and v.numel() > 1]
-    masters = sum(p.nbytes for group in shared.optimizer.param_groups for p in group["params"])
+    groups = shared.optimizer.param_groups
+    masters = sum(p.nbytes for p in (shared.fp32_partitioned_groups_flat if stage == 3 else groups[0]["params"]))
+    assert len(groups) == 1
     own = [p.ds_tensor if stage == 3 else p.data for p in model.parameters()]
     parameters = sum(p.nbytes for p in own)
     return {
@@ -176,6 +180,49 @@ def run_ranks(what: str, ranks: int, steps: int) -> list[dict[str, Any]]:
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
+def losses_of(name: str, steps: int) -> Tensor:
+    """Losses [rank, step] of two ranks."""
+    return torch.tensor([row["losses"] for row in run_ranks(name, 2, steps)], dtype=torch.float64)
+
+
+def compared(name: str, losses: Tensor, ddp: Tensor) -> dict[str, Any]:
+    """The losses of ten steps beside DDP's, and the largest relative differences of all ranks."""
+    difference = ((losses - ddp) / ddp).abs().amax(0)
+    ten = range(len(difference) // 10 - 1, len(difference), len(difference) // 10)
+    return {
+        "strategy": name, "ranks": len(losses), "steps": len(difference), "shown_steps": [i + 1 for i in ten],
+        "losses": [round(float(losses[0, i]), 8) for i in ten],
+        "losses_of_ddp": [round(float(ddp[0, i]), 8) for i in ten],
+        "difference_at": [float(difference[i]) for i in ten],
+        "largest_relative_difference_to_ddp": float(difference.max()), "equal_steps": int((difference == 0).sum()),
+    }  # fmt: skip
+
+
+def beside_deepspeed(stage: int, steps: int, repeats: int) -> dict[str, Any]:
+    """Runs of both that take turns: step times, bytes between steps without gradients, losses."""
+    runs: dict[str, list[list[dict[str, Any]]]] = {f"zero_{stage}": [], f"deepspeed{stage}": []}
+    for repeat in range(repeats):
+        for name in sorted(runs, reverse=bool(repeat % 2)):
+            runs[name].append(run_ranks(name, 2, steps))
+    ours, theirs = runs.values()
+    ratios = {
+        clock: [mine[0][clock] / other[0][clock] for mine, other in zip(ours, theirs, strict=True)]
+        for clock in ("step_ms", "cpu_ms")
+    }
+    losses = [torch.tensor([row["losses"] for row in of[0]]) for of in (ours, theirs)]
+    return {
+        "strategy": f"zero_{stage}", "beside": theirs[0][0]["strategy"], "ranks": 2, "steps": steps,
+        "date": date.today().isoformat(), "device": "cpu, one thread a rank", "torch": torch.__version__,
+        "step_ms": [row[0]["step_ms"] for row in ours], "step_ms_of_deepspeed": [row[0]["step_ms"] for row in theirs],
+        "step_ratio": round(statistics.median(ratios["step_ms"]), 3),
+        "step_ratio_spread": [round(pick(ratios["step_ms"]), 3) for pick in (min, max)],
+        "cpu_ratio": round(statistics.median(ratios["cpu_ms"]), 3),
+        "stored_bytes": ours[0][0]["parameters"] + ours[0][0]["states"],
+        "stored_bytes_of_deepspeed": sum(theirs[0][0][key] for key in ("parameters", "masters", "states")),
+        "largest_relative_difference": float(((losses[0] - losses[1]) / losses[1]).abs().max()),
+    }  # fmt: skip
+
+
 def work(what: str, steps: int, output: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -185,10 +232,11 @@ def work(what: str, steps: int, output: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("bytes", "steps", "deepspeed", "share", "rank"))
+    parser.add_argument("what", choices=("bytes", "steps", "losses", "deepspeed", "share", "rank"))
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES)[1:], default=list(STAGES)[1:], help="of losses")
     args = parser.parse_args()
     if args.what == "rank":
         work(args.rest[0], int(args.rest[1]), args.rest[2])
@@ -200,6 +248,13 @@ def main() -> None:
                     assert found == row["formula"], row
                     of_time = ("losses", "step_ms", "cpu_ms", "steps")
                     keep_row({"section": "bytes", **{k: v for k, v in row.items() if k not in of_time}}, RESULTS)
+    elif args.what == "deepspeed":
+        for stage in (1, 2, 3):
+            keep_row({"section": "deepspeed", **beside_deepspeed(stage, args.steps, args.repeats)}, RESULTS)
+    elif args.what == "losses":
+        reference = losses_of("ddp", args.steps)
+        for name in args.stages:
+            keep_row({"section": "losses", **compared(name, losses_of(name, args.steps), reference)}, RESULTS)
     elif args.what == "share":
         from lightning_aigc.sharding.stored_bytes import share_saved
 
@@ -213,10 +268,9 @@ def main() -> None:
                     row["saved_with_half_weights"] = round(1 - HALF[stage] / 16 - (1 - HALF[stage] / 16) / ranks, 4)
                     keep_row({"section": "share", **row}, RESULTS)
     else:
-        names = ["deepspeed1", "deepspeed2", "deepspeed3"] if args.what == "deepspeed" else list(STAGES)
         for repeat in range(args.repeats):
             reference = None
-            for name in names:
+            for name in STAGES:
                 of_ranks = run_ranks(name, 2, args.steps)
                 losses = torch.tensor([row["losses"] for row in of_ranks])
                 reference = losses if name == "ddp" else reference

@@ -21,16 +21,20 @@ from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.callbacks.health import Alert
 from lightning_aigc.cli import OWN_VERBS, TRAINER_VERBS
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import ControlNetTraining, StableDiffusionLoRA
 from lightning_aigc.gradient_sync.step_report import StepReport
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.strategies import NPUSparseStrategy
-from lightning_aigc.strategies.npu_sparse import NAMES as STRATEGIES
+from lightning_aigc.strategies import NPUSparseStrategy, ZeROStrategy
+from lightning_aigc.strategies.npu_sparse import NAMES as SYNCS
+from lightning_aigc.strategies.zero import NAMES as STAGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "articles.md"
 STATES = {"built", "called otherwise", "planned", "not real"}
-CONFIGURED = (Trainer, NPUSparseStrategy, FusedBackwardPrecision, StableDiffusionLoRA, ImageCaptionData, ExactSnapshot)
+CONFIGURED = (
+    Trainer, NPUSparseStrategy, ZeROStrategy, FusedBackwardPrecision, StableDiffusionLoRA,
+    ControlNetTraining, ImageCaptionData, ExactSnapshot,
+)  # fmt: skip
 NOT_OURS = {".grad", "async", "hccl_v2", "torchrun", "srun"}
 """Names in our column that the row itself says are torch's, SLURM's, or the article's."""
 
@@ -61,8 +65,8 @@ def exists(name: str) -> bool:
         return (ROOT / name).is_file()
     if ": " in name:
         return accepts(*name.split(": ", 1))
-    if name == "--trainer.strategy npu_sparse" or name in STRATEGIES:
-        return "npu_sparse" in STRATEGIES
+    if name in ("--trainer.strategy npu_sparse", *SYNCS, *STAGES):
+        return "npu_sparse" in SYNCS
     if name == "--resume":
         return "--resume" in (ROOT / "lightning_aigc" / "cli" / "aigc_cli.py").read_text()
     arguments = {
