@@ -131,7 +131,10 @@ def train_deepspeed(stage: int, steps: int) -> dict[str, Any]:
     model = unet()
     zero = {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, "reduce_bucket_size": 5e7}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero}
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # 1 where it is not named
+    }  # fmt: skip
     engine, shared, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     sampler: Any = torch.utils.data.DistributedSampler(Noise(), shuffle=True, seed=0)  # as Lightning does
     times, cpu, losses = [], [], []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_aigc.sharding.local_parts import local_part
+from lightning_aigc.sharding.local_parts import local_part, sharded
 
 State = dict[str, Any]
 
@@ -51,9 +51,7 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     local = local_part(like)
     start, length = rows_of(like)
     part = whole[start : start + length].to(local.device, whole.dtype).clone()
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return sharded(part, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:

@@ -39,9 +39,10 @@ class Group:
         return sum(parameter.numel() for _, parameter in self.parameters)
 
 
-def make_groups(root: nn.Module) -> list[Group]:
+def make_groups(root: nn.Module, joined: Collection[nn.Module] = ()) -> list[Group]:
     """Cut the trained parameters of a model into groups, innermost modules first, the root's own last.
 
+    Args: joined: modules that are one group each, with all that is inside.
     Raises: ConfigError where a parameter is used by modules of two groups.
     """
     names = {module: name for name, module in root.named_modules()}
@@ -54,9 +55,12 @@ def make_groups(root: nn.Module) -> list[Group]:
         for part in set(module.modules()) - {module}
     }
     parts = set(called_parts(root))
+    inside_joined = {part for module in joined for part in module.modules()} - set(joined)
     taken: dict[nn.Parameter, str] = {}
     groups = []
     for module, name in reversed(names.items()):  # what is inside a module comes before it
+        if module in inside_joined:
+            continue
         own = [
             (f"{names[part]}.{key}".lstrip("."), parameter)
             for part in module.modules()
@@ -66,11 +70,27 @@ def make_groups(root: nn.Module) -> list[Group]:
         own = list({parameter: (key, parameter) for key, parameter in reversed(own)}.values())[::-1]
         is_block = own_class(module).__name__ in of_blocks
         is_large = module not in read_inside and sum(p.numel() for _, p in own) >= large
-        if own and (module is root or (_has_forward(module) and (is_block or is_large or module in parts))):
+        is_group = is_block or is_large or module in parts or module in joined
+        if own and (module is root or (_has_forward(module) and is_group)):
             groups.append(Group(name, module, tuple(own), is_block))
             taken |= {parameter: key for key, parameter in own}
     _refuse_shared(names, groups)
     return groups
+
+
+def modules_to_join(root: nn.Module, groups: Collection[Group], most_bytes: int) -> list[nn.Module]:
+    """Return the outermost modules with two groups or more whose trained parameters have at most so many bytes."""
+    of_groups = {group.module for group in groups}
+    joined: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in root.modules():  # what is inside a module comes after it
+        if module is root or module in inside or not _has_forward(module):
+            continue
+        size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        if size <= most_bytes and sum(part in of_groups for part in module.modules()) > 1:
+            joined.append(module)
+            inside.update(module.modules())
+    return joined
 
 
 def called_parts(root: nn.Module) -> Iterator[nn.Module]:

@@ -19,12 +19,23 @@ from torch.distributed.fsdp import (
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.sharding.fsdp_groups import fsdp_groups
-from lightning_aigc.sharding.groups import Group, block_count, called_parts, make_groups, split_by_dtype
+from lightning_aigc.sharding.gloo_reduce_scatter import GlooReduceScatter
+from lightning_aigc.sharding.groups import (
+    Group,
+    block_count,
+    called_parts,
+    make_groups,
+    modules_to_join,
+    split_by_dtype,
+)
 from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc.sharding.whole_weights import free_without_backward
 
 CALLED = {"AutoencoderKL": ("encode", "decode")}
 """Methods beside forward by which models of other libraries are called."""
+JOINED_BYTES = 25 * 2**20
+"""Stage 2 gathers and reduces blocks together up to here, as much as a bucket of DDP has: it keeps their weights for
+backward anyway, and each collective of a small block costs its latency."""
 
 
 def shard_model(
@@ -39,7 +50,8 @@ def shard_model(
     """Shard the trained parameters of a model over a 1-d mesh, in place; frozen and packed ones stay whole.
 
     Args:
-        stage: 3 frees gathered weights after each block's forward; 2 keeps them until its backward.
+        stage: 3 frees gathered weights after each block's forward; 2 keeps them until its backward, and has larger
+            groups where blocks are small.
         compute_dtype: what weights are gathered in, None for their own; gradients are reduced in float32.
         offload: keep shards and optimizer states in host memory.
         called: methods of the root by which a step calls it.
@@ -59,6 +71,8 @@ def shard_model(
             f"{own_class(root).__name__} and {mesh.size()} ranks; use fewer devices, or strategy zero_1 or ddp "
             "for so small a model"
         )
+    if stage == 2:
+        groups = make_groups(root, modules_to_join(root, groups, JOINED_BYTES))
     ignored = {parameter for parameter in root.parameters() if not parameter.requires_grad}
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     # Inputs are cast by autocast, operation by operation; a cast of a whole batch would round its targets too.
@@ -80,10 +94,12 @@ def shard_model(
             register_fsdp_forward_method(group.module, name)
     if not isinstance(root, FSDPModule):  # the groups have all of its parameters
         fully_shard(root, **settings)
-    if mesh.device_type == "npu":
-        for part in root.modules():
-            if isinstance(part, FSDPModule):  # each has a setting of its own
+    for part in root.modules():
+        if isinstance(part, FSDPModule):  # each has settings of its own
+            if mesh.device_type == "npu":
                 part.set_force_sum_reduction_for_comms(True)  # HCCL has no mean
+            if mesh.device_type == "cpu":
+                part.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # its base has no public name
     for name in called:
         register_fsdp_forward_method(root, name)
     # A sample may be drawn before the first step, and the module that is called first would become the root.

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -22,6 +24,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [local_part(tensor) for tensor in tensors]
+
+
+def sharded(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """Return a sharded tensor whose part on this rank is `part`, on the device where it is.
+
+    `DTensor.from_local` would move the part of an offloaded tensor to the mesh's device.
+    """
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
+    return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def shards_of(tensors: Sequence[Tensor]) -> int:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_aigc.sharding.full_state import map_tree, rows_of
-from lightning_aigc.sharding.local_parts import local_part
+from lightning_aigc.sharding.local_parts import local_part, sharded
 
 KEYS = {"first_row", "rows", "part"}
 
@@ -33,7 +33,7 @@ def from_shards(tree: Any, mesh: DeviceMesh, device: torch.device) -> Any:
         part = tree["part"].to(device)
         shape = torch.Size([tree["rows"], *part.shape[1:]])
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return sharded(part, mesh, [Shard(0)], shape, stride)
     if isinstance(tree, dict):
         return {key: from_shards(value, mesh, device) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):

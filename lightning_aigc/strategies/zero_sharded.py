@@ -26,6 +26,7 @@ from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
 from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
+from lightning_aigc.sharding.local_steps import steps_on_local_parts
 from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
@@ -196,7 +197,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
                 self._sync.finish_step(finite=finite)
             return finite
 
-        with skip_unless_finite(optimizer, is_step_finite):
+        with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._sync is not None and self._sync.step % CHECKSUM_EVERY_N_STEPS == 0:
             self._sync.check_equal()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -22,6 +24,8 @@ from lightning_aigc.strategies.zero import ZeROStrategy
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13 scripts functions of this package on import
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+BROADCAST_BYTES = 25 * 2**20
 
 
 class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
@@ -105,6 +109,20 @@ def own_states(optimizer: Any) -> dict[int, Any]:
     return {optimizer._param_to_index[parameter]: state for parameter, state in optimizer.optim.state.items()}
 
 
+class SharedOptimizer(ZeroRedundancyOptimizer):
+    """torch's, which broadcasts parameters one by one, with a broadcast for each 25 MiB of them instead.
+
+    Its own `parameters_as_bucket_view` would make them views of one tensor, contiguous and saved whole with each.
+    """
+
+    @torch.no_grad()
+    def _sync_params(self) -> None:
+        for rank, groups in enumerate(self._partition_parameters()):  # type: ignore[attr-defined]
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            if parameters:
+                dist._broadcast_coalesced(self.process_group, parameters, BROADCAST_BYTES, rank)  # type: ignore[attr-defined]
+
+
 def share_out(configured: Optimizer) -> ZeroRedundancyOptimizer:
     """Return a ZeroRedundancyOptimizer whose local optimizer is the configured one, with this rank's parameters.
 
@@ -119,7 +137,7 @@ def share_out(configured: Optimizer) -> ZeroRedundancyOptimizer:
         configured.state.clear()
         return configured
 
-    shared = ZeroRedundancyOptimizer(groups, optimizer_class=with_own_share)  # type: ignore[arg-type]
+    shared = SharedOptimizer(groups, optimizer_class=with_own_share)  # type: ignore[arg-type]
     if hasattr(configured.step, "_wrapped_by_lr_sched"):
         _count_steps_for_schedule(shared)
     return shared

@@ -167,7 +167,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_stage_takes_ddps_steps(ranks: list[dict[str, Any]], name: str, run: str) -> None:
     for of_rank in ranks:
         for here, there in zip(of_rank[name][run], of_rank["ddp"][run], strict=True):
-            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+            # Adam divides by its gradient: where four ranks cancel, the order of their sum is 0.3 % of a step of 1e-3
+            torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5)
     losses = torch.tensor([[of_rank[name]["losses"], of_rank["ddp"]["losses"]] for of_rank in ranks])
     torch.testing.assert_close(losses[:, 0], losses[:, 1], rtol=1e-6, atol=0)
 

@@ -1,0 +1,95 @@
+"""Optimizer steps on this rank's parts of sharded parameters.
+
+torch sends each operation on each DTensor through a dispatcher in Python, and batches none of them by `foreach`. An
+optimizer whose arithmetic goes element by element gives the same numbers on the local parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_aigc.sharding.local_parts import local_part, sharded
+
+ELEMENTWISE = (
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
+    optim.RMSprop, optim.Rprop, optim.SGD,
+)  # fmt: skip
+"""Not Adafactor or Muon, which reduce over a whole tensor, nor a subclass, which may."""
+
+
+@contextmanager
+def steps_on_local_parts(optimizer: Optimizer) -> Iterator[None]:
+    """Make `optimizer.step` work on local parts, where it goes element by element; its state stays made of DTensors.
+
+    The closure must not use the parameters: they are local parts while it runs.
+    """
+    groups = optimizer.param_groups
+    if type(optimizer) not in ELEMENTWISE or not any(
+        isinstance(p, DTensor) for group in groups for p in group["params"]
+    ):
+        yield
+        return
+    step, own = optimizer.step, vars(optimizer).get("step")
+
+    def step_on_local_parts(*args: Any, **arguments: Any) -> Any:
+        with _on_local_parts(optimizer):
+            return step(*args, **arguments)
+
+    optimizer.step = step_on_local_parts  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own  # type: ignore[method-assign]  # a learning rate schedule's wrapper
+
+
+@contextmanager
+def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
+    """Put local parts in the place of parameters, gradients and states, and take them out again."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    state = optimizer.state
+    with torch.no_grad():
+        local_of = {p: local_part(p) for parameters in whole for p in parameters}
+        for p, local in local_of.items():
+            if local is not p:
+                local.grad = None if p.grad is None else local_part(p.grad)
+        optimizer.state = defaultdict(dict)
+        for p, of_one in state.items():
+            optimizer.state[local_of[p]] = {
+                key: local_part(value) if isinstance(value, Tensor) else value for key, value in of_one.items()
+            }
+    for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        group["params"] = [local_of[p] for p in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+        stepped, optimizer.state = optimizer.state, state
+        with torch.no_grad():
+            for p, local in local_of.items():
+                if local in stepped:
+                    state[p] = {key: _like(value, p, state[p].get(key)) for key, value in stepped[local].items()}
+                if local is not p:
+                    local.grad = None
+
+
+def _like(value: Any, parameter: Tensor, before: Any) -> Any:
+    """A state's local value as a DTensor, where it is a number for each of the parameter."""
+    if isinstance(before, DTensor) and local_part(before) is value:
+        return before
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.dim() != parameter.dim() or value.shape != local_part(parameter).shape:
+        return value
+    return sharded(value, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
