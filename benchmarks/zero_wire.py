@@ -112,7 +112,7 @@ def run_case(case: str, steps: int, hosts: tuple[str, str], address: str) -> lis
 
 def predicted(case: str, shapes: list[tuple[int, ...]]) -> float | None:
     """What `lightning plan` says that a rank of a CPU sends; None where it models gradients between nodes by mode."""
-    return sent_bytes(shapes, STAGES[case], 2, scatters=False).total if case in STAGES else None
+    return sent_bytes(shapes, STAGES[case], 2).total if case in STAGES else None
 
 
 def main() -> None:

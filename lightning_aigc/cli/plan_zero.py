@@ -30,7 +30,6 @@ class Sharing:
     ranks: int
     is_exact: bool
     """Whether the parameters' shapes are known, and not their number alone."""
-    is_gloo: bool
     stored: StoredBytes
     """Of the rank that stores most."""
     sent: SentBytes
@@ -41,17 +40,16 @@ class Sharing:
     @classmethod
     def of(cls, strategy: str, job: Job, shape: Shape, shapes: Sequence[Sequence[int]]) -> Sharing:
         """Args: shapes: of the trained parameters; empty where they were not counted."""
-        stage, ranks, is_gloo = STAGES[strategy], shape.ranks, job.device == "cpu"
+        stage, ranks = STAGES[strategy], shape.ranks
         known = shapes or ((int(job.trainable),),)  # not counted: as one row of values, cut evenly
         each = range(ranks if shapes else 1)
         return cls(
             strategy,
             ranks,
             bool(shapes),
-            is_gloo,
             max((stored_bytes(known, stage, ranks, rank) for rank in each), key=lambda stored: stored.total),
             max(
-                (sent_bytes(known, stage, ranks, rank, scatters=not is_gloo) for rank in each),
+                (sent_bytes(known, stage, ranks, rank) for rank in each),
                 key=lambda sent: sent.total,
             ),
             stored_bytes(known, 0, 1).total,
@@ -67,14 +65,13 @@ class Sharing:
         """A line on what is stored and one on what is sent."""
         stored, sent = self.stored, self.sent
         exact = "to the byte" if self.is_exact else "from the count of parameters alone"
-        how = "modelled as rings, where gloo all-reduces in place of a reduce-scatter" if self.is_gloo else "as rings"
         half = "" if STAGES[self.strategy] == 1 else ", half of that under bf16-mixed"
         return (
             f"{self.strategy} on {self.ranks} ranks stores {stored.total} bytes a rank at most ({exact}): parameters "
             f"{stored.parameters}, gradients {stored.gradients}, AdamW {stored.states}; "
             f"{1 - stored.total / self.stored_by_ddp:.0%} less than ddp's {self.stored_by_ddp}. Frozen weights and "
             "activations come on top.\n"
-            f"{self.strategy} sends {with_scale(sent.total, 'B')} a rank and step at most ({how}): weights "
+            f"{self.strategy} sends {with_scale(sent.total, 'B')} a rank and step at most (as rings): weights "
             f"{with_scale(sent.weights, 'B')}{half}, gradients {with_scale(sent.gradients, 'B')}; ddp sends "
             f"{with_scale(self.sent_by_ddp, 'B')}."
         )

@@ -31,7 +31,6 @@ def sent_bytes(
     rank: int = 0,
     *,
     gathered_itemsize: int = 4,
-    scatters: bool = True,
 ) -> SentBytes:
     """Return what one of these ranks sends of parameters of these shapes.
 
@@ -39,7 +38,7 @@ def sent_bytes(
     DDP's all-reduce is both. Stage 3 gathers each block twice, for its forward and for its backward, stage 2 once.
 
     Args: stage: 0 for DDP, else ZeRO's stage. gathered_itemsize: bytes of a weight as it is gathered, 2 under
-        bf16-mixed. scatters: whether the backend has a reduce-scatter; gloo, on CPUs, reduces all on every rank.
+        bf16-mixed.
     """
     sizes = [stored_bytes([shape], 0, 1, moments=0, itemsize=1).parameters for shape in shapes]
     others = ranks - 1
@@ -48,5 +47,5 @@ def sent_bytes(
         mine = sum(sizes[i] for i in deal_out(sizes, ranks)[rank]) if stage == 1 else 0
         return SentBytes(others * mine * 4, gradients)  # each rank steps float32 weights
     part = stored_bytes(shapes, stage, ranks, moments=0, itemsize=1).parameters
-    gradients = (1 if scatters else 2) * others * part * GRADIENT_BYTES
+    gradients = others * part * GRADIENT_BYTES
     return SentBytes((2 if stage == 3 else 1) * others * part * gathered_itemsize, gradients)

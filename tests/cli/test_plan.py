@@ -235,10 +235,3 @@ def test_a_shared_out_model_says_what_a_rank_stores_and_sends(command: Command) 
     found = json.loads(command(*asked, "--json").out)
     assert found["stored_bytes"]["total"] == pytest.approx(16 * 859.5e6 / 8, rel=1e-6)
     assert found["sent_bytes"]["weights"] == pytest.approx(2 * 7 / 8 * 4 * 859.5e6, rel=1e-6)
-
-
-def test_on_a_cpu_gloo_has_no_reduce_scatter(command: Command) -> None:
-    asked = ("plan", "--nodes", 1, "--devices", 2, "--trainable", "1M", "--step_time", 1, "--strategy", "zero_2")
-    said = command(*asked, "--device", "cpu")
-    assert "gloo all-reduces in place of a reduce-scatter" in said.out
-    assert "gradients 4 MB; ddp sends 4 MB" in said.out
