@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes of pytest: one a core; `make test PARALLEL=` runs them in one.
 PARALLEL ?= -n auto --dist loadscope
 
-.PHONY: demo demo-controlnet test test-long test-pages test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
+.PHONY: demo demo-controlnet demo-sd3 test test-long test-pages test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
@@ -20,6 +20,9 @@ demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in 
 
 demo-controlnet: $(READY)  ## teach the tiny model to follow edges; results in runs/demo_controlnet
 	$(BIN)/lightning fit -c configs/controlnet_demo.yaml
+
+demo-sd3: $(READY)  ## fine-tune the tiny Stable Diffusion 3 on the same brand; results in runs/demo_sd3
+	$(BIN)/lightning fit -c configs/sd3_lora_demo.yaml
 
 test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
 	$(BIN)/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL)

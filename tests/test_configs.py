@@ -27,6 +27,7 @@ WANTED = {
     "sd_lora_cluster",
     "sdxl_lora",
     "sd3_lora",
+    "sd3_lora_demo",
     "z_image_qlora_8gb",
     "flux2_klein_lora",
     "qwen_image_qlora",
@@ -87,8 +88,9 @@ def test_a_config_parses_and_prints_itself_whole(
     assert plugin["init_args"].items() >= given["trainer"]["plugins"]["init_args"].items()
 
 
-def test_the_demo_differs_from_the_real_config_in_values_only() -> None:
-    real, demo = load(CONFIGS / "sd_lora.yaml"), load(CONFIGS / "sd_lora_demo.yaml")
+@pytest.mark.parametrize("name", ["sd_lora", "sd3_lora"])
+def test_the_demo_differs_from_the_real_config_in_values_only(name: str) -> None:
+    real, demo = load(CONFIGS / f"{name}.yaml"), load(CONFIGS / f"{name}_demo.yaml")
     assert sorted(key_paths(real)) == sorted(key_paths(demo))
     assert [c["class_path"] for c in real["trainer"]["callbacks"]] == [
         c["class_path"] for c in demo["trainer"]["callbacks"]

@@ -6,10 +6,11 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 
 from lightning_aigc.errors import DataError
 from lightning_aigc.metrics import CLIPSimilarity
@@ -20,6 +21,7 @@ from lightning_aigc.tiny.tokenizer import build_tokenizer
 from lightning_aigc.tiny.train_judge import full_caption, grade_judge
 
 SHIPPED_MIB = 12
+SHIPPED_MIB_SD3 = 10
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def pipeline() -> StableDiffusionPipeline:
     return loaded
 
 
-def generate(pipeline: StableDiffusionPipeline, prompts: list[str], seed: int = 0) -> torch.Tensor:
+def generate(pipeline: Any, prompts: list[str], seed: int = 0) -> torch.Tensor:
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     options = {"num_inference_steps": 15, "guidance_scale": 3.0, "output_type": "pt"}
     return torch.as_tensor(pipeline(prompts, generator=generators, **options).images)
@@ -38,6 +40,8 @@ def generate(pipeline: StableDiffusionPipeline, prompts: list[str], seed: int = 
 def test_the_weights_are_at_most_twelve_megabytes() -> None:
     files = [f for name in ("embedded:sd", "embedded:clip") for f in resolve(name).rglob("*") if f.is_file()]
     assert sum(f.stat().st_size for f in files) <= SHIPPED_MIB * 2**20
+    files = [f for f in resolve("embedded:sd3").rglob("*") if f.is_file()]
+    assert sum(f.stat().st_size for f in files) <= SHIPPED_MIB_SD3 * 2**20
 
 
 def test_the_judge_names_things_colours_and_backgrounds_of_new_pictures() -> None:
@@ -48,7 +52,16 @@ def test_the_judge_names_things_colours_and_backgrounds_of_new_pictures() -> Non
     assert grades["brand_cosine"] > grades["brand_cosine_of_plain"] + 0.4
 
 
-def test_the_base_model_draws_what_it_is_asked_for(pipeline: StableDiffusionPipeline) -> None:
+@pytest.fixture(scope="module")
+def transformer_pipeline() -> StableDiffusion3Pipeline:
+    loaded = StableDiffusion3Pipeline.from_pretrained(resolve("embedded:sd3"), text_encoder_3=None, tokenizer_3=None)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+@pytest.mark.parametrize("name", ["pipeline", "transformer_pipeline"])
+def test_the_base_models_draw_what_they_are_asked_for(name: str, request: pytest.FixtureRequest) -> None:
+    pipeline = request.getfixturevalue(name)
     rng = random.Random(5)
     asked = [world.random_base_product(rng) for _ in range(24)]
     prompts = [full_caption(p) for p in asked]
