@@ -128,5 +128,13 @@ def make_sd3(base: Path, folder: Path, steps: int, pictures: int, seed: int = 23
         module.half()
     pipeline.save_pretrained(folder)
     for name in ("text_encoder", "text_encoder_2"):  # transformers would load the config's dtype
-        config = folder / name / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}, indent=2) + "\n")
+        _rewrite(folder / name / "config.json", dtype="float32")
+    _rewrite(folder / "vae" / "config.json", _name_or_path=None)  # where it was read from
+
+
+def _rewrite(config: Path, **values: str | None) -> None:
+    """Set values of a JSON file; None takes one out."""
+    kept = {
+        name: value for name, value in (json.loads(config.read_text()) | values).items() if name not in values or value
+    }
+    config.write_text(json.dumps(kept, indent=2) + "\n")
