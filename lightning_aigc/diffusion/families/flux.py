@@ -89,9 +89,6 @@ class Flux(TransformerFamily):
     def patch_size(self, denoiser: Any) -> int:
         return 2
 
-    def sample_size(self, denoiser: Any) -> int:
-        return 128
-
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
     ) -> bool:

@@ -98,9 +98,6 @@ class Flux2Klein(TransformerFamily):
     def mu(self, config: Mapping[str, Any], tokens: int) -> float:
         return float(compute_empirical_mu(tokens, STEPS))
 
-    def sample_size(self, denoiser: Any) -> int:
-        return 128
-
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
     ) -> bool:

@@ -92,9 +92,6 @@ class QwenImage(TransformerFamily):
     def patch_size(self, denoiser: Any) -> int:
         return 2
 
-    def sample_size(self, denoiser: Any) -> int:
-        return 128
-
     def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
         embeddings_BTD, lengths_B = condition["prompt_embeds"], condition["prompt_lengths"]
         return {"prompt_embeds": embeddings_BTD, "prompt_embeds_mask": _mask(embeddings_BTD.shape[1], lengths_B)}

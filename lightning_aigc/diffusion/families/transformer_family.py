@@ -130,6 +130,9 @@ class TransformerFamily(Family):
         """Scaled latent pixels to a side of a token."""
         return int(denoiser.config.patch_size)
 
+    def sample_size(self, denoiser: Any) -> int:
+        return int(getattr(denoiser.config, "sample_size", 128))  # 1024 pixels, where the config does not say
+
     def mu(self, config: Mapping[str, Any], tokens: int) -> float:
         """The exponent of a dynamic shift for a picture of so many tokens, by the scheduler's config."""
         return linear_mu(config, tokens)

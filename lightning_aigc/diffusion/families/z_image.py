@@ -69,9 +69,6 @@ class ZImage(TransformerFamily):
     def patch_size(self, denoiser: Any) -> int:
         return int(denoiser.config.all_patch_size[0])
 
-    def sample_size(self, denoiser: Any) -> int:
-        return 128
-
 
 def _own_lengths(embeddings_BTD: Tensor, condition: Mapping[str, Tensor]) -> list[Tensor]:
     """Each text without its padding."""
