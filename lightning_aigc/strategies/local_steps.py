@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_aigc.sharding.local_parts import local_part, sharded
+from lightning_aigc.strategies.finite_step import replaced_step
 
 ELEMENTWISE = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
@@ -37,20 +38,14 @@ def steps_on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     ):
         yield
         return
-    step, own = optimizer.step, vars(optimizer).get("step")
+    step = optimizer.step
 
     def step_on_local_parts(*args: Any, **arguments: Any) -> Any:
         with _on_local_parts(optimizer):
             return step(*args, **arguments)
 
-    optimizer.step = step_on_local_parts  # type: ignore[method-assign]
-    try:
+    with replaced_step(optimizer, step_on_local_parts):
         yield
-    finally:
-        if own is None:
-            del optimizer.step
-        else:
-            optimizer.step = own  # type: ignore[method-assign]  # a learning rate schedule's wrapper
 
 
 @contextmanager

@@ -26,11 +26,11 @@ from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
 from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
-from lightning_aigc.sharding.local_steps import steps_on_local_parts
 from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
 from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.local_steps import steps_on_local_parts
 from lightning_aigc.strategies.zero import ZeROStrategy
 
 CALLED = ("training_step", "validation_step", "test_step", "predict_step", "forward")

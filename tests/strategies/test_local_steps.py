@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fakes.ranks import run_ranks
 from lightning_aigc.sharding.gloo_reduce_scatter import GlooReduceScatter
 from lightning_aigc.sharding.groups import make_groups, modules_to_join
-from lightning_aigc.sharding.local_steps import ELEMENTWISE, steps_on_local_parts
+from lightning_aigc.strategies.local_steps import ELEMENTWISE, steps_on_local_parts
 
 OPTIMIZERS = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
