@@ -16,7 +16,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_aigc.sharding.local_parts import local_part, sharded
+from lightning_aigc.sharding.local_parts import local_part, local_parts, sharded
 from lightning_aigc.strategies.finite_step import replaced_step
 
 ELEMENTWISE = (
@@ -53,28 +53,28 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     """Put local parts in the place of parameters, gradients and states, and take them out again."""
     whole = [group["params"] for group in optimizer.param_groups]
     state = optimizer.state
+    optimizer.state = local_state = defaultdict(dict)
+    pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        local_of = {p: local_part(p) for parameters in whole for p in parameters}
-        for p, local in local_of.items():
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = local_parts(parameters)
+            pairs += zip(parameters, group["params"], strict=True)
+        for p, local in pairs:
             if local is not p:
                 local.grad = None if p.grad is None else local_part(p.grad)
-        optimizer.state = defaultdict(dict)
-        for p, of_one in state.items():
-            optimizer.state[local_of[p]] = {
-                key: local_part(value) if isinstance(value, Tensor) else value for key, value in of_one.items()
-            }
-    for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-        group["params"] = [local_of[p] for p in parameters]
+            if p in state:
+                local_state[local] = {key: local_part(value) for key, value in state[p].items()}
     try:
         yield
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters
-        stepped, optimizer.state = optimizer.state, state
+        optimizer.state = state
         with torch.no_grad():
-            for p, local in local_of.items():
-                if local in stepped:
-                    state[p] = {key: _like(value, p, state[p].get(key)) for key, value in stepped[local].items()}
+            for p, local in pairs:
+                of_one = state[p] if local in local_state else {}
+                for key, value in local_state.get(local, {}).items():
+                    of_one[key] = _like(value, p, of_one.get(key))
                 if local is not p:
                     local.grad = None
 
