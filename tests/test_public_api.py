@@ -36,9 +36,10 @@ NAMES = {
     "lightning_aigc.strategies": ["NPUSparseStrategy", "ZeROStrategy"],
     "lightning_aigc_kernels": [
         "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "PackedWeight", "Projection",
-        "add_quantized_rows", "dequantize_blocks", "feed_forward", "frozen_conv2d", "frozen_linear", "geglu",
-        "group_norm_silu", "group_norm_silu_conv2d", "keep_largest", "keep_largest_per_head", "lora_attention",
-        "quantize_blocks", "sparse_attention_backward", "swiglu",
+        "add_quantized_rows", "dequantize_blocks", "feed_forward", "frozen_conv2d", "frozen_linear",
+        "gated_residual", "geglu", "group_norm_silu", "group_norm_silu_conv2d", "keep_largest",
+        "keep_largest_per_head", "lora_attention", "modulated_norm", "quantize_blocks", "silu_mul",
+        "sparse_attention_backward", "swiglu",
     ],
 }  # fmt: skip
 DEFINED = {

@@ -13,10 +13,12 @@ from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
 from lightning_aigc_kernels.keep_largest import keep_largest, keep_largest_per_head
 from lightning_aigc_kernels.linear_with_lora import Projection
 from lightning_aigc_kernels.lora_attention import KnownAttention, lora_attention
+from lightning_aigc_kernels.modulated_norm import gated_residual, modulated_norm
 from lightning_aigc_kernels.normalization import Norm
 from lightning_aigc_kernels.packed_weight import PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection
 from lightning_aigc_kernels.quantize_blocks import add_quantized_rows, dequantize_blocks, quantize_blocks
+from lightning_aigc_kernels.silu_mul import silu_mul
 from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward
 
 __all__ = [
@@ -31,13 +33,16 @@ __all__ = [
     "feed_forward",
     "frozen_conv2d",
     "frozen_linear",
+    "gated_residual",
     "geglu",
     "group_norm_silu",
     "group_norm_silu_conv2d",
     "keep_largest",
     "keep_largest_per_head",
     "lora_attention",
+    "modulated_norm",
     "quantize_blocks",
+    "silu_mul",
     "sparse_attention_backward",
     "swiglu",
 ]
