@@ -47,6 +47,34 @@ def geglu_and_gradient(
     return product.detach(), dprojected
 
 
+def modulated_norm_and_gradients(
+    dtype: torch.dtype, norm: str, eps: float, given: dict[str, Tensor], dy: Tensor
+) -> dict[str, Tensor]:
+    """residual + (norm(x) * weight + bias) * (1 + scale) + shift of the given tensors, computed in `dtype`, under "y",
+    and autograd's gradient of each of them. A gate stands in the place of 1 + scale; the norm may be "none"."""
+    leaves = {name: tensor.detach().to(dtype).contiguous().requires_grad_() for name, tensor in given.items()}
+    z = leaves["x"]
+    if norm == "layer":
+        z = z - z.mean(-1, keepdim=True)
+    if norm != "none":
+        z = z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
+    z = z * leaves["weight"] if "weight" in leaves else z
+    z = z + leaves["bias"] if "bias" in leaves else z
+    z = z * (1 + leaves["scale"][:, None]) if "scale" in leaves else z
+    z = z * leaves["gate"][:, None] if "gate" in leaves else z
+    z = z + leaves["shift"][:, None] if "shift" in leaves else z
+    y = z + leaves["residual"] if "residual" in leaves else z
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy.to(dtype))
+    return {"y": y.detach()} | dict(zip(leaves, gradients, strict=True))
+
+
+def silu_mul_and_gradients(dtype: torch.dtype, gate: Tensor, up: Tensor, dproduct: Tensor) -> tuple[Tensor, ...]:
+    """silu(gate) * up computed in `dtype`, and autograd's gradients of gate and up."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (gate, up)]
+    product = F.silu(leaves[0]) * leaves[1]
+    return product.detach(), *torch.autograd.grad(product, leaves, dproduct.to(dtype))
+
+
 def largest_by_sorting(rows_RL: Tensor, density: float) -> Tensor:
     """Each row's ceil(density * L) largest magnitudes, ties included, and zeros; NaN counts as infinite."""
     magnitude = rows_RL.abs().nan_to_num(nan=math.inf, posinf=math.inf)
