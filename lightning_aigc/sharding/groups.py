@@ -20,8 +20,8 @@ READ_INSIDE = frozenset({"ResnetBlock2D", "Transformer2DModel", "BasicTransforme
 """Classes whose fused forwards read the parameters of the modules inside: these may have no group of their own."""
 LARGE = 1_000_000
 """Trained values of a module that is worth a group of its own."""
-SMALLEST_SHARE = 8
-"""In a small model an eighth of its trained values is worth a group."""
+SMALLEST_SHARE = 64
+"""In a small model a sixty-fourth of its trained values is worth a group: what is in none stays whole all step long."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def make_groups(root: nn.Module, joined: Collection[nn.Module] = ()) -> list[Gro
     parts = set(called_parts(root))
     inside_joined = {part for module in joined for part in module.modules()} - set(joined)
     taken: dict[nn.Parameter, str] = {}
+    taken_by: set[nn.Module] = set()
     groups = []
     for module, name in reversed(names.items()):  # what is inside a module comes before it
         if module in inside_joined:
@@ -68,12 +69,14 @@ def make_groups(root: nn.Module, joined: Collection[nn.Module] = ()) -> list[Gro
             if parameter is not None and parameter.requires_grad and taken.get(parameter) is None
         ]
         own = list({parameter: (key, parameter) for key, parameter in reversed(own)}.values())[::-1]
-        is_block = own_class(module).__name__ in of_blocks
+        # A block of blocks would hold what it has besides them while each of them runs.
+        is_block = own_class(module).__name__ in of_blocks and not any(part in taken_by for part in module.modules())
         is_large = module not in read_inside and sum(p.numel() for _, p in own) >= large
         is_group = is_block or is_large or module in parts or module in joined
         if own and (module is root or (_has_forward(module) and is_group)):
             groups.append(Group(name, module, tuple(own), is_block))
             taken |= {parameter: key for key, parameter in own}
+            taken_by.add(module)
     _refuse_shared(names, groups)
     return groups
 

@@ -100,6 +100,8 @@ def shard_model(
                 part.set_force_sum_reduction_for_comms(True)  # HCCL has no mean
             if mesh.device_type == "cpu":
                 part.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # its base has no public name
+                # Gathering the next block early holds one more and hides nothing: collectives are waited for.
+                part.set_modules_to_backward_prefetch([part])
     for name in called:
         register_fsdp_forward_method(root, name)
     # A sample may be drawn before the first step, and the module that is called first would become the root.

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
+from fakes.gathered_bytes import gathered_bytes, watch_gathered
 from fakes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.saved_tensors import SavedBytes, owned_by
 from lightning_aigc.precision.swaps import swap_forwards
-from lightning_aigc.sharding.fsdp_groups import fsdp_groups
 from lightning_aigc.sharding.groups import make_groups, split_by_dtype
 from lightning_aigc.sharding.layout import shard_model
 from lightning_aigc.sharding.own_class import own_class
@@ -44,32 +44,6 @@ class Holder(nn.Module):
 
     def training_step(self, x: Tensor) -> Tensor:
         return self.unet(x, torch.tensor([7]), torch.ones(1, 4, 16)).sample.square().mean()
-
-
-def gathered_bytes(root: nn.Module) -> int:
-    """Bytes of weights that are whole now."""
-    total = 0
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_groups(module):
-                for of in group.fsdp_params:
-                    whole = getattr(of, "_unsharded_param", None)
-                    total += 0 if whole is None else whole.untyped_storage().nbytes()
-    return total
-
-
-def watch_gathered(root: nn.Module) -> list[int]:
-    """The bytes of whole weights after each sharded module's forward and backward; other hooks would undo swaps."""
-    seen: list[int] = []
-
-    def look(*_: Any) -> None:
-        seen.append(gathered_bytes(root))
-
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.register_forward_hook(look)
-            module.register_full_backward_hook(look)
-    return seen
 
 
 def work(rank: int) -> dict[str, Any]:
