@@ -18,7 +18,7 @@ from lightning_aigc.precision.feed_forward_blocks import feed_forward_layers
 from lightning_aigc.precision.fused_forward import Keeps, choices_of
 from lightning_aigc.precision.layers import CannotSwapError, class_path
 from lightning_aigc.precision.selective import ALL as EVERYTHING
-from lightning_aigc.precision.selective import Result, Saves
+from lightning_aigc.precision.selective import Result, Saves, in_order_of_worth
 from lightning_aigc_kernels import Projection
 
 RESNET = "diffusers.models.resnet.ResnetBlock2D"
@@ -26,7 +26,7 @@ TRANSFORMER_BLOCK = "diffusers.models.attention.BasicTransformerBlock"
 TRANSFORMER = "diffusers.models.transformers.transformer_2d.Transformer2DModel"
 FEED_FORWARD = "diffusers.models.attention.FeedForward"
 
-ALL = Keeps(*(frozenset({"output", "value", "key", "query"}),) * 2, projection=True, block=Saves(True, EVERYTHING))
+ALL = Keeps(*(frozenset({"output", "value", "key", "query"}),) * 2, projection=True, block=Saves(EVERYTHING))
 STATISTICS_BYTES = 4
 """Of an attention's softmax, for each query and head, on a CPU and CUDA."""
 
@@ -91,20 +91,14 @@ def options_of(module: Any, args: Sequence[Any], kwargs: dict[str, Any], itemsiz
 
 
 def options_of_whole(results: Sequence[Result], least_inner: int) -> list[Option]:
-    """The options of a transformer's block that runs again, by what its run made: nothing saved, its attentions, and
-    these with ever more of its first products of that inner dimension."""
-    repeated = sum(result.operations for result in results)
-    found = [Option(None, 0, repeated)]
-    attentions = [result for result in results if result.kind == "attention"]
-    nbytes = sum(result.nbytes for result in attentions)
-    repeated -= sum(result.operations for result in attentions)
-    found.append(Option(Keeps(block=Saves(True)), nbytes, repeated))
-    products = 0
-    for result in results:
-        if result.kind == "product" and result.inner >= least_inner:
-            products, nbytes = products + result.nbytes, nbytes + result.nbytes
-            repeated -= result.operations
-            found.append(Option(Keeps(block=Saves(True, products, least_inner)), nbytes, repeated))
+    """The options of a transformer's block that runs again, by what its run made: nothing saved, and ever more of its
+    attentions and products of that inner dimension. What backward does not read is neither saved nor repeated."""
+    repeated = sum(result.operations for result in results if result.is_read)
+    found, nbytes = [Option(None, 0, repeated)], 0
+    for i in in_order_of_worth(results, least_inner):
+        nbytes += results[i].nbytes
+        repeated -= results[i].operations
+        found.append(Option(Keeps(block=Saves(nbytes, least_inner)), nbytes, repeated))
     return found
 
 

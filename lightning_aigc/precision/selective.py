@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from lightning_aigc.precision import saved_tensors
+from lightning_aigc.precision.reads import Reads
 from lightning_aigc.precision.saved_tensors import tensors_in
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear")
@@ -29,15 +30,15 @@ ALL = float("inf")
 
 @dataclass(frozen=True)
 class Saves:
-    """What a block that runs again saves beside its inputs."""
+    """What a block that runs again saves beside its inputs: the results that cost most for their bytes come first."""
 
-    attention: bool = False
-    """Whether attentions' outputs with their softmax statistics."""
-    product_bytes: float = 0.0
-    """Bytes of matrix products' results, the first of them."""
+    nbytes: float = 0.0
+    """At most so many bytes of results."""
     least_inner: int = 0
     """Inner dimension from which a product is worth saving: LoRA's second one costs as much memory as its layer's and
     almost no time."""
+    share: float = ALL
+    """Of the bytes that native autograd saves, how many the block keeps at most, with its inputs."""
 
 
 @functools.cache
@@ -49,95 +50,156 @@ def kind_of(operator: Any) -> Literal["product", "attention"] | None:
 
 
 def inner_of(operator: Any, args: Sequence[Any]) -> int:
-    """The inner dimension of a product, or an attention's features of a head."""
+    """Multiplications for each number of the result: a product's inner dimension, twice the keys of an attention."""
+    if kind_of(operator) == "attention":
+        return 2 * int(args[1].shape[-2])
     first = args[1] if operator._schema.name in ADDING else args[0]
     return int(first.shape[-1])
 
 
+class Result(NamedTuple):
+    """A product or an attention of a block."""
+
+    kind: Literal["product", "attention"]
+    inner: int
+    nbytes: int
+    operations: float = 0.0
+    """Counted for a plan."""
+    is_read: bool = True
+    """Whether backward reads it, or what is made of it."""
+
+
 @dataclass
-class Reached:
-    """How many of a block's products and attentions a recomputation came to before all that is read was there."""
+class Known:
+    """What a block's last run with arguments of these shapes made; nothing before the first."""
 
-    count: int | None = None
-
-
-@dataclass
-class _Results:
-    """The results of a block's products and attentions in the order of their calls; None for one that is not saved."""
-
-    saves: Saves
-    reached: Reached
-    results: list[Any] = field(default_factory=list)
-    versions: list[Sequence[int]] = field(default_factory=list)
+    results: Sequence[Result] = ()
+    native_bytes: int = 0
+    """Bytes that native autograd saves of it, with its inputs."""
 
 
-class Saving(TorchDispatchMode):
-    """Keeps results while a block runs."""
+def in_order_of_worth(results: Sequence[Result], least_inner: int) -> list[int]:
+    """The results worth saving: those that cost the most operations for each number first, then in order."""
+    found = [i for i, r in enumerate(results) if r.is_read and r.inner >= least_inner]
+    return sorted(found, key=lambda i: -results[i].inner)
 
-    def __init__(self, found: _Results) -> None:
-        super().__init__()
-        self.found = found
 
-    def __enter__(self) -> Saving:
-        self.found.results.clear()
-        self.found.versions.clear()
-        self.left = self.found.saves.product_bytes
-        super().__enter__()
-        return self
+def chosen(saves: Saves, known: Known, input_bytes: int) -> frozenset[int]:
+    """The results that are saved; none in a block's first run, when nothing is known."""
+    left = saves.nbytes
+    if saves.share < ALL:
+        left = min(left, saves.share * known.native_bytes - input_bytes)
+    found = set()
+    for i in in_order_of_worth(known.results, saves.least_inner):
+        if known.results[i].nbytes <= left:
+            found.add(i)
+            left -= known.results[i].nbytes
+    return frozenset(found)
+
+
+class _Following(TorchDispatchMode):
+    """Notes a block's products and attentions in the order of their calls, and which of them backward will read."""
+
+    def __enter__(self) -> Self:
+        self.reads, self.made = Reads(), list[Result]()
+        self.hooks = self.reads.hooks()
+        self.hooks.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.hooks.__exit__(*error)
+        self.made = [result._replace(is_read=self.reads.is_read(i)) for i, result in enumerate(self.made)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         kind = kind_of(func)
+        self.reads.follow(func, args, kwargs, output, None if kind is None else len(self.made))
         if kind is not None:
-            kept = _detached(output) if self._is_saved(kind, inner_of(func, args), output) else None
-            self.found.results.append(kept)
-            self.found.versions.append([tensor._version for tensor in tensors_in(kept)])
-            saved_tensors.note(kept)
+            self.made.append(Result(kind, inner_of(func, args), _nbytes(output)))
+            self.note(func, args, kwargs or {}, output)
         return output
 
-    def _is_saved(self, kind: str, inner: int, output: Any) -> bool:
-        reached = self.found.reached.count
-        if reached is not None and len(self.found.results) >= reached:
-            return False
-        if kind == "attention":
-            return self.found.saves.attention
-        nbytes = output.nbytes
-        is_saved = nbytes <= self.left and inner >= self.found.saves.least_inner
-        self.left -= nbytes if is_saved else 0
-        return is_saved
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Called with each product and attention, the last of `made`."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Run:
+    """The products and attentions of a block's run in the order of their calls."""
+
+    saves: Saves
+    known: Known
+    input_bytes: int
+    results: list[Any] = field(default_factory=list)
+    """What was saved, None for what was not."""
+    versions: list[Sequence[int]] = field(default_factory=list)
+    layouts: list[dict[str, Any]] = field(default_factory=list)
+    """What `empty_strided` wants for a product's result."""
+    reads: Reads = field(default_factory=Reads)
+
+
+class Saving(_Following):
+    """Keeps results while a block runs."""
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __enter__(self) -> Self:
+        run = self.run
+        run.results, run.versions, run.layouts = [], [], []
+        self.chosen = chosen(run.saves, run.known, run.input_bytes)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.run.reads = self.reads
+        self.run.known.results, self.run.known.native_bytes = self.made, sum(self.reads.saved.values())
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        kept = _detached(output) if len(self.made) - 1 in self.chosen else None
+        self.run.results.append(kept)
+        self.run.versions.append([tensor._version for tensor in tensors_in(kept)])
+        self.run.layouts.append(_layout(output) if self.made[-1].kind == "product" else {})
+        saved_tensors.note(kept)
 
 
 class Reading(TorchDispatchMode):
-    """Gives back what `Saving` kept while the block runs again."""
+    """While the block runs again gives back what `Saving` kept, and leaves out products that nothing reads."""
 
-    def __init__(self, found: _Results) -> None:
+    def __init__(self, run: _Run) -> None:
         super().__init__()
-        self.found = found
+        self.run = run
 
     def __enter__(self) -> Reading:
         self.position = 0
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.found.reached.count = max(self.position, self.found.reached.count or 0)
-        super().__exit__(*error)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kind_of(func) is None:
+        kind = kind_of(func)
+        if kind is None:
             return func(*args, **(kwargs or {}))
-        kept, versions = self.found.results[self.position], self.found.versions[self.position]
-        self.position += 1
+        position, self.position = self.position, self.position + 1
+        kept, versions = self.run.results[position], self.run.versions[position]
         # A result that was changed in place since cannot be given back.
-        if kept is None or [tensor._version for tensor in tensors_in(kept)] != list(versions):
-            return func(*args, **(kwargs or {}))
-        return _detached(kept)
+        if kept is not None and [tensor._version for tensor in tensors_in(kept)] == list(versions):
+            return _detached(kept)
+        if kind == "product" and not self.run.reads.is_read(position):
+            return torch.empty_strided(**self.run.layouts[position])
+        return func(*args, **(kwargs or {}))
 
 
-def saving_and_reading(saves: Saves, reached: Reached) -> tuple[Saving, Reading]:
-    """Contexts of a block's run and of its recomputation."""
-    found = _Results(saves, reached)
-    return Saving(found), Reading(found)
+def saving_and_reading(saves: Saves, known: Known, input_bytes: int = 0) -> tuple[Saving, Reading]:
+    """Contexts of a block's run and of its recomputation; `input_bytes` are those that it keeps in any case."""
+    run = _Run(saves, known, input_bytes)
+    return Saving(run), Reading(run)
+
+
+def _layout(output: Tensor) -> dict[str, Any]:
+    return {"size": output.shape, "stride": output.stride(), "dtype": output.dtype, "device": output.device}
 
 
 def _nbytes(output: Any) -> int:
@@ -150,38 +212,22 @@ def _detached(output: Any) -> Any:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
-class Result(NamedTuple):
-    """What a product or an attention costs."""
-
-    kind: Literal["product", "attention"]
-    inner: int
-    nbytes: int
-    operations: float
-
-
-class Counting(TorchDispatchMode):
-    """Counts each product and attention, in the order of their calls."""
+class _Counting(_Following):
+    """Counts the operations of each product and attention."""
 
     def __init__(self, mapping: dict[Any, Callable[..., int]]) -> None:
         super().__init__()
         self.counters = {**flop_registry, **{packet: shape_wrapper(count) for packet, count in mapping.items()}}
-        self.found: list[Result] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        kind = kind_of(func)
-        if kind is not None:
-            counter = self.counters.get(func._overloadpacket)
-            operations = 0.0 if counter is None else float(counter(*args, **kwargs, out_val=output))
-            self.found.append(Result(kind, inner_of(func, args), _nbytes(output), operations))
-        return output
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        counter = self.counters.get(func._overloadpacket)
+        if counter is not None:
+            operations = float(counter(*args, **kwargs, out_val=output))
+            self.made[-1] = self.made[-1]._replace(operations=operations)
 
 
-@torch.no_grad()
 def counted(run: Callable[[], Any], mapping: dict[Any, Callable[..., int]]) -> list[Result]:
     """Each product and attention of `run`; `mapping` counts operations of operators that torch's table lacks."""
-    counting = Counting(mapping)
-    with counting:
+    with _Counting(mapping) as counting:
         run()
-    return counting.found
+    return counting.made

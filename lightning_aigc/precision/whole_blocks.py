@@ -1,7 +1,8 @@
 """Blocks that no fused forward serves run again in backward: diffusion transformers of any family.
 
-A block runs again whole at level max; at lean and balanced the results of its attentions and of its first, or all,
-matrix products are saved. A diffusers model names its blocks in `_repeated_blocks` or `_no_split_modules`.
+A block runs again at level max, but for products that backward does not read; at lean and balanced the results of its
+attentions and matrix products are saved, up to a share or all. A diffusers model names its blocks in
+`_repeated_blocks` or `_no_split_modules`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_aigc.precision import recompute
 from lightning_aigc.precision.fused_forward import Choices, choices_of
 from lightning_aigc.precision.layers import class_path
-from lightning_aigc.precision.selective import ALL, Reached, Saves, saving_and_reading
+from lightning_aigc.precision.selective import ALL, Known, Saves, saving_and_reading
 from lightning_aigc.sharding.own_class import own_class
-from lightning_aigc_kernels.dispatch import compute_dtype
 from lightning_aigc_kernels.protection import named_modules
 
 MODELS = "diffusers.models.transformers."
 NATIVE_UNITS = 18.0
 """Activations of the size of a block's input that native autograd saves: SD 3 18, FLUX.1 15, FLUX.2 20."""
-LEAN_PRODUCTS = 1.5
-"""Bytes of products' results that level lean saves, in those of a block's inputs."""
-REACHED = "_reached_when_run_again"
-"""Attribute of a block with what its recomputation reached, by the shapes of its arguments."""
+LEAN_SHARE = 0.24
+"""Of native's bytes, what a block keeps at level lean."""
+KNOWN = "_known_of_its_runs"
+"""Attribute of a block with what its last run made, by the shapes of its arguments."""
 
 
 def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -58,10 +58,11 @@ def whole_block(self: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     def run() -> Any:
         inputs = [tensor for tensor in tensors if tensor is not None]
         saves = saves_of(choices, inputs)
-        if saves == Saves() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return recompute.checkpoint_block(self, block, *tensors)
-        reached = self.__dict__.setdefault(REACHED, {}).setdefault(tuple(x.shape for x in inputs), Reached())
-        return recompute.checkpoint_block(self, block, *tensors, around=saving_and_reading(saves, reached))
+        known = self.__dict__.setdefault(KNOWN, {}).setdefault(tuple(x.shape for x in inputs), Known())
+        around = saving_and_reading(saves, known, sum(x.nbytes for x in inputs))
+        return recompute.checkpoint_block(self, block, *tensors, around=around)
 
     return run
 
@@ -72,10 +73,7 @@ def saves_of(choices: Choices, inputs: Sequence[Tensor]) -> Saves:
         return choices.keeps.block or Saves()
     if choices.memory == "max":
         return Saves()
-    streams = [x for x in inputs if x.dim() == 3 and x.is_floating_point()]
-    nbytes = sum(x.numel() * compute_dtype(x).itemsize for x in streams)
-    inner = least_inner(inputs)
-    return Saves(True, ALL if choices.memory == "balanced" else LEAN_PRODUCTS * nbytes, inner)
+    return Saves(ALL, least_inner(inputs), ALL if choices.memory == "balanced" else LEAN_SHARE)
 
 
 def least_inner(inputs: Sequence[Tensor]) -> int:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fakes.kept_bytes import kept_bytes
 from lightning_aigc.precision import whole_blocks
 from lightning_aigc.precision.budget import MemoryBudget
-from lightning_aigc.precision.selective import Reached, Saves, saving_and_reading
+from lightning_aigc.precision.selective import Known, Saves, saving_and_reading
 from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc.quantization import quantize_frozen_
 
@@ -171,6 +171,6 @@ def test_a_saved_result_that_was_changed_in_place_is_made_again() -> None:
 
     block(x).sum().backward()
     native, weight.grad = weight.grad, None
-    contexts = saving_and_reading(Saves(True, whole_blocks.ALL), Reached())
+    contexts = saving_and_reading(Saves(whole_blocks.ALL), Known())
     checkpoint(block, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
     assert native is not None and torch.equal(weight.grad, native)
