@@ -339,7 +339,7 @@ def cases(chip: str) -> list[KernelCase]:
             found.append(_case(chip, modulated_norm_forward, dtype, 6144, variant))
             trained = {"NEED_X": True, "NEED_STATISTICS": VARIANTS[variant][0] != "none"}
             found.append(_case(chip, modulated_norm_backward, dtype, 6144, variant, **trained))
-    for channels in (1152, 64, 1):
+    for channels in (640, 64, 1):
         found.append(_case(chip, modulated_norm_forward, "bf16", channels, "layer scale shift"))
         frozen = {"NEED_X": True, "NEED_STATISTICS": False}
         found.append(_case(chip, modulated_norm_backward, "bf16", channels, "layer scale shift", **frozen))

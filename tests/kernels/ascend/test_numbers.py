@@ -16,6 +16,8 @@ from fakes.accuracy import (
     geglu_and_gradient,
     group_norm_silu_and_gradients,
     largest_by_sorting,
+    modulated_norm_and_gradients,
+    silu_mul_and_gradients,
 )
 from fakes.hard_blocks import bits_of, hard_blocks
 from lightning_aigc_kernels.ascend import CPUExecutionError, kernel_cases, lower
@@ -161,6 +163,105 @@ def test_geglu(case: KernelCase, target: str) -> None:
         assert_exact(product, eager[0], truth[0])
     else:
         assert product.isnan().all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["modulated_norm"] if not c.name.startswith("sums")], ids=lambda case: case.name
+)
+def test_modulated_norm(case: KernelCase, target: str) -> None:
+    dtype, constants = DTYPES[case.signature["x_ptr"]], case.constants
+    samples, tokens = 2, int(constants["BLOCK_T"]) + 3
+    channels = int(constants["BLOCK_C"]) + (452 if constants["BLOCK_C"] >= 1024 else -7)
+    shape = samples, tokens, channels
+    norm = ("layer" if constants["LAYER"] else "rms") if constants["NORMED"] else "none"
+    factor = "scale" if constants["ONE_PLUS"] else "gate"
+    sizes = {factor: (samples, channels), "shift": (samples, channels), "weight": (channels,), "bias": (channels,)}
+    switches = {factor: "SCALED", "shift": "SHIFTED", "weight": "WEIGHTED", "bias": "BIASED"}
+    given = {"x": (torch.randn(shape) * 2 + 3).to(dtype)}
+    given |= {name: torch.randn(sizes[name]).to(dtype) for name, flag in switches.items() if constants.get(flag)}
+    if constants.get("RESIDUAL"):
+        given["residual"] = torch.randn(shape).to(dtype)
+    dy = torch.randn(shape).to(dtype)
+    truth, eager = (modulated_norm_and_gradients(of, norm, EPS, given, dy) for of in (torch.float64, torch.float32))
+    inputs = {f"{name}_ptr": given.get(name, given["x"]) for name in ("x", "residual", "shift", "weight", "bias")}
+    inputs |= {"scale_ptr": given.get(factor, given["x"]), "dy_ptr": dy}
+    numbers = {"samples": samples, "tokens": tokens, "channels": channels, "eps": EPS}
+    numbers |= dict.fromkeys(("x_sample", "residual_sample", "dy_sample"), tokens * channels)
+    numbers |= dict.fromkeys(("x_token", "residual_token", "dy_token", "scale_stride", "shift_stride"), channels)
+    if case.name.startswith("forward"):
+        y = unwritten(*shape, dtype=dtype)
+        run(case, target, **inputs, **numbers, y_ptr=y)
+        assert_exact(y, eager["y"], truth["y"])
+        return
+    dx, statistics = unwritten(*shape, dtype=dtype), DTYPES[case.signature["mean_ptr"]]
+    mean, rstd = unwritten(*shape[:2], dtype=statistics), unwritten(*shape[:2], dtype=statistics)
+    run(case, target, **inputs, **numbers, dx_ptr=dx, mean_ptr=mean, rstd_ptr=rstd)
+    if constants["NEED_X"]:
+        assert_exact(dx, eager["x"], truth["x"])
+    else:
+        assert dx.isnan().all()
+    if constants["NEED_STATISTICS"]:
+        x = given["x"].double()
+        exact = x.mean(2) if norm == "layer" else torch.zeros(shape[:2], dtype=torch.float64)
+        torch.testing.assert_close(mean, exact.float())
+        torch.testing.assert_close(rstd, ((x - exact[..., None]).square().mean(2) + EPS).rsqrt().float())
+    else:
+        assert mean.isnan().all() and rstd.isnan().all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["modulated_norm"] if c.name.startswith("sums")], ids=lambda case: case.name
+)
+def test_sums_of_tokens(case: KernelCase, target: str) -> None:
+    dtype, constants = DTYPES[case.signature["x_ptr"]], case.constants
+    samples, splits, a_split = 2, 2, 2 * int(constants["BLOCK_T"])
+    tokens, channels = splits * a_split - 5, 2 * int(constants["BLOCK_C"]) + 9
+    x, dy = (torch.randn(samples, tokens, channels) + 3).to(dtype), torch.randn(samples, tokens, channels).to(dtype)
+    mean, rstd = torch.randn(samples, tokens), torch.rand(samples, tokens) + 0.5
+
+    def sums(of: torch.dtype) -> list[Tensor]:
+        xhat = (x.to(of) - mean[..., None].to(of)) * rstd[..., None].to(of) if constants["NORMED"] else x.to(of)
+        needed = [dy.to(of) * xhat] * bool(constants["NEED_SLOPE"]) + [dy.to(of)] * bool(constants["NEED_OFFSET"])
+        return [each.sum(1) for each in needed]
+
+    rows = int(constants["NEED_SLOPE"]) + int(constants["NEED_OFFSET"])
+    ours = unwritten(rows, samples, splits, channels)
+    numbers = {"samples": samples, "splits": splits, "tokens_a_split": a_split, "tokens": tokens, "channels": channels}
+    numbers |= dict.fromkeys(("dy_sample", "x_sample"), tokens * channels)
+    numbers |= dict.fromkeys(("dy_token", "x_token"), channels)
+    run(case, target, dy_ptr=dy, x_ptr=x, mean_ptr=mean, rstd_ptr=rstd, sums_ptr=ours, **numbers)
+    for got, eager, truth in zip(ours.sum(2), sums(torch.float32), sums(torch.float64), strict=True):
+        assert_exact(got, eager, truth)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["silu_mul"], ids=lambda case: case.name)
+def test_silu_mul(case: KernelCase, target: str) -> None:
+    dtype = DTYPES[case.signature["gate_ptr"]]
+    outers, rows = 2, int(case.constants["BLOCK_R"]) * 2 + 3
+    features = int(case.constants["BLOCK_D"]) + (452 if case.constants["BLOCK_D"] >= 2048 else -7)
+    shape = outers, rows, features
+    # Gate and up are halves of one projection, as in FLUX.2.
+    projection, dproduct = (torch.randn(outers, rows, 2 * features) * 3).to(dtype), torch.randn(shape).to(dtype)
+    gate, up = projection.chunk(2, dim=-1)
+    truth, eager = (silu_mul_and_gradients(of, gate, up, dproduct) for of in (torch.float64, torch.float32))
+    numbers = {"outers": outers, "rows": rows, "features": features}
+    numbers |= dict.fromkeys(("gate_outer", "up_outer"), 2 * rows * features)
+    numbers |= dict.fromkeys(("gate_row", "up_row"), 2 * features)
+    numbers |= {"dproduct_outer": rows * features, "dproduct_row": features}
+    pointers = {"gate_ptr": projection.view(-1), "up_ptr": projection.view(-1)[features:], "dproduct_ptr": dproduct}
+    names = ("product_ptr", "dgate_ptr", "dup_ptr")
+    outputs = {name: unwritten(*shape, dtype=dtype) for name in names}
+    run(case, target, **pointers, **numbers, **outputs)
+    forward = case.name.startswith("forward")
+    written = forward, case.constants.get("NEED_GATE", False), case.constants.get("NEED_UP", False)
+    for name, is_written, theirs, exact in zip(names, written, eager, truth, strict=True):
+        if is_written:
+            assert_exact(outputs[name], theirs, exact)
+        else:
+            assert outputs[name].isnan().all()
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
+from lightning_aigc_kernels.silu_mul import op as silu_mul
 
 npu = torch.ops.npu
 Call = Callable[..., Tensor]
@@ -92,3 +94,18 @@ def test_the_attention_of_lora_attention_takes_the_fused_op_forward_and_backward
     assert maximum.shape == total.shape and maximum.numel() > 0  # npu_fusion_attention's softmax, not the reference's
     grads = attend_backward(torch.empty_like(o), q, k, k, o, maximum, total)
     assert [grad.shape for grad in grads] == [(B, H, S, E), (B, H, T, E), (B, H, T, E)]
+
+
+def test_silu_mul_takes_npu_swiglu_for_the_halves_of_a_projection() -> None:
+    calls = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            calls.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    gate, up = half(B, S, 2 * E).detach().chunk(2, dim=-1)
+    with Recorder():
+        product = silu_mul._op._init_fn(gate, up)
+    assert "npu::npu_swiglu" in calls
+    assert (product.shape, product.dtype, product.device.type) == ((B, S, E), torch.float16, "npu")
