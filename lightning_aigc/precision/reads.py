@@ -22,10 +22,11 @@ class Reads:
     """Follows results through a block's run.
 
     A storage stands for all that was written into it, so a result may be said to be read that is not, and never the
-    other way round.
+    other way round. With `follows=False` it counts what autograd saves, and no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follows: bool = True) -> None:
+        self.follows, self.count = follows, 0
         self.read = 0
         """Results that backward reads, one bit for each."""
         self.saved: dict[int, int] = {}
@@ -68,7 +69,9 @@ class Reads:
 
         @functools.wraps(pack)
         def noting(tensor: Tensor) -> Any:
-            self.note_saved(tensor)
+            self.count += 1
+            if self.follows:
+                self.note_saved(tensor)
             return pack(tensor)
 
         return saved_tensors_hooks(noting, unpack)

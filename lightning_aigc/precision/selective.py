@@ -76,6 +76,14 @@ class Known:
     results: Sequence[Result] = ()
     native_bytes: int = 0
     """Bytes that native autograd saves of it, with its inputs."""
+    saved_tensors: int = 0
+    """How many tensors autograd saves."""
+
+    def is_as(self, made: Sequence[Result], saved_tensors: int) -> bool:
+        """Whether another run made the same results and saved as many tensors."""
+        pairs = zip(made, self.results, strict=False)
+        alike = all((a.kind, a.inner, a.nbytes) == (b.kind, b.inner, b.nbytes) for a, b in pairs)
+        return saved_tensors == self.saved_tensors and len(made) == len(self.results) and alike
 
 
 def in_order_of_worth(results: Sequence[Result], least_inner: int) -> list[int]:
@@ -100,8 +108,10 @@ def chosen(saves: Saves, known: Known, input_bytes: int) -> frozenset[int]:
 class _Following(TorchDispatchMode):
     """Notes a block's products and attentions in the order of their calls, and which of them backward will read."""
 
+    follows = True
+
     def __enter__(self) -> Self:
-        self.reads, self.made = Reads(), list[Result]()
+        self.reads, self.made = Reads(self.follows), list[Result]()
         self.hooks = self.reads.hooks()
         self.hooks.__enter__()
         return super().__enter__()  # type: ignore[no-any-return]
@@ -109,12 +119,14 @@ class _Following(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.hooks.__exit__(*error)
-        self.made = [result._replace(is_read=self.reads.is_read(i)) for i, result in enumerate(self.made)]
+        if self.follows:
+            self.made = [result._replace(is_read=self.reads.is_read(i)) for i, result in enumerate(self.made)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         kind = kind_of(func)
-        self.reads.follow(func, args, kwargs, output, None if kind is None else len(self.made))
+        if self.follows:
+            self.reads.follow(func, args, kwargs, output, None if kind is None else len(self.made))
         if kind is not None:
             self.made.append(Result(kind, inner_of(func, args), _nbytes(output)))
             self.note(func, args, kwargs or {}, output)
@@ -137,11 +149,11 @@ class _Run:
     versions: list[Sequence[int]] = field(default_factory=list)
     layouts: list[dict[str, Any]] = field(default_factory=list)
     """What `empty_strided` wants for a product's result."""
-    reads: Reads = field(default_factory=Reads)
+    is_read: list[bool] = field(default_factory=list)
 
 
 class Saving(_Following):
-    """Keeps results while a block runs."""
+    """Keeps results while a block runs. What backward reads is followed in the first run, and after one that differed."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -151,12 +163,17 @@ class Saving(_Following):
         run = self.run
         run.results, run.versions, run.layouts = [], [], []
         self.chosen = chosen(run.saves, run.known, run.input_bytes)
+        self.follows = not run.known.results
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.run.reads = self.reads
-        self.run.known.results, self.run.known.native_bytes = self.made, sum(self.reads.saved.values())
+        known, reads = self.run.known, self.reads
+        if self.follows:
+            known.results, known.native_bytes, known.saved_tensors = self.made, sum(reads.saved.values()), reads.count
+        elif not known.is_as(self.made, reads.count):
+            known.results = ()
+        self.run.is_read = [result.is_read for result in known.results or self.made]  # unless known, each may be read
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         kept = _detached(output) if len(self.made) - 1 in self.chosen else None
@@ -187,7 +204,7 @@ class Reading(TorchDispatchMode):
         # A result that was changed in place since cannot be given back.
         if kept is not None and [tensor._version for tensor in tensors_in(kept)] == list(versions):
             return _detached(kept)
-        if kind == "product" and not self.run.reads.is_read(position):
+        if kind == "product" and not self.run.is_read[position]:
             return torch.empty_strided(**self.run.layouts[position])
         return func(*args, **(kwargs or {}))
 
