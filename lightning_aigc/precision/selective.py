@@ -153,7 +153,7 @@ class _Run:
 
 
 class Saving(_Following):
-    """Keeps results while a block runs. What backward reads is followed in the first run, and after one that differed."""
+    """Keeps results while a block runs. Follows what backward reads in the first run, and after one that differed."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
