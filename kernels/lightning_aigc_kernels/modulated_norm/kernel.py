@@ -1,6 +1,6 @@
 """Triton kernels of a norm with a sample's slope and offset, and a residual, for NVIDIA and Ascend.
 
-Forward is one launch. Backward is one for dx; trained small vectors need a second one, see `token_sums.py`.
+Forward is one launch. Backward is one for dx; trained small vectors need two more, see `token_sums.py`.
 
 Dimensions: N samples, T tokens, C channels. A program handles BLOCK_T tokens of one sample at a time, in tiles of
 BLOCK_C channels, and reads a token's channels again for each of its passes: two forward, three backward. They come from
@@ -19,7 +19,6 @@ from lightning_aigc_kernels.dispatch import KERNEL_DTYPES
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 from lightning_aigc_kernels.modulated_norm import token_sums
 from lightning_aigc_kernels.modulated_norm.modulation import Gradients, Modulation, Needs
-from lightning_aigc_kernels.modulated_norm.reference import spread_sums
 from lightning_aigc_kernels.modulated_norm.tile import mean_and_rstd, offset_of, slope_of
 
 FORWARD = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
@@ -223,26 +222,26 @@ def backward(dy: Tensor, x: Tensor | None, modulation: Modulation, dtype: torch.
     _check(dy=dy, x=x, **modulation._asdict())
     dy = _rows(dy)
     x = dy if x is None else _rows(x)
-    need_slope, need_offset = modulation.sums(needs)
-    normed = modulation.norm != "none"
+    scale, _, weight, bias, *_ = modulation
+    modulation = modulation._replace(
+        scale=None if scale is None else _rows(scale),
+        weight=None if weight is None else weight.contiguous(),
+        bias=None if bias is None else bias.contiguous(),
+    )
     dx = torch.empty(dy.shape, dtype=dtype, device=dy.device) if needs.x else None
     statistics = None
-    if normed and need_slope:
+    if modulation.norm != "none" and modulation.sums(needs)[0]:
         mean_NT = torch.empty(dy.shape[:2], dtype=torch.float32, device=dy.device)
         statistics = mean_NT, torch.empty_like(mean_NT)
     if (dx is not None or statistics is not None) and dy.numel():
         _launch_backward(dy, x, modulation, dx, statistics)
-    sums: tuple[Tensor | None, Tensor | None] = (None, None)
-    if need_slope or need_offset:
-        sums = token_sums.sums(dy, x, statistics, need_slope, need_offset)
-    return dx, *spread_sums(*sums, modulation, needs)
+    return dx, *token_sums.gradients(dy, x, statistics, modulation, needs)
 
 
 def _launch_backward(
     dy: Tensor, x: Tensor, modulation: Modulation, dx: Tensor | None, statistics: tuple[Tensor, Tensor] | None
 ) -> None:
     scale, _, weight, _, norm, eps, one_plus = modulation
-    scale = None if scale is None else _rows(scale)
     config = config_for(dy.device.type, BACKWARD)
     grid, block_t, block_c = _grid(dy, config)
     with on_device_of(dy):
@@ -250,7 +249,7 @@ def _launch_backward(
             dy,
             x,
             x if scale is None else scale,  # not read, as the next ones
-            x if weight is None else weight.contiguous(),
+            x if weight is None else weight,
             dy if dx is None else dx,
             *(statistics or (dy, dy)),
             *dy.shape,

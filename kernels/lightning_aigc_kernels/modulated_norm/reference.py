@@ -89,10 +89,10 @@ def backward(
     dx_NTC = _stack(dx, dy_NTC, dtype) if needs.x else None  # type: ignore[arg-type]
     dslope_NC = _stack(dslopes, slopes_NC, slopes_NC.dtype) if mask[1] else None
     doffset_NC = _stack(doffsets, slopes_NC, slopes_NC.dtype) if mask[2] else None
-    return dx_NTC, *spread_sums(dslope_NC, doffset_NC, modulation, needs)
+    return dx_NTC, *_spread_sums(dslope_NC, doffset_NC, modulation, needs)
 
 
-def spread_sums(
+def _spread_sums(
     dslope_NC: Tensor | None, doffset_NC: Tensor | None, modulation: Modulation, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The needed gradients of scale, shift, weight and bias from those of a sample's slope (before weight and scale)

@@ -1,7 +1,8 @@
-"""Triton kernel of the sums over tokens that gradients of scale, shift, weight, bias and gate are made of.
+"""Triton kernels of the gradients of scale, shift, weight, bias and gate, which are sums over tokens.
 
 Dimensions: N samples, T tokens, C channels, S splits. A sample's tokens are divided among S programs, each of which
-writes its own row, so that no atomics are needed and the sums come out the same every time.
+writes its own row; a second launch adds these up in order, so that no atomics are needed and the same sums come out
+every time.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -13,11 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
+from lightning_aigc_kernels.modulated_norm.modulation import Modulation, Needs
 
 SUMS = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
+GRADIENTS = {"cuda": LaunchConfig(128, 65_535, 4), "npu": LaunchConfig(256, 960), "cpu": LaunchConfig(16, 3)}
 MOST_COLUMNS = {"cuda": 128, "npu": 256, "cpu": 16}
 # Programs that fill a chip, fixed so that every card adds up in the same order.
 WANTED_PROGRAMS = {"cuda": 512, "npu": 48, "cpu": 12}
+MOST_SPLITS = 64
 
 
 @triton.jit
@@ -84,44 +88,167 @@ def sums_of_tokens(
             tl.store(row + channel, offset_sum, mask=in_row)
 
 
-def sums(
-    dy: Tensor, x: Tensor, statistics: tuple[Tensor, Tensor] | None, need_slope: bool, need_offset: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The needed sums over tokens of dy * norm(x) and of dy, [N, C] in float32.
+@triton.jit
+def gradients_of_sums(
+    sums_ptr,
+    scale_ptr,
+    weight_ptr,
+    bias_ptr,
+    dscale_ptr,
+    dshift_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    samples,
+    splits,
+    channels,
+    scale_stride,
+    ONE_PLUS: tl.constexpr,
+    SCALED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr,
+    NEED_SLOPE: tl.constexpr,
+    NEED_OFFSET: tl.constexpr,
+    NEED_SCALE: tl.constexpr,
+    NEED_SHIFT: tl.constexpr,
+    NEED_WEIGHT: tl.constexpr,
+    NEED_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The needed gradients from `sums_of_tokens`: of scale and shift [N, C], of weight and bias [C]."""
+    for start in range(tl.program_id(0) * BLOCK, channels, tl.num_programs(0) * BLOCK):
+        channel = start + tl.arange(0, BLOCK)
+        inside = channel < channels
+        dweight = tl.zeros([BLOCK], tl.float32)
+        dbias = tl.zeros([BLOCK], tl.float32)
+        for sample in range(samples):
+            slope_sum = tl.zeros([BLOCK], tl.float32)
+            offset_sum = tl.zeros([BLOCK], tl.float32)
+            for split in range(splits):
+                row = sums_ptr + (tl.cast(sample, tl.int64) * splits + split) * channels
+                if NEED_SLOPE:
+                    slope_sum += tl.load(row + channel, mask=inside, other=0.0)
+                    row += tl.cast(samples, tl.int64) * splits * channels
+                if NEED_OFFSET:
+                    offset_sum += tl.load(row + channel, mask=inside, other=0.0)
+            made = tl.cast(sample, tl.int64) * channels + channel
+            if NEED_SCALE:
+                dscale = slope_sum
+                if WEIGHTED:
+                    dscale = dscale * tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+                if BIASED:
+                    dscale += offset_sum * tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+                tl.store(dscale_ptr + made, dscale.to(dscale_ptr.dtype.element_ty), mask=inside)
+            if NEED_SHIFT:
+                tl.store(dshift_ptr + made, offset_sum.to(dshift_ptr.dtype.element_ty), mask=inside)
+            if SCALED and (NEED_WEIGHT or NEED_BIAS):
+                scale_row = scale_ptr + tl.cast(sample, tl.int64) * scale_stride
+                factor = tl.load(scale_row + channel, mask=inside, other=0.0).to(tl.float32)
+                if ONE_PLUS:
+                    factor = 1.0 + factor
+                slope_sum = slope_sum * factor
+                offset_sum = offset_sum * factor
+            dweight += slope_sum
+            dbias += offset_sum
+        if NEED_WEIGHT:
+            tl.store(dweight_ptr + channel, dweight.to(dweight_ptr.dtype.element_ty), mask=inside)
+        if NEED_BIAS:
+            tl.store(dbias_ptr + channel, dbias.to(dbias_ptr.dtype.element_ty), mask=inside)
 
-    Args: dy and x [N, T, C] with contiguous channels; statistics are mean and reciprocal deviation [N, T], None without
-        a norm.
+
+def gradients(
+    dy: Tensor, x: Tensor, statistics: tuple[Tensor, Tensor] | None, modulation: Modulation, needs: Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The needed gradients of scale, shift, weight and bias, each in its tensor's dtype, in two launches.
+
+    Args: dy and x [N, T, C] and the modulation's tensors have contiguous channels; statistics are mean and reciprocal
+        deviation [N, T], None without a norm.
     """
-    samples, tokens, channels = dy.shape
+    made = [
+        torch.empty(of.shape, dtype=of.dtype, device=of.device) if need and of is not None else None
+        for of, need in zip(modulation.tensors, needs[1:], strict=True)
+    ]
+    if not any(needs[1:]):
+        return None, None, None, None
+    need_slope, need_offset = modulation.sums(needs)
     if dy.numel() == 0:
-        nothing = torch.zeros(samples, channels, dtype=torch.float32, device=dy.device)
-        return (nothing if need_slope else None), (nothing.clone() if need_offset else None)
+        dscale, dshift, dweight, dbias = (None if gradient is None else gradient.zero_() for gradient in made)
+        return dscale, dshift, dweight, dbias
+    of_splits = _sums_of_splits(dy, x, statistics, need_slope, need_offset)
+    scale, _, weight, bias, *_ = modulation
+    samples, splits, channels = of_splits.shape[1:]
+    config = config_for(dy.device.type, GRADIENTS)
+    with on_device_of(dy):
+        gradients_of_sums[(min(triton.cdiv(channels, config.tile), config.programs),)](
+            of_splits,
+            *(of_splits if tensor is None else tensor for tensor in (scale, weight, bias)),  # not read where None
+            *(of_splits if gradient is None else gradient for gradient in made),  # not written where None
+            samples,
+            splits,
+            channels,
+            0 if scale is None else scale.stride(0),
+            ONE_PLUS=modulation.one_plus,
+            SCALED=scale is not None,
+            WEIGHTED=weight is not None,
+            BIASED=bias is not None,
+            NEED_SLOPE=need_slope,
+            NEED_OFFSET=need_offset,
+            NEED_SCALE=needs.scale,
+            NEED_SHIFT=needs.shift,
+            NEED_WEIGHT=needs.weight,
+            NEED_BIAS=needs.bias,
+            BLOCK=config.tile,
+            **config.options,
+        )
+    dscale, dshift, dweight, dbias = made
+    return dscale, dshift, dweight, dbias
+
+
+def _sums_of_splits(
+    dy: Tensor, x: Tensor, statistics: tuple[Tensor, Tensor] | None, need_slope: bool, need_offset: bool
+) -> Tensor:
+    """What `sums_of_tokens` writes, in float32."""
+    samples, tokens, channels = dy.shape
     config = config_for(dy.device.type, SUMS)
     block_t, block_c = tile_shape(min(channels, MOST_COLUMNS[dy.device.type]), config.tile)
-    across = triton.cdiv(channels, block_c)
-    splits = min(triton.cdiv(WANTED_PROGRAMS[dy.device.type], samples * across), triton.cdiv(tokens, block_t))
-    tokens_a_split = triton.cdiv(triton.cdiv(tokens, block_t), splits) * block_t
-    splits = triton.cdiv(tokens, tokens_a_split)
+    across, steps = triton.cdiv(channels, block_c), triton.cdiv(tokens, block_t)
+    splits = min(triton.cdiv(WANTED_PROGRAMS[dy.device.type], samples * across), steps, MOST_SPLITS)
+    steps_a_split = triton.cdiv(steps, splits)
+    splits = triton.cdiv(steps, steps_a_split)
     of_splits = torch.empty(need_slope + need_offset, samples, splits, channels, dtype=torch.float32, device=dy.device)
     mean, rstd = statistics or (of_splits, of_splits)  # not read without a norm
     with on_device_of(dy):
         sums_of_tokens[(min(samples * splits * across, config.programs),)](
-            dy, x, mean, rstd, of_splits, samples, splits, tokens_a_split, tokens, channels, dy.stride(0), dy.stride(1),
-            x.stride(0), x.stride(1), NORMED=statistics is not None, NEED_SLOPE=need_slope, NEED_OFFSET=need_offset,
-            BLOCK_T=block_t, BLOCK_C=block_c, **config.options,
+            dy, x, mean, rstd, of_splits, samples, splits, steps_a_split * block_t, tokens, channels,
+            dy.stride(0), dy.stride(1), x.stride(0), x.stride(1), NORMED=statistics is not None, NEED_SLOPE=need_slope,
+            NEED_OFFSET=need_offset, BLOCK_T=block_t, BLOCK_C=block_c, **config.options,
         )  # fmt: skip
-    totals = iter(of_splits[:, :, 0] if splits == 1 else of_splits.sum(2))
-    return (next(totals) if need_slope else None), (next(totals) if need_offset else None)
+    return of_splits
 
 
 def cases(chip: str) -> list[KernelCase]:
-    """The compiled variants of the kernel for a chip, with a wide and the narrowest tile."""
+    """The compiled variants of the kernels for a chip, with a wide and the narrowest tile."""
     found = []
     switches = ((True, True, True), (True, True, False), (False, True, False), (False, False, True))
     for dtype in ("fp16", "bf16", "fp32"):
-        for channels, (normed, slope, offset) in ((3072, switch) for switch in switches):
-            found.append(_case(chip, dtype, channels, NORMED=normed, NEED_SLOPE=slope, NEED_OFFSET=offset))
+        for normed, slope, offset in switches:
+            found.append(_case(chip, dtype, 3072, NORMED=normed, NEED_SLOPE=slope, NEED_OFFSET=offset))
+        for trained in ("scale shift", "weight bias", "scale shift weight bias"):
+            found.append(_gradients_case(chip, dtype, trained, gate=False))
+        found.append(_gradients_case(chip, dtype, "scale weight", gate=True))
     return [*found, _case(chip, "bf16", 16, NORMED=True, NEED_SLOPE=True, NEED_OFFSET=True)]
+
+
+def _gradients_case(chip: str, dtype: str, trained: str, gate: bool) -> KernelCase:
+    """A scale or gate stands beside a trained weight, and all tensors are of one dtype."""
+    names = ("scale", "shift", "weight", "bias")
+    needs = {f"NEED_{name.upper()}": name in trained.split() for name in names}
+    constants = {"ONE_PLUS": not gate, "SCALED": True, "WEIGHTED": needs["NEED_WEIGHT"], "BIASED": needs["NEED_BIAS"]}
+    constants |= {"NEED_SLOPE": True, "NEED_OFFSET": needs["NEED_SHIFT"] or needs["NEED_BIAS"], **needs}
+    arguments: list[str] = gradients_of_sums.arg_names
+    kinds = {name: f"*{dtype}" for name in arguments if name.endswith("_ptr")} | {"sums_ptr": "*fp32"}
+    signature = {name: kinds.get(name, "i32") for name in arguments if name not in constants and name != "BLOCK"}
+    name = f"gradients {dtype} {'gate' if gate else 'scale'}: {trained}"
+    return KernelCase(name, gradients_of_sums, signature, {**constants, "BLOCK": GRADIENTS[chip].tile})
 
 
 def _case(chip: str, dtype: str, channels: int, **switches: bool) -> KernelCase:

@@ -167,7 +167,7 @@ def test_geglu(case: KernelCase, target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "case", [c for c in CASES["modulated_norm"] if not c.name.startswith("sums")], ids=lambda case: case.name
+    "case", [c for c in CASES["modulated_norm"] if "LAYER" in c.constants], ids=lambda case: case.name
 )
 def test_modulated_norm(case: KernelCase, target: str) -> None:
     dtype, constants = DTYPES[case.signature["x_ptr"]], case.constants
@@ -234,6 +234,37 @@ def test_sums_of_tokens(case: KernelCase, target: str) -> None:
     run(case, target, dy_ptr=dy, x_ptr=x, mean_ptr=mean, rstd_ptr=rstd, sums_ptr=ours, **numbers)
     for got, eager, truth in zip(ours.sum(2), sums(torch.float32), sums(torch.float64), strict=True):
         assert_exact(got, eager, truth)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["modulated_norm"] if c.name.startswith("gradients")], ids=lambda case: case.name
+)
+def test_gradients_of_sums(case: KernelCase, target: str) -> None:
+    dtype, constants = DTYPES[case.signature["scale_ptr"]], case.constants
+    samples, splits, channels = 3, 4, 2 * int(constants["BLOCK"]) + 9
+    rows = int(constants["NEED_SLOPE"]) + int(constants["NEED_OFFSET"])
+    sums, scale = torch.randn(rows, samples, splits, channels), torch.randn(samples, channels).to(dtype)
+    weight, bias = torch.randn(channels).to(dtype), torch.randn(channels).to(dtype)
+
+    def gradients(of: torch.dtype) -> dict[str, Tensor]:
+        slope, offset = sums[0].to(of).sum(1), sums[-1].to(of).sum(1)
+        factor = scale.to(of) + float(constants["ONE_PLUS"])
+        dscale = slope * weight.to(of) if constants["WEIGHTED"] else slope
+        dscale = dscale + offset * bias.to(of) if constants["BIASED"] else dscale
+        sums_of_samples = (slope * factor).sum(0), (offset * factor).sum(0)
+        return dict(zip(("scale", "shift", "weight", "bias"), (dscale, offset, *sums_of_samples), strict=True))
+
+    eager, truth = gradients(torch.float32), gradients(torch.float64)
+    ours = {name: unwritten(*exact.shape, dtype=dtype) for name, exact in truth.items()}
+    pointers = {"sums_ptr": sums, "scale_ptr": scale, "weight_ptr": weight, "bias_ptr": bias}
+    pointers |= {f"d{name}_ptr": tensor for name, tensor in ours.items()}
+    run(case, target, **pointers, samples=samples, splits=splits, channels=channels, scale_stride=channels)
+    for name, tensor in ours.items():
+        if constants[f"NEED_{name.upper()}"]:
+            assert_exact(tensor, eager[name], truth[name])
+        else:
+            assert tensor.isnan().all()
 
 
 @pytest.mark.parametrize("target", TARGETS)
