@@ -35,11 +35,11 @@ NAMES = {
     "lightning_aigc.schedulers": ["AIGCLRScheduler"],
     "lightning_aigc.strategies": ["NPUSparseStrategy", "ZeROStrategy"],
     "lightning_aigc_kernels": [
-        "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "PackedWeight", "Projection",
+        "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "PackedWeight", "Projection", "Stream",
         "add_quantized_rows", "dequantize_blocks", "feed_forward", "frozen_conv2d", "frozen_linear",
-        "gated_residual", "geglu", "group_norm_silu", "group_norm_silu_conv2d", "keep_largest",
-        "keep_largest_per_head", "lora_attention", "modulated_norm", "quantize_blocks", "silu_mul",
-        "sparse_attention_backward", "swiglu",
+        "gated_residual", "geglu", "group_norm_silu", "group_norm_silu_conv2d", "joint_attention", "keep_largest",
+        "keep_largest_per_head", "lora_attention", "modulated_norm", "qk_norm_rope", "quantize_blocks",
+        "rotary_from_complex", "rotary_from_repeated", "silu_mul", "sparse_attention_backward", "swiglu",
     ],
 }  # fmt: skip
 DEFINED = {

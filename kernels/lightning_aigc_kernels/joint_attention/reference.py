@@ -1,0 +1,28 @@
+"""Attention over the tokens of several streams in plain torch, with torch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_aigc_kernels.joint_attention.stream import Stream
+from lightning_aigc_kernels.qk_norm_rope.reference import qk_norm_rope
+
+
+def joint_attention(
+    streams: Sequence[Stream], heads: int, *, eps: float = 1e-6, norm: bool = True
+) -> tuple[Tensor, ...]:
+    """The attention's output [N, T, H * D] of each stream."""
+    q = [_prepared(s.query, s.query_weight, s, heads, eps, norm) for s in streams]
+    k = [_prepared(s.key, s.key_weight, s, heads, eps, norm) for s in streams]
+    v = [s.value.unflatten(-1, (heads, -1)) for s in streams]
+    joined = (torch.cat(tokens, 1).transpose(1, 2) for tokens in (q, k, v))
+    o_NSC = F.scaled_dot_product_attention(*joined).transpose(1, 2).flatten(2)
+    return o_NSC.split([s.query.shape[1] for s in streams], 1)
+
+
+def _prepared(x: Tensor, weight: Tensor | None, stream: Stream, heads: int, eps: float, norm: bool) -> Tensor:
+    return qk_norm_rope(x.unflatten(-1, (heads, -1)), weight, stream.cos, stream.sin, eps=eps, norm=norm)
