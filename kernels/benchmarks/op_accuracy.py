@@ -1,0 +1,124 @@
+"""Error of the transformer ops' outputs and gradients against float64, compared with plain torch in the same dtype.
+
+    python kernels/benchmarks/op_accuracy.py [--channels 1536] [--tokens 1024] [--seeds 5] [--output op_accuracy.jsonl]
+
+Each op as the blocks call it, with every tensor trained; plain torch is the order of diffusers' blocks. `error` is the
+relative L2 error, `ratio` that over plain torch's: the median over seeds and the largest. A ratio below 1 is a gain, as
+where plain torch rounds between its operators. Computed by the reference on a CPU. Of the whole U-Net's gradients see
+benchmarks/accuracy.py.
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc_kernels import gated_residual, modulated_norm, silu_mul
+from lightning_aigc_kernels.modulated_norm import reference as norm_reference
+from lightning_aigc_kernels.silu_mul import reference as silu_reference
+
+Outcome = dict[str, Tensor]
+# The op, plain torch, the options, and which tensors have a row of tokens (x, y, gate, up), a sample's or a channel's.
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Any], dict[str, str]]] = {
+    "modulated_norm, layer norm": (
+        modulated_norm,
+        norm_reference.modulated_norm,
+        {"norm": "layer"},
+        {"x": "tokens", "scale": "sample", "shift": "sample"},
+    ),
+    "modulated_norm, RMS norm": (
+        modulated_norm,
+        norm_reference.modulated_norm,
+        {"norm": "rms"},
+        {"x": "tokens", "scale": "sample", "weight": "channels"},
+    ),
+    "gated_residual": (
+        gated_residual,
+        norm_reference.gated_residual,
+        {},
+        {"x": "tokens", "gate": "sample", "y": "tokens"},
+    ),
+    "gated_residual, RMS norm": (
+        gated_residual,
+        norm_reference.gated_residual,
+        {},
+        {"x": "tokens", "gate": "sample", "y": "tokens", "norm_weight": "channels"},
+    ),
+    "silu_mul": (silu_mul, silu_reference.silu_mul, {}, {"gate": "tokens", "up": "tokens"}),
+}
+
+
+def outcome(op: Callable[..., Tensor], given: dict[str, Tensor], options: dict[str, Any], dy: Tensor) -> Outcome:
+    """The output, and each tensor's gradient under "d" and its name."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.items()}
+    y = op(**leaves, **options)
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+    return {"output": y.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+
+
+def errors(ours: Outcome, truth: Outcome) -> dict[str, float]:
+    """Relative L2 errors."""
+    return {name: ((ours[name].double() - exact).norm() / exact.norm()).item() for name, exact in truth.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--channels", type=int, default=1536)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
+    options = parser.parse_args()
+    sizes = {
+        "tokens": (options.batch, options.tokens, options.channels),
+        "sample": (options.batch, options.channels),
+        "channels": (options.channels,),
+    }
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for case, (op, plain, switches, kinds) in CASES.items():
+            found: dict[str, list[tuple[float, float]]] = {}
+            for seed in range(options.seeds):
+                torch.manual_seed(seed)
+                given = {name: torch.randn(sizes[kind]).to(dtype) for name, kind in kinds.items()}
+                dy = torch.randn(sizes["tokens"]).to(dtype)
+                exact = {name: tensor.double() for name, tensor in given.items()}
+                truth = outcome(plain, exact, switches, dy.double())
+                ours, theirs = (errors(outcome(each, given, switches, dy), truth) for each in (op, plain))
+                for name in truth:
+                    found.setdefault(name, []).append((ours[name], theirs[name]))
+            for name, pairs in found.items():
+                # Where both are exact, as the gradient that passes a residual, the ratio is 1.
+                ratios = [1.0 if our == their else our / max(their, 1e-30) for our, their in pairs]
+                row = {
+                    "benchmark": "op_accuracy",
+                    "date": datetime.date.today().isoformat(),
+                    "torch": torch.__version__,
+                    "device": f"cpu ({platform.machine()})",
+                    "op": case,
+                    "shape": list(sizes["tokens"]),
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "seeds": options.seeds,
+                    "of": name,
+                    "error": float(f"{statistics.median(our for our, _ in pairs):.3g}"),
+                    "plain_error": float(f"{statistics.median(their for _, their in pairs):.3g}"),
+                    "ratio": round(statistics.median(ratios), 3),
+                    "largest_ratio": round(max(ratios), 3),
+                }
+                print(json.dumps(row))
+                if options.output:
+                    with options.output.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
