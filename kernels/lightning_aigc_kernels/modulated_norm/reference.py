@@ -80,15 +80,19 @@ def backward(
     mask = needs.x, *modulation.sums(needs)
     dx, dslopes, doffsets = [], [], []
     for n, dy_TC in enumerate(dy_NTC):
-        dx_TC, dslope_C, doffset_C = _normalize_backward(
-            dy_TC, None if x_NTC is None else x_NTC[n], modulation, slopes_NC[n], mask
-        )
-        dx.append(None if dx_TC is None else dx_TC.to(dtype))
-        dslopes.append(dslope_C)
-        doffsets.append(doffset_C)
-    dx_NTC = _stack(dx, dy_NTC, dtype) if needs.x else None  # type: ignore[arg-type]
-    dslope_NC = _stack(dslopes, slopes_NC, slopes_NC.dtype) if mask[1] else None
-    doffset_NC = _stack(doffsets, slopes_NC, slopes_NC.dtype) if mask[2] else None
+        x_TC = None if x_NTC is None else x_NTC[n]
+        dx_TC, dslope_C, doffset_C = _normalize_backward(dy_TC, x_TC, modulation, slopes_NC[n], mask)
+        if dx_TC is not None:
+            dx.append(dx_TC.to(dtype))
+        if dslope_C is not None:
+            dslopes.append(dslope_C)
+        if doffset_C is not None:
+            doffsets.append(doffset_C)
+    dx_NTC = _stack(dx, dy_NTC, dtype) if mask[0] else None
+    dslope_NC, doffset_NC = (
+        _stack(sums, slopes_NC, slopes_NC.dtype) if need else None
+        for sums, need in zip((dslopes, doffsets), mask[1:], strict=True)
+    )
     return dx_NTC, *_spread_sums(dslope_NC, doffset_NC, modulation, needs)
 
 
@@ -162,7 +166,8 @@ def _normalize_backward(
     dy_TC = dy_TC.to(slope_C.dtype)
     dx_TC, dslope_C, doffset_C = None, None, dy_TC.sum(0) if mask[2] else None
     if x_TC is None or modulation.norm == "none":
-        dslope_C = (dy_TC * x_TC).sum(0) if mask[1] else None
+        if mask[1] and x_TC is not None:
+            dslope_C = (dy_TC * x_TC).sum(0)
         return dy_TC * slope_C if mask[0] else None, dslope_C, doffset_C
     x_TC = x_TC.to(slope_C.dtype)
     if modulation.norm == "layer":
@@ -177,8 +182,8 @@ def _normalize_backward(
         dx_TC = _layer_norm_backward(dy_TC, x_TC, slope_C, mean_T1, rstd_T1)
     elif mask[0]:
         dxhat_TC = dy_TC * slope_C
-        mean_T1 = (dxhat_TC * xhat_TC).mean(-1, keepdim=True)
-        dx_TC = dxhat_TC.addcmul_(xhat_TC, mean_T1, value=-1).mul_(rstd_T1)
+        projection_T1 = (dxhat_TC * xhat_TC).mean(-1, keepdim=True)
+        dx_TC = dxhat_TC.addcmul_(xhat_TC, projection_T1, value=-1).mul_(rstd_T1)
     return dx_TC, dslope_C, doffset_C
 
 
