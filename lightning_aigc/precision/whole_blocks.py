@@ -7,6 +7,7 @@ attentions and matrix products are saved, up to a share or all. A diffusers mode
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_aigc.precision import recompute
 from lightning_aigc.precision.fused_forward import Choices, choices_of
-from lightning_aigc.precision.layers import class_path
+from lightning_aigc.precision.fused_transformer_blocks import forward_for
+from lightning_aigc.precision.layers import CannotSwapError, class_path
 from lightning_aigc.precision.selective import ALL, Known, Saves, saving_and_reading
 from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc_kernels.protection import named_modules
@@ -43,17 +45,22 @@ def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[st
 
 
 def whole_block(self: Any, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """The class's forward, run again in backward but for what the level or the plan saves."""
+    """The class's forward, on fused ops where the device has kernels, run again in backward but for what the level or
+    the plan saves."""
     choices = choices_of(self)
-    forward = type(self).forward
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
     rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # the block itself holds no tensor
+    device = next((tensor.device for tensor in tensors if tensor is not None), torch.device("cpu"))
+    fused = forward_for(self, device)
 
     def block(*given: Tensor | None) -> Any:
         together = [other if tensor is None else tensor for tensor, other in zip(given, rest, strict=True)]
         again_args, again_kwargs = tree_unflatten(together, structure)
-        return forward(self, *again_args, **again_kwargs)
+        if fused is not None:
+            with contextlib.suppress(CannotSwapError):
+                return fused(self, *again_args, **again_kwargs)
+        return type(self).forward(self, *again_args, **again_kwargs)
 
     def run() -> Any:
         inputs = [tensor for tensor in tensors if tensor is not None]

@@ -1,0 +1,222 @@
+"""Blocks of diffusion transformers on fused ops: what the class's own forward gives, and calls that are left to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from lightning_aigc.precision import fused_transformer_blocks, stream_attention
+from lightning_aigc.precision.fused_transformer_blocks import FORWARDS, forward_for
+from lightning_aigc.precision.layers import class_path
+from lightning_aigc.precision.swaps import swap_forwards
+
+WIDTH, TEXT, SIDE = 64, 24, 8
+Given = dict[str, Any]
+LORA = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "to_qkv_mlp_proj"]
+
+
+def sd3() -> tuple[nn.Module, Given]:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=2 * SIDE, patch_size=2, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=32,
+        num_attention_heads=2, joint_attention_dim=WIDTH, caption_projection_dim=WIDTH, pooled_projection_dim=16,
+        pos_embed_max_size=16, qk_norm="rms_norm", dual_attention_layers=(0,),
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(2, 4, 2 * SIDE, 2 * SIDE), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
+        "pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([300.0, 700.0]),
+    }  # fmt: skip
+
+
+def sd3_without_norms() -> tuple[nn.Module, Given]:
+    _, given = sd3()
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=2 * SIDE, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=32,
+        num_attention_heads=2, joint_attention_dim=WIDTH, caption_projection_dim=WIDTH, pooled_projection_dim=16,
+        pos_embed_max_size=16,
+    )  # fmt: skip
+    return model, given
+
+
+def ids(rows: int, axes: int) -> Tensor:
+    found = torch.zeros(rows, axes)
+    found[:, 1] = torch.arange(rows) // SIDE
+    found[:, 2] = torch.arange(rows) % SIDE
+    return found
+
+
+def flux() -> tuple[nn.Module, Given]:
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=WIDTH, pooled_projection_dim=16, axes_dims_rope=(8, 12, 12), guidance_embeds=False,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(2, SIDE**2, 16), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
+        "pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([0.3, 0.8]), "img_ids": ids(SIDE**2, 3),
+        "txt_ids": torch.zeros(TEXT, 3),
+    }  # fmt: skip
+
+
+def flux2() -> tuple[nn.Module, Given]:
+    model = diffusers.Flux2Transformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(8, 8, 8, 8), guidance_embeds=False,
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(2, SIDE**2, 16), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
+        "timestep": torch.tensor([0.3, 0.8]), "img_ids": ids(SIDE**2, 4).expand(2, -1, -1),
+        "txt_ids": torch.zeros(2, TEXT, 4), "guidance": None,
+    }  # fmt: skip
+
+
+def qwen() -> tuple[nn.Module, Given]:
+    model = diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    return model, {
+        "hidden_states": torch.randn(2, SIDE**2, 16), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
+        "encoder_hidden_states_mask": None, "timestep": torch.tensor([0.3, 0.8]),
+        "img_shapes": [[(1, SIDE, SIDE)]] * 2,
+    }  # fmt: skip
+
+
+def z_image() -> tuple[nn.Module, Given]:
+    model = diffusers.ZImageTransformer2DModel(
+        all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=WIDTH, n_layers=2, n_refiner_layers=1,
+        n_heads=2, n_kv_heads=2, cap_feat_dim=32, axes_dims=[8, 12, 12], axes_lens=[256, 64, 64],
+    )  # fmt: skip
+    pictures = [torch.randn(4, 1, 2 * SIDE, 2 * SIDE) for _ in range(2)]
+    return model, {"x": pictures, "t": torch.tensor([0.3, 0.8]), "cap_feats": [torch.randn(9, 32) for _ in range(2)]}
+
+
+FAMILIES = [sd3, sd3_without_norms, flux, flux2, qwen, z_image]
+Run = Callable[[], dict[str, Tensor]]
+
+
+def double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, list) and value and isinstance(value[0], Tensor):
+        return [double(part) for part in value]
+    return value
+
+
+def prepared(make: Callable[[], tuple[nn.Module, Given]]) -> tuple[nn.Module, Run]:
+    """The model in float64 with a LoRA, all modulation and norms at work, and a step: its output and gradients."""
+    torch.manual_seed(0)
+    model, given = make()
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=4, target_modules=LORA))  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, std=0.1)
+    model.double()
+    given = {name: double(value) for name, value in given.items()}
+
+    def step() -> dict[str, Tensor]:
+        model.zero_grad()
+        output = model(**given, return_dict=False)[0]
+        output = torch.stack(output) if isinstance(output, list) else output
+        output.square().mean().backward()
+        return {"output": output.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    return model.train(), step
+
+
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As on a device with kernels: the fused forwards are used; the classes of the blocks that one of them served."""
+    served: list[str] = []
+
+    def recording(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = forward(self, *args, **kwargs)
+            served.append(path)
+            return result
+
+        return call
+
+    monkeypatch.setattr(fused_transformer_blocks, "KERNEL_DEVICES", ("cpu",))
+    for path, forward in FORWARDS.items():
+        monkeypatch.setitem(FORWARDS, path, recording(path, forward))
+    return served
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.2's own, of torch's RMSNorm
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("level", ["balanced", "lean", "max"])
+def test_a_fused_block_gives_what_its_class_gives(
+    make: Callable[[], tuple[nn.Module, Given]], level: Any, on_kernels: list[str]
+) -> None:
+    model, step = prepared(make)
+    native = step()
+    assert not on_kernels
+    swapped = swap_forwards(model, memory=level)
+    blocks = {class_path(module) for module in model.modules()} & FORWARDS.keys()
+    for _ in range(2):  # the second knows what backward reads
+        on_kernels.clear()
+        fused = step()
+        assert set(on_kernels) == blocks
+    swapped.restore()
+    assert fused.keys() == native.keys()
+    for name, expected in native.items():
+        # Rotations and softmax statistics in float32 on either side.
+        torch.testing.assert_close(fused[name], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()), msg=name)
+
+
+def test_without_kernels_a_block_keeps_its_own_forward() -> None:
+    model, _ = sd3()
+    assert forward_for(model.transformer_blocks[0], torch.device("cpu")) is None  # type: ignore[index,union-attr]
+
+
+@pytest.mark.parametrize("kind", ["padded text", "hook", "processor", "mask"])
+def test_a_call_that_no_fused_forward_serves_runs_its_class(kind: str, on_kernels: list[str]) -> None:
+    make = {"padded text": z_image, "hook": flux2, "processor": sd3, "mask": qwen}[kind]
+    model, given = make()
+    seen: list[nn.Module] = []
+    if kind == "padded text":
+        given["cap_feats"][1] = given["cap_feats"][1][:3]
+    elif kind == "hook":
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):  # type: ignore[misc]
+            block.attn.register_forward_hook(lambda module, *_: seen.append(module))
+    elif kind == "processor":
+
+        class Other(diffusers.models.attention_processor.JointAttnProcessor2_0):
+            pass
+
+        model.set_attn_processor(Other())  # type: ignore[operator]
+    else:
+        mask = torch.ones(2, TEXT, dtype=torch.bool)
+        mask[1, 5:] = False
+        given["encoder_hidden_states_mask"] = mask
+
+    def step() -> Tensor:
+        output = model(**given, return_dict=False)[0]
+        output = torch.stack(output) if isinstance(output, list) else output
+        output.square().mean().backward()
+        result: Tensor = output.detach()
+        return result
+
+    native = step()
+    seen.clear()
+    swapped = swap_forwards(model, memory="lean")
+    assert torch.equal(step(), native)
+    assert kind != "hook" or seen
+    refiner_alone = {"padded text"}  # Z-Image's refiner of noise gets no mask
+    assert not on_kernels or kind in refiner_alone
+    swapped.restore()
+
+
+def test_the_attention_says_what_it_does_not_serve() -> None:
+    model, _ = sd3()
+    attention: Any = model.transformer_blocks[1].attn  # type: ignore[index,union-attr]
+    stream_attention.check_attention(attention)
+    attention.norm_k = nn.LayerNorm(32)
+    with pytest.raises(stream_attention.CannotSwapError, match="not of one kind"):
+        stream_attention.check_attention(attention)
