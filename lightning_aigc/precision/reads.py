@@ -29,8 +29,10 @@ class Reads:
         self.follows, self.count = follows, 0
         self.read = 0
         """Results that backward reads, one bit for each."""
-        self.saved: dict[int, int] = {}
-        """Bytes of the storages that autograd saves, by address, without parameters'."""
+        self.saved_bytes = 0
+        """Of the storages that autograd saves, without parameters'."""
+        self._saved: set[int] = set()
+        """Addresses of the storages that were counted; a storage that nothing holds leaves its address to another."""
         self._made_of: dict[int, int] = {}
         """Storages of the run, by address, with the results that went into each."""
 
@@ -50,6 +52,7 @@ class Reads:
                 self._made_of[address] = self._made_of.get(address, 0) | sources
             elif address not in inputs:
                 self._made_of[address] = sources
+                self._saved.discard(address)
             else:  # in a storage from outside, where anything may read it
                 self.read |= sources
         if not outputs or _shows_values(func):
@@ -59,8 +62,10 @@ class Reads:
         """Note that autograd saves a tensor."""
         address = _address(tensor)
         self.read |= self._made_of.get(address, 0)
-        if address != OPAQUE and not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
-            self.saved[address] = tensor.untyped_storage().nbytes()
+        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if address != OPAQUE and address not in self._saved and not is_parameter:
+            self._saved.add(address)
+            self.saved_bytes += tensor.untyped_storage().nbytes()
 
     def hooks(self) -> saved_tensors_hooks:
         """Hooks that note what autograd saves, and leave the rest to the hooks that are in force."""

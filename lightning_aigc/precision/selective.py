@@ -170,7 +170,7 @@ class Saving(_Following):
         super().__exit__(*error)
         known, reads = self.run.known, self.reads
         if self.follows:
-            known.results, known.native_bytes, known.saved_tensors = self.made, sum(reads.saved.values()), reads.count
+            known.results, known.native_bytes, known.saved_tensors = self.made, reads.saved_bytes, reads.count
         elif not known.is_as(self.made, reads.count):
             known.results = ()
         self.run.is_read = [result.is_read for result in known.results or self.made]  # unless known, each may be read

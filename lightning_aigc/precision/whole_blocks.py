@@ -26,7 +26,7 @@ from lightning_aigc_kernels.protection import named_modules
 MODELS = "diffusers.models.transformers."
 NATIVE_UNITS = 18.0
 """Activations of the size of a block's input that native autograd saves: SD 3 18, FLUX.1 15, FLUX.2 20."""
-LEAN_SHARE = 0.24
+LEAN_SHARE = 0.245
 """Of native's bytes, what a block keeps at level lean."""
 KNOWN = "_known_of_its_runs"
 """Attribute of a block with what its last run made, by the shapes of its arguments."""
