@@ -75,6 +75,23 @@ def silu_mul_and_gradients(dtype: torch.dtype, gate: Tensor, up: Tensor, dproduc
     return product.detach(), *torch.autograd.grad(product, leaves, dproduct.to(dtype))
 
 
+def qk_norm_rope_and_gradients(
+    dtype: torch.dtype, x: Tensor, weight: Tensor | None, angles: Tensor | None, dy: Tensor, eps: float, norm: bool
+) -> tuple[Tensor, ...]:
+    """RMSNorm and rotation of [N, T, H, D] by angles [T, D/2] or [N, T, D/2] computed in `dtype`, and autograd's
+    gradients of x and the weight, if there is one. The rotation multiplies complex numbers."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight) if tensor is not None]
+    z = leaves[0]
+    if norm:
+        z = z / (z.square().mean(-1, keepdim=True) + eps).sqrt()
+    z = z * leaves[1] if weight is not None else z
+    if angles is not None:
+        # cos and sin reach the kernels in float32.
+        turn = torch.complex(angles.cos().float().to(dtype), angles.sin().float().to(dtype)).unsqueeze(-2)
+        z = torch.view_as_real(torch.view_as_complex(z.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+    return z.detach(), *torch.autograd.grad(z, leaves, dy.to(dtype))
+
+
 def largest_by_sorting(rows_RL: Tensor, density: float) -> Tensor:
     """Each row's ceil(density * L) largest magnitudes, ties included, and zeros; NaN counts as infinite."""
     magnitude = rows_RL.abs().nan_to_num(nan=math.inf, posinf=math.inf)

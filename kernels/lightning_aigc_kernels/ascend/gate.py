@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from lightning_aigc_kernels.ascend.lower import Lowered
 from lightning_aigc_kernels.launch import KernelCase
 
-OPS = ("group_norm_silu", "geglu", "keep_largest", "modulated_norm", "packed_weight", "quantize_blocks", "silu_mul")
+OPS = (
+    "group_norm_silu",
+    "geglu",
+    "keep_largest",
+    "modulated_norm",
+    "packed_weight",
+    "qk_norm_rope",
+    "quantize_blocks",
+    "silu_mul",
+)
 UB_SHARE_LIMIT = 0.85
 """Largest share of the unified buffer in use; the rest is a margin for later compiler versions."""
 

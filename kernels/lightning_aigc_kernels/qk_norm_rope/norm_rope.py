@@ -39,7 +39,7 @@ def check(op: str, sizes: tuple[int, ...], how: NormRope) -> None:
     if features % 2 or cos.shape != sin.shape or cos.shape not in fitting:
         got = f"{tuple(cos.shape)} and {tuple(sin.shape)} for {features} features a head"
         raise ValueError(f"{op} wants cos and sin {fitting[0]} or {fitting[1]}, got {got}")
-    if cos.is_complex() or cos.requires_grad or sin.requires_grad:
-        raise ValueError(
-            f"{op} gives cos and sin no gradient and takes real ones; detach() them, rotary_from_complex()"
-        )
+    if cos.is_complex():
+        raise ValueError(f"{op} wants real cos and sin, got {cos.dtype}; use rotary_from_complex")
+    if cos.requires_grad or sin.requires_grad:
+        raise ValueError(f"{op} gives cos and sin no gradient, got ones that want it; use cos.detach()")

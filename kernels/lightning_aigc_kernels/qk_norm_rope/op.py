@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import register_autograd
-from lightning_aigc_kernels.dispatch import kernel_for, refuse_functorch, without_autocast
+from lightning_aigc_kernels.dispatch import kernel_for, refuse_functorch, warn_once, without_autocast
 from lightning_aigc_kernels.qk_norm_rope import reference
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope, check
 
@@ -55,9 +55,7 @@ def forward(x_NTHD: Tensor, how: NormRope, out_NTHD: Tensor) -> Tensor:
 
     Args: out may have another dtype than x and any strides.
     """
-    kernel = kernel_for("qk_norm_rope", x_NTHD)
-    implementation = reference if kernel is None else kernel
-    written: Tensor = implementation.forward(x_NTHD, how, out_NTHD)
+    written: Tensor = _implementation(x_NTHD, how).forward(x_NTHD, how, out_NTHD)
     return written
 
 
@@ -66,11 +64,20 @@ def backward(dy_NTHD: Tensor, x_NTHD: Tensor, how: NormRope, need_weight: bool =
 
     Args: of x only the dtype is read without norm.
     """
-    kernel = kernel_for("qk_norm_rope", x_NTHD)
-    implementation = reference if kernel is None else kernel
     dx_NTHD = x_NTHD.new_empty(dy_NTHD.shape)
-    made: tuple[Tensor, Tensor | None] = implementation.backward(dy_NTHD, x_NTHD, how, dx_NTHD, need_weight)
+    made: tuple[Tensor, Tensor | None] = _implementation(x_NTHD, how).backward(
+        dy_NTHD, x_NTHD, how, dx_NTHD, need_weight
+    )
     return made
+
+
+def _implementation(x_NTHD: Tensor, how: NormRope) -> Any:
+    """The Triton kernels where they take x, else the reference, with a warning once on a device."""
+    kernel = kernel_for("qk_norm_rope", x_NTHD)
+    reason = None if kernel is None else kernel.why_not(x_NTHD, how)
+    if reason is not None:
+        warn_once("qk_norm_rope", x_NTHD.device.type, f"its Triton kernel cannot: {reason}")
+    return reference if kernel is None or reason is not None else kernel
 
 
 @torch.library.custom_op("lightning_aigc::qk_norm_rope", mutates_args=())

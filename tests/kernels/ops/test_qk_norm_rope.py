@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_named() -> None:
         qk_norm_rope(x[..., :5], None, cos[:, :2], cos[:, :2])
     with pytest.raises(ValueError, match="gives cos and sin no gradient"):
         qk_norm_rope(x, None, cos.clone().requires_grad_(), cos)
-    with pytest.raises(ValueError, match="takes real ones"):
+    with pytest.raises(ValueError, match=r"wants real cos and sin, got torch.complex64; use rotary_from_complex"):
         qk_norm_rope(x, None, cos + 0j, cos + 0j)
     with pytest.raises(ValueError, match=r"cos and sin must be \[..., D\] with an even D, got \(5, 3\)"):
         rotary_from_repeated(cos, cos)
