@@ -17,6 +17,7 @@ from fakes.accuracy import (
     group_norm_silu_and_gradients,
     largest_by_sorting,
     modulated_norm_and_gradients,
+    qk_norm_rope_and_gradients,
     silu_mul_and_gradients,
 )
 from fakes.hard_blocks import bits_of, hard_blocks
@@ -293,6 +294,57 @@ def test_silu_mul(case: KernelCase, target: str) -> None:
             assert_exact(outputs[name], theirs, exact)
         else:
             assert outputs[name].isnan().all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", CASES["qk_norm_rope"], ids=lambda case: case.name)
+def test_qk_norm_rope(case: KernelCase, target: str) -> None:
+    dtype, constants = DTYPES[case.signature["x_ptr"]], case.constants
+    samples, tokens = 2, 5
+    heads, features = int(constants["BLOCK_H"]) + 3, int(constants["BLOCK_D"]) - 6
+    # A part of a wider projection, as FLUX.2's single blocks give it; heads first, as attention gives gradients.
+    wide = (torch.randn(samples, tokens, 3 * heads * features) * 2).to(dtype)
+    x = wide[..., heads * features : 2 * heads * features].unflatten(-1, (heads, features))
+    dy = torch.randn(samples, heads, tokens, features).to(dtype).transpose(1, 2)
+    weight = torch.randn(features).to(dtype) if constants["WEIGHTED"] else None
+    angles = torch.randn(tokens, features // 2) * 3 if constants["ROTATED"] else None
+    arguments: list[Any] = [x, weight, angles, dy, EPS, constants["NORM"]]
+    truth, eager = (qk_norm_rope_and_gradients(of, *arguments) for of in (torch.float64, torch.float32))
+    unused = torch.randn(1)
+    pointers = {"x_ptr": wide.view(-1)[heads * features :], "dy_ptr": dy.transpose(1, 2)}
+    pointers |= {"weight_ptr": x.new_empty(1) if weight is None else weight}
+    pointers |= {f"{of}_ptr": unused if angles is None else getattr(angles, of)() for of in ("cos", "sin")}
+    numbers = {"tokens": samples * tokens, "length": tokens, "heads": heads, "features": features, "angle_stride_n": 0}
+    for name, tensor in {"x": x, "dy": dy, "y": torch.empty(x.shape)}.items():
+        numbers |= dict(zip((f"{name}_stride_{of}" for of in "nth"), tensor.stride(), strict=False))
+    if case.name.startswith("forward"):
+        y = unwritten(*x.shape, dtype=dtype)
+        run(case, target, **pointers, **numbers, y_ptr=y, eps=EPS)
+        assert_exact(y, eager[0], truth[0])
+        return
+    dx, sums = unwritten(*x.shape, dtype=dtype), unwritten(3, features)
+    run(case, target, **pointers, **numbers, dx_ptr=dx, weight_grad_ptr=sums, eps=EPS)
+    assert_exact(dx, eager[1], truth[1])
+    if constants["NEED_WEIGHT"]:
+        assert_exact(sums.sum(0), eager[2], truth[2])
+    else:
+        assert sums.isnan().all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_angles_of_each_sample_are_its_own(target: str) -> None:
+    case = next(case for case in CASES["qk_norm_rope"] if case.name.startswith("forward fp32 8x128 norm=0"))
+    x, angles = torch.randn(2, 3, 9, 20), torch.randn(2, 3, 10)
+    y = unwritten(*x.shape)
+    numbers = {"tokens": 6, "length": 3, "heads": 9, "features": 20, "angle_stride_n": 3}
+    for name in ("x", "y"):
+        numbers |= dict(zip((f"{name}_stride_{of}" for of in "nth"), x.stride(), strict=False))
+    pointers = {"x_ptr": x, "weight_ptr": x, "cos_ptr": angles.cos(), "sin_ptr": angles.sin(), "y_ptr": y}
+    run(case, target, **pointers, **numbers, eps=EPS)
+    eager, truth = (
+        qk_norm_rope_and_gradients(of, x, None, angles, x, EPS, False)[0] for of in (torch.float32, torch.float64)
+    )
+    assert_exact(y, eager, truth)
 
 
 @pytest.mark.parametrize("target", TARGETS)
