@@ -124,11 +124,8 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     # Backends cut an all_reduce over all ranks into nodes themselves, so it has no more hops than one with nodes first.
     inside_steps = 2 * (shape.devices - 1) if local else 0
     between_steps = 2 * (shape.nodes - 1) if between else 0
-    wire = (
-        local / links.local_Bps
-        + shape.devices * between / links.between_Bps
-        + rounds * (inside_steps * links.latency_local_s + between_steps * links.latency_between_s)
-    )
+    inside = local / links.local_Bps + rounds * inside_steps * links.latency_local_s
+    wire = inside + shape.devices * between / links.between_Bps + rounds * between_steps * links.latency_between_s
     compressed = mode not in EXACT_MODES and shape.ranks > 1
     compression = 0.0
     if compressed:
@@ -138,8 +135,9 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     if mode == "local":
         exposed = busy  # parameters travel between steps, when nothing runs that could hide it
     else:
-        # A CPU's cores compress in place of computing, so there only the wire can hide behind backward.
-        unhidden = compression if job.device == "cpu" else 0.0
+        # A CPU's cores compress, and add up inside their node, in place of computing: there only the wire between nodes
+        # can hide behind backward.
+        unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
         last = busy / buckets
         exposed = max(0.0, busy - last - min(job.overlap_share, 1 - 1 / buckets) * job.backward_s) + last + unhidden

@@ -24,6 +24,8 @@ PROCESSORS = frozenset({
 })  # fmt: skip
 SWIGLU = "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU"
 RMS_NORMS = ("diffusers.models.normalization.RMSNorm", "torch.nn.modules.normalization.RMSNorm")
+EPS = 1e-6
+"""Where nothing is normalised, any."""
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -101,7 +103,8 @@ def attend_in_parallel(attention: Any, x: Tensor, rotary: Rotary | None) -> Tens
     query_norm, key_norm, _, _ = _norms(attention)
     width = attention.inner_dim
     projected = attention.to_qkv_mlp_proj(x)
-    query, key, value, gate, up = projected.split([width] * 3 + [attention.mlp_hidden_dim] * 2, dim=-1)
+    sizes = [width] * 3 + [attention.mlp_hidden_dim] * 2
+    query, key, value, gate, up = torch.split(projected, sizes, dim=-1)  # type: ignore[no-untyped-call]
     stream = Stream(query, key, value, _weight(query_norm), _weight(key_norm), *(rotary or ()))
     (output,) = _joint(attention, [stream], query_norm)
     projected_back: Tensor = attention.to_out(torch.cat([output, silu_mul(gate, up)], dim=-1))
@@ -143,9 +146,8 @@ def _norms(attention: Any) -> list[NormOf | None]:
 
 
 def _joint(attention: Any, streams: list[Stream], norm: NormOf | None) -> list[Tensor]:
-    eps = {} if norm is None else {"eps": norm.eps}
-    outputs, _ = joint_attention(streams, attention.heads, norm=norm is not None, **eps)
-    return outputs
+    eps = EPS if norm is None else norm.eps
+    return joint_attention(streams, attention.heads, eps=eps, norm=norm is not None)[0]
 
 
 def _weight(norm: NormOf | None) -> Tensor | None:

@@ -53,7 +53,8 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     """Put local parts in the place of parameters, gradients and states, and take them out again."""
     whole = [group["params"] for group in optimizer.param_groups]
     state = optimizer.state
-    optimizer.state = local_state = defaultdict(dict)
+    local_state: defaultdict[Any, Any] = defaultdict(dict)
+    optimizer.state = local_state
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
