@@ -316,7 +316,7 @@ def cases(chip: str) -> list[KernelCase]:
         for use in ({}, {"ROTATED": False}, {"WEIGHTED": False}, rotation_alone):
             made.append(_case(chip, "forward", dtype, 24, 128, **use))
             made.append(_case(chip, "backward", dtype, 24, 128, NEED_WEIGHT=False, **use))
-        for heads, features, use in ((24, 128, {}), (38, 64, {"ROTATED": False}), (3, 64, {}), (3, 10, {})):
+        for heads, features, use in ((24, 128, {}), (38, 64, {"ROTATED": False}), (3, 32, {}), (3, 10, {})):
             if features != 128:
                 made.append(_case(chip, "forward", dtype, heads, features, **use))
             made.append(_case(chip, "backward", dtype, heads, features, NEED_WEIGHT=True, **use))
