@@ -4,9 +4,10 @@ Native autograd saves the normalised, the weighted and the rotated tensor and th
 real numbers, also where diffusers multiplies complex ones, which not every device knows. The reference runs on every
 device, Triton on cuda and npu.
 
-torch_npu's npu_rms_norm and npu_rotary_mul are not used: together they read and write the tensor twice, round it
-between them, and npu_rotary_mul wants cos and sin in the tensor's dtype, where diffusers' stay float32: in bfloat16
-they are wrong by up to 0.4 %. npu_rms_norm wants a weight besides.
+On npu the Triton kernel runs, too, not torch_npu's npu_rms_norm and npu_rotary_mul (both have a backward): the pair
+reads and writes the tensor twice and rounds it between, the norm wants a weight, and the rotation of interleaved pairs
+takes one table for all samples (Z-Image has one a sample) and fewer than 1000 heads of a batch. Its documentation does
+not say that cos and sin may stay float32 beside a half-precision tensor, as diffusers keeps them.
 
 Dimensions: N samples, T tokens, H heads, D features of a head.
 """

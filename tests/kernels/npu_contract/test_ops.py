@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_aigc_kernels import Stream
+from lightning_aigc_kernels.joint_attention import op as joint_attention
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
+from lightning_aigc_kernels.packing import pack
 from lightning_aigc_kernels.silu_mul import op as silu_mul
 
 npu = torch.ops.npu
@@ -33,6 +36,11 @@ FUSED: dict[str, tuple[Call, list[tuple[int, ...]], tuple[int, ...]]] = {
         (B, H, S, E),
     ),
     "npu_rms_norm": (first(lambda x, w: npu.npu_rms_norm(x, w)), [(B, S, E), (E,)], (B, S, E)),
+    "npu_rotary_mul": (
+        lambda x, cos, sin: npu.npu_rotary_mul(x, cos, sin, "interleave"),
+        [(B, S, H, E), (1, S, 1, E), (1, S, 1, E)],
+        (B, S, H, E),
+    ),
     "npu_swiglu": (lambda x: npu.npu_swiglu(x), [(B, S, 2 * E)], (B, S, E)),
     "npu_silu": (lambda x: npu.npu_silu(x), [(B, S, E)], (B, S, E)),
 }
@@ -96,16 +104,39 @@ def test_the_attention_of_lora_attention_takes_the_fused_op_forward_and_backward
     assert [grad.shape for grad in grads] == [(B, H, S, E), (B, H, T, E), (B, H, T, E)]
 
 
+class Recorder(TorchDispatchMode):
+    """The names of the operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def test_silu_mul_takes_npu_swiglu_for_the_halves_of_a_projection() -> None:
-    calls = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            calls.append(func.name())
-            return func(*args, **(kwargs or {}))
-
     gate, up = half(B, S, 2 * E).detach().chunk(2, dim=-1)
-    with Recorder():
+    with Recorder() as calls:
         product = silu_mul._op._init_fn(gate, up)
-    assert "npu::npu_swiglu" in calls
+    assert "npu::npu_swiglu" in calls.names
     assert (product.shape, product.dtype, product.device.type) == ((B, S, E), torch.float16, "npu")
+
+
+@pytest.mark.filterwarnings("ignore:lightning_aigc..qk_norm_rope runs its plain torch reference on npu")
+def test_joint_attention_takes_the_fused_op_forward_and_backward_and_no_complex_number() -> None:
+    angles = torch.empty(S, E // 2, device="npu:0")
+    text = Stream(*(half(B, T, H * E).detach() for _ in range(3)), half(E).detach(), half(E).detach())
+    picture = Stream(*(half(B, S, H * E).detach() for _ in range(3)), half(E).detach(), None, angles, angles)
+    tensors, given = pack((*text, *picture))
+    options = H, 1e-6, True, torch.float16
+    with Recorder() as calls:
+        made = joint_attention._op._init_fn(tensors, given, [], *options)
+        needs = [tensor is not angles for tensor in tensors]
+        gradients = joint_attention._backward_op._init_fn(made[:2], [True, True], tensors, given, made, needs, *options)
+    assert [tensor.shape for tensor in made[:2]] == [(B, T, H * E), (B, S, H * E)]
+    wanted = [tensor.shape for tensor, need in zip(tensors, needs, strict=True) if need]
+    assert [gradient.shape for gradient in gradients] == wanted
+    assert {"npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"} <= set(calls.names)
+    assert not [name for name in calls.names if "complex" in name]
