@@ -24,6 +24,7 @@ from lightning_aigc.diffusion.edge_reward import edge_losses, predict_latents
 from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
 from lightning_aigc.diffusion.objectives import example_losses
 from lightning_aigc.diffusion.sampling import Control
+from lightning_aigc.diffusion.unet_training import UNetTraining
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import HasHeldOutBatches
@@ -32,7 +33,7 @@ SHOWN_CONDITIONS = 16
 """Held-out pictures whose conditions the sample pictures follow."""
 
 
-class ControlNetTraining(WholeModelTraining):
+class ControlNetTraining(WholeModelTraining, UNetTraining):
     """Trains a ControlNet beside a frozen U-Net, and saves a diffusers folder and a single file for ComfyUI.
 
     Args:
@@ -78,9 +79,6 @@ class ControlNetTraining(WholeModelTraining):
         check_controlnet(self.args)
         self.make = find_maker(conditions, canny_thresholds)
         self._shown: Tensor | None = None
-
-    def loading_dtype(self) -> torch.dtype:
-        return torch.float32  # the copy starts from every bit of the U-Net
 
     def adapt(self, parts: Components) -> None:
         super().adapt(parts)

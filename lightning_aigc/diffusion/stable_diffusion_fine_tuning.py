@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_aigc.diffusion.arguments import check_fine_tuning
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.pipeline_files import save_folder, save_single_file
 from lightning_aigc.diffusion.trained_parts import check_patterns, named_parts, train_parts
+from lightning_aigc.diffusion.unet_training import UNetTraining
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
 
 
-class StableDiffusionFineTuning(WholeModelTraining):
+class StableDiffusionFineTuning(WholeModelTraining, UNetTraining):
     """Trains the U-Net and the text encoders of Stable Diffusion, whole or in part, and saves the pipeline.
 
     Args:
@@ -42,9 +42,6 @@ class StableDiffusionFineTuning(WholeModelTraining):
         """The parts that hold trained weights, by the pipeline's names; their modules are registered elsewhere."""
         check_patterns(trained_parts)
         check_fine_tuning(self.args)
-
-    def loading_dtype(self) -> torch.dtype:
-        return torch.float32  # what is trained starts from every bit of the pretrained weights
 
     def adapt(self, parts: Components) -> None:
         super().adapt(parts)

@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_aigc.callbacks import SaveModel
 from lightning_aigc.devices import dtype_named
+from lightning_aigc.diffusion.denoiser_training import DenoiserTraining
 from lightning_aigc.diffusion.optimizer_in_backward import OptimizerInBackward, check_trainer
-from lightning_aigc.diffusion.unet_training import UNetTraining
 
 
-class WholeModelTraining(UNetTraining):
+class WholeModelTraining(DenoiserTraining):
     """Base class of the families that train a network's own weights; files are as large as the network.
+
+    Stands before `UNetTraining` or `TransformerTraining` among a class's bases.
 
     Args:
         optimizer_in_backward: Step each weight as soon as its gradient is complete and free the gradient; on one card
@@ -25,11 +27,11 @@ class WholeModelTraining(UNetTraining):
             Excludes several ranks, accumulation, clipping and a loss scale.
         save_dtype: Dtype of the saved files: float32, float16 or bfloat16; unset keeps the weights' own.
         save_every_n_steps: Optimizer steps between saved models on the way; 0 saves the last only.
-        kwargs: Arguments of `UNetTraining` and `DiffusionModule`.
+        kwargs: Arguments of the base that follows.
     """
 
     saved_kind = "pipeline"
-    snapshot_ignored_arguments = UNetTraining.snapshot_ignored_arguments | {"save_dtype", "save_every_n_steps"}
+    snapshot_ignored_arguments = DenoiserTraining.snapshot_ignored_arguments | {"save_dtype", "save_every_n_steps"}
 
     def __init__(
         self,
@@ -51,6 +53,9 @@ class WholeModelTraining(UNetTraining):
     def save_model(self, path: str | Path) -> Sequence[Path]:
         """Write `path`, a single file, and beside it a diffusers folder; averaged weights if any."""
         raise NotImplementedError
+
+    def loading_dtype(self) -> torch.dtype:
+        return torch.float32  # what is trained starts from every bit of the pretrained weights
 
     def make_optimizer(self) -> Optimizer:
         if not self.args.optimizer_in_backward:
