@@ -24,6 +24,7 @@ NAMES = {
     "lightning_aigc.data": ["DataReport", "EncodedImageData", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": [
         "ControlNetTraining",
+        "DiffusionFineTuning",
         "DiffusionLoRA",
         "StableDiffusionFineTuning",
         "StableDiffusionLoRA",
@@ -82,6 +83,10 @@ ARGUMENTS = {
     ("lightning_aigc.diffusion", "StableDiffusionFineTuning"): [
         "pretrained_model_name_or_path", "trained_parts", "text_encoder_lr", "optimizer_in_backward", "save_dtype",
         "save_every_n_steps", "prediction_type", "learning_rate", "use_ema", "output_name",
+    ],
+    ("lightning_aigc.diffusion", "DiffusionFineTuning"): [
+        "pretrained_model_name_or_path", "trained_parts", "optimizer_in_backward", "save_dtype", "save_every_n_steps",
+        "timestep_sampling", "flow_shift", "learning_rate", "use_ema", "output_name",
     ],
     ("lightning_aigc.diffusion", "ControlNetTraining"): [
         "pretrained_model_name_or_path", "controlnet_model_name_or_path", "rank", "conditions", "canny_thresholds",

@@ -51,10 +51,15 @@ def check_lora(args: Any, lora_alpha: float) -> None:
 def check_fine_tuning(args: Any) -> None:
     """Check the arguments of StableDiffusionFineTuning. Raises: ModelError naming the first that cannot be."""
     _positive(args, "text_encoder_lr")
+    check_whole_weights(args, "StableDiffusionFineTuning", "StableDiffusionLoRA")
+
+
+def check_whole_weights(args: Any, name: str, lora: str) -> None:
+    """Raise ModelError for a packed base under a module that trains whole weights; `lora` names one that takes it."""
     if args.base_quantization is not None:
         raise ModelError(
-            f"model.init_args.base_quantization: {args.base_quantization} packs weights that StableDiffusionFineTuning"
-            " trains or saves whole; leave it unset, or train a LoRA on a packed base with StableDiffusionLoRA"
+            f"model.init_args.base_quantization: {args.base_quantization} packs weights that {name} trains or saves"
+            f" whole; leave it unset, or train a LoRA on a packed base with {lora}"
         )
 
 

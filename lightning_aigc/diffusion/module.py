@@ -179,6 +179,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
             families=self.families,
             denoiser_dtype=self.loading_dtype(),
             vae_dtype=dtype_named(args.vae_dtype),
+            text_encoder_dtype=self.text_encoder_dtype(),
             revision=args.revision,
             variant=args.variant,
             only=only,
@@ -192,6 +193,10 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     def loading_dtype(self) -> torch.dtype:
         """The dtype that the denoiser and the text encoders are read in."""
         return self.frozen_dtype()
+
+    def text_encoder_dtype(self) -> torch.dtype | None:
+        """The dtype that the text encoders are read in; None for that of the denoiser."""
+        return None
 
     def full_precision_base(self) -> AbstractContextManager[None]:
         """Compute with the base as it is used after training, read from its source, until the block ends."""

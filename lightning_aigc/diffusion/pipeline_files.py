@@ -57,6 +57,8 @@ def save_folder(folder: Path, parts: Components, trained: Mapping[str, nn.Module
                     save_part(unfinished / name, component, dtype if name in trained else None)
             elif component is not None:
                 component.save_pretrained(unfinished / name)
+            elif (source / name).is_dir():  # text encoders that have left memory
+                shutil.copytree(source / name, unfinished / name)
         if (source / "model_index.json").is_file():
             shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
         else:
@@ -84,6 +86,11 @@ def _name_own_class(config: Path, component: nn.Module) -> None:
     if described["_class_name"] != own_class(component).__name__:
         described["_class_name"] = own_class(component).__name__
         config.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_transformer(path: Path, transformer: nn.Module, dtype: torch.dtype | None) -> None:
+    """Write a transformer alone under diffusers' names; ComfyUI reads those of SD 3 and FLUX.1 as a diffusion model."""
+    write_tensors(path, deferred(transformer, dtype))
 
 
 def save_single_file(

@@ -15,15 +15,15 @@ KEY = "model.init_args.trained_parts"
 
 
 def named_parts(parts: Components) -> dict[str, nn.Module]:
-    """The parts that can be trained, by the pipeline's names: unet, text_encoder, and for SDXL text_encoder_2."""
-    names = ("text_encoder", "text_encoder_2")
-    return {"unet": parts.denoiser} | dict(zip(names, parts.text_encoders, strict=False))
+    """The parts that can be trained, by the pipeline's names: the denoiser, and beside a U-Net the text encoders."""
+    names = ("text_encoder", "text_encoder_2") if parts.denoiser_name == "unet" else ()
+    return {parts.denoiser_name: parts.denoiser} | dict(zip(names, parts.text_encoders, strict=False))
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
     """Raise ModelError for patterns of a wrong type, before weights are read."""
     if isinstance(patterns, str) or not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
-        raise ModelError(f"{KEY} must be a list such as [unet] or ['unet.*attn2*', text_encoder], got {patterns!r}")
+        raise ModelError(f"{KEY} must be a list such as [unet], [transformer] or ['unet.*attn2*'], got {patterns!r}")
 
 
 def train_parts(parts: Components, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -75,6 +75,5 @@ def unread_names(parts: Components) -> set[str]:
 def _hint(pattern: str, names: Sequence[str] | dict[str, nn.Parameter]) -> str:
     above = {".".join(name.split(".")[:end]) for name in names for end in (1, 2, 3, 4)}
     near = difflib.get_close_matches(pattern.strip("*"), sorted(above), n=2, cutoff=0.5)
-    return (
-        f"; close names: {', '.join(near)}" if near else "; use unet, text_encoder, or a pattern such as unet.*attn2*"
-    )
+    parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
+    return f"; close names: {', '.join(near)}" if near else f"; use {parts}, or a pattern such as *attn*"
