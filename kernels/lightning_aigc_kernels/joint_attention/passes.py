@@ -45,7 +45,8 @@ class Joint:
 
     def of_heads(self, x_NTC: Tensor) -> Tensor:
         """[N, T, C] as [N, T, H, D]."""
-        return x_NTC.unflatten(-1, (self.heads, x_NTC.shape[-1] // self.heads))
+        samples, tokens, features = x_NTC.shape
+        return x_NTC.view(samples, tokens, self.heads, features // self.heads)
 
 
 def forward(joint: Joint) -> list[Tensor]:

@@ -18,11 +18,15 @@ def joint_attention(
     """The attention's output [N, T, H * D] of each stream."""
     q = [_prepared(s.query, s.query_weight, s, heads, eps, norm) for s in streams]
     k = [_prepared(s.key, s.key_weight, s, heads, eps, norm) for s in streams]
-    v = [s.value.unflatten(-1, (heads, -1)) for s in streams]
-    joined = (torch.cat(tokens, 1).transpose(1, 2) for tokens in (q, k, v))
-    o_NSC = F.scaled_dot_product_attention(*joined).transpose(1, 2).flatten(2)
-    return o_NSC.split([s.query.shape[1] for s in streams], 1)
+    v = [_of_heads(s.value, heads) for s in streams]
+    q_NHSD, k_NHSD, v_NHSD = (torch.cat(tokens, 1).transpose(1, 2) for tokens in (q, k, v))
+    o_NSC = F.scaled_dot_product_attention(q_NHSD, k_NHSD, v_NHSD).transpose(1, 2).flatten(2)
+    return torch.split(o_NSC, [s.query.shape[1] for s in streams], 1)
 
 
 def _prepared(x: Tensor, weight: Tensor | None, stream: Stream, heads: int, eps: float, norm: bool) -> Tensor:
-    return qk_norm_rope(x.unflatten(-1, (heads, -1)), weight, stream.cos, stream.sin, eps=eps, norm=norm)
+    return qk_norm_rope(_of_heads(x, heads), weight, stream.cos, stream.sin, eps=eps, norm=norm)
+
+
+def _of_heads(x_NTC: Tensor, heads: int) -> Tensor:
+    return x_NTC.reshape(*x_NTC.shape[:-1], heads, x_NTC.shape[-1] // heads)

@@ -68,5 +68,5 @@ def _rstd(x_NTHD: Tensor, eps: float) -> Tensor:
 def _rotated(x_NTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(x0 cos - x1 sin, x1 cos + x0 sin) of the interleaved pairs (x0, x1) of each head."""
     cos, sin = cos.to(x_NTHD.dtype).unsqueeze(-2), sin.to(x_NTHD.dtype).unsqueeze(-2)  # over the heads
-    x0, x1 = x_NTHD.unflatten(-1, (-1, 2)).unbind(-1)
+    x0, x1 = x_NTHD.reshape(*x_NTHD.shape[:-1], x_NTHD.shape[-1] // 2, 2).unbind(-1)
     return torch.stack((x0 * cos - x1 * sin, x1 * cos + x0 * sin), -1).flatten(-2)
