@@ -70,7 +70,8 @@ def summary_table(record: RunRecord, report_file: str) -> str:
         "CLIP-T packed -> whole base": score_text(record, "full_base_clip_t")
         if "full_base_clip_t" in record.scores
         else None,
-        "LoRA": record.lora.file if record.lora is not None else "-",
+        "LoRA": record.lora.file if record.lora is not None else None if record.result_files else "-",
+        **{name.replace("_", " "): path for name, path in record.result_files.items()},
         "report": report_file,
     }
     return "\n".join(f"{name:27} {value}" for name, value in rows.items() if value is not None)

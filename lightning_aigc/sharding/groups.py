@@ -47,17 +47,16 @@ def make_groups(root: nn.Module, joined: Collection[nn.Module] = ()) -> list[Gro
     """
     names = {module: name for name, module in root.named_modules()}
     large = min(LARGE, sum(p.numel() for p in root.parameters() if p.requires_grad) // SMALLEST_SHARE)
-    of_blocks = _block_names(root)
-    read_inside = {
+    blocks = _innermost_blocks(root)
+    inside_whole = {
         part
         for module in names
-        if own_class(module).__name__ in READ_INSIDE
+        if module in blocks or own_class(module).__name__ in READ_INSIDE
         for part in set(module.modules()) - {module}
     }
     parts = set(called_parts(root))
     inside_joined = {part for module in joined for part in module.modules()} - set(joined)
     taken: dict[nn.Parameter, str] = {}
-    taken_by: set[nn.Module] = set()
     groups = []
     for module, name in reversed(names.items()):  # what is inside a module comes before it
         if module in inside_joined:
@@ -69,14 +68,12 @@ def make_groups(root: nn.Module, joined: Collection[nn.Module] = ()) -> list[Gro
             if parameter is not None and parameter.requires_grad and taken.get(parameter) is None
         ]
         own = list({parameter: (key, parameter) for key, parameter in reversed(own)}.values())[::-1]
-        # A block of blocks would hold what it has besides them while each of them runs.
-        is_block = own_class(module).__name__ in of_blocks and not any(part in taken_by for part in module.modules())
-        is_large = module not in read_inside and sum(p.numel() for _, p in own) >= large
+        is_block = module in blocks
+        is_large = module not in inside_whole and sum(p.numel() for _, p in own) >= large
         is_group = is_block or is_large or module in parts or module in joined
         if own and (module is root or (_has_forward(module) and is_group)):
             groups.append(Group(name, module, tuple(own), is_block))
             taken |= {parameter: key for key, parameter in own}
-            taken_by.add(module)
     _refuse_shared(names, groups)
     return groups
 
@@ -138,10 +135,15 @@ def split_by_dtype(group: Group) -> list[tuple[list[nn.Module], torch.dtype]]:
     return apart
 
 
-def _block_names(root: nn.Module) -> frozenset[str]:
-    """Return the class names of blocks that the models inside name, or the known ones."""
+def _innermost_blocks(root: nn.Module) -> set[nn.Module]:
+    """Return the modules of the classes that the models inside name as blocks, or of the known ones.
+
+    A block of blocks is none: it would hold what it has besides them while each of them runs.
+    """
     named = [own for module in root.modules() if (own := getattr(module, "_no_split_modules", None))]
-    return frozenset(name for names in named for name in names) or BLOCKS
+    classes = frozenset(name for names in named for name in names) or BLOCKS
+    of_classes = {module for module in root.modules() if own_class(module).__name__ in classes}
+    return {module for module in of_classes if not (set(module.modules()) - {module}) & of_classes}
 
 
 def _has_forward(module: nn.Module) -> bool:

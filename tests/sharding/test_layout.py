@@ -131,5 +131,18 @@ def test_frozen_parameters_are_in_no_group_and_float32_lora_in_one_of_its_own() 
     assert lora_alone or apart == [[model[1].lora]]
 
 
+def test_a_block_is_one_group_and_a_block_of_blocks_none() -> None:
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device("meta"):
+        transformer = SD3Transformer2DModel(num_layers=2)  # layers of more than a million values inside
+        model = unet()  # whose up blocks are blocks by name, too
+    inside = [group.name for group in make_groups(nn.ModuleDict({"of": transformer})) if "blocks" in group.name]
+    assert sorted(inside) == ["of.transformer_blocks.0", "of.transformer_blocks.1"]
+    assert type(model.up_blocks[1]).__name__ in model._no_split_modules
+    blocks = [type(group.module).__name__ for group in make_groups(model) if group.is_block]
+    assert set(blocks) == {"ResnetBlock2D", "BasicTransformerBlock"}
+
+
 def test_the_class_of_a_plain_module_is_its_own() -> None:
     assert own_class(nn.Linear(1, 1)) is nn.Linear

@@ -122,7 +122,7 @@ def test_small_blocks_are_joined_under_the_module_that_calls_them() -> None:
     root.small = Stage(Block(nn.Linear(32, 32)), Block(nn.Linear(32, 32)), nn.Linear(32, 1))
     root.large = Stage(Block(nn.Linear(256, 256)), Block(nn.Linear(256, 256)))
     groups = make_groups(root)
-    assert [group.name for group in groups if group.is_block] == ["small.1", "small.0"]
+    assert [group.name for group in groups if group.is_block] == ["large.1", "large.0", "small.1", "small.0"]
     joined = modules_to_join(root, groups, 64 * 1024)
     assert joined == [root.small]
     again = make_groups(root, joined)
