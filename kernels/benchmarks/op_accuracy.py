@@ -23,12 +23,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels import gated_residual, modulated_norm, silu_mul
+from lightning_aigc_kernels import (
+    Stream,
+    gated_residual,
+    joint_attention,
+    modulated_norm,
+    qk_norm_rope,
+    silu_mul,
+)
+from lightning_aigc_kernels.joint_attention import reference as joint_reference
 from lightning_aigc_kernels.modulated_norm import reference as norm_reference
+from lightning_aigc_kernels.qk_norm_rope import reference as qk_reference
 from lightning_aigc_kernels.silu_mul import reference as silu_reference
 
 Outcome = dict[str, Tensor]
-# The op, plain torch, the options, and which tensors have a row of tokens (x, y, gate, up), a sample's or a channel's.
+FEATURES, TEXT = 128, 128
+"""Features of a head, and how many of the tokens are text, in the attentions."""
+
+
+def angles(tokens: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D/2] as of one axis of FLUX.1."""
+    frequencies = 10_000 ** -(torch.arange(0, FEATURES, 2, dtype=torch.float64) / FEATURES)
+    turns = torch.outer(torch.arange(tokens, dtype=torch.float64), frequencies)
+    return turns.cos().float(), turns.sin().float()
+
+
+def on_heads(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A `qk_norm_rope` of x [N, T, C]."""
+
+    def call(x: Tensor, rotate: bool, **options: Any) -> Tensor:
+        cos, sin = angles(x.shape[1]) if rotate else (None, None)
+        heads = x.view(*x.shape[:2], x.shape[2] // FEATURES, FEATURES)
+        return op(heads, cos=cos, sin=sin, **options).flatten(2)
+
+    return call
+
+
+def on_streams(op: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A `joint_attention` of q, k and v [N, T, C], whose first tokens are text; all streams' outputs side by side."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, query_weight: Tensor, key_weight: Tensor, rotate: bool) -> Tensor:
+        cos, sin = angles(q.shape[1])
+        streams = []
+        for part in (slice(TEXT), slice(TEXT, None)):
+            rotary = (cos[part], sin[part]) if rotate else (None, None)
+            streams.append(Stream(q[:, part], k[:, part], v[:, part], query_weight, key_weight, *rotary))
+        made = op(streams, q.shape[2] // FEATURES)
+        return torch.cat(made[0] if op is joint_attention else made, 1)
+
+    return call
+
+
+QKV = {"q": "tokens", "k": "tokens", "v": "tokens", "query_weight": "head", "key_weight": "head"}
+# The op, plain torch, the options, and which tensors have a row of tokens, a sample's, a channel's or a head's numbers.
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Any], dict[str, str]]] = {
     "modulated_norm, layer norm": (
         modulated_norm,
@@ -54,6 +101,36 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, A
         {},
         {"x": "tokens", "gate": "sample", "y": "tokens", "norm_weight": "channels"},
     ),
+    "qk_norm_rope": (
+        on_heads(qk_norm_rope),
+        on_heads(qk_reference.qk_norm_rope),
+        {"rotate": True},
+        {"x": "tokens", "weight": "head"},
+    ),
+    "qk_norm_rope, no rotation": (
+        on_heads(qk_norm_rope),
+        on_heads(qk_reference.qk_norm_rope),
+        {"rotate": False},
+        {"x": "tokens", "weight": "head"},
+    ),
+    "qk_norm_rope, no norm": (
+        on_heads(qk_norm_rope),
+        on_heads(qk_reference.qk_norm_rope),
+        {"rotate": True, "norm": False},
+        {"x": "tokens"},
+    ),
+    "joint_attention": (
+        on_streams(joint_attention),
+        on_streams(joint_reference.joint_attention),
+        {"rotate": True},
+        QKV,
+    ),
+    "joint_attention, no rotation": (
+        on_streams(joint_attention),
+        on_streams(joint_reference.joint_attention),
+        {"rotate": False},
+        QKV,
+    ),
     "silu_mul": (silu_mul, silu_reference.silu_mul, {}, {"gate": "tokens", "up": "tokens"}),
 }
 
@@ -77,15 +154,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--channels", type=int, default=1536)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--ops", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     options = parser.parse_args()
     sizes = {
         "tokens": (options.batch, options.tokens, options.channels),
         "sample": (options.batch, options.channels),
         "channels": (options.channels,),
+        "head": (FEATURES,),
     }
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for case, (op, plain, switches, kinds) in CASES.items():
+        for case in (name for name in CASES if options.ops in name):
+            op, plain, switches, kinds = CASES[case]
             found: dict[str, list[tuple[float, float]]] = {}
             for seed in range(options.seeds):
                 torch.manual_seed(seed)

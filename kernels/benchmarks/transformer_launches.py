@@ -5,7 +5,10 @@
 As launches.py: counted on a CPU from the operators that reach the dispatcher. Plain torch is the order of diffusers'
 blocks, where layer norm's backward is one launch, and two with a trained weight. The fused side is the host code of
 kernel.py, with a stand-in for each Triton kernel that counts its launch; so it needs Triton, but no device. A trained
-modulation means that its scale, shift or gate need gradients; norm weights are frozen, as for LoRA.
+modulation means that its scale, shift or gate need gradients; norm weights are frozen, as for LoRA. For a query or key
+it means that the norm's weight does. In the attention of two streams, the attention itself is one launch either way.
+RMSNorm is counted as its operators, which is how diffusers' own class runs in SD 3, Qwen-Image and Z-Image; for torch's
+class, which FLUX has, a recent torch for CUDA has a fused kernel.
 """
 # mypy: allow-untyped-calls, no-warn-return-any
 
@@ -26,22 +29,36 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from launches import Launches
+from lightning_aigc_kernels.joint_attention import Stream
+from lightning_aigc_kernels.joint_attention import passes as joint_passes
+from lightning_aigc_kernels.joint_attention import reference as joint_reference
 from lightning_aigc_kernels.modulated_norm import kernel as norm_kernel
 from lightning_aigc_kernels.modulated_norm import reference as norm_reference
 from lightning_aigc_kernels.modulated_norm import token_sums
 from lightning_aigc_kernels.modulated_norm.modulation import Modulation, Needs
+from lightning_aigc_kernels.qk_norm_rope import kernel as qk_kernel
+from lightning_aigc_kernels.qk_norm_rope import op as qk_op
+from lightning_aigc_kernels.qk_norm_rope import reference as qk_reference
+from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope
 from lightning_aigc_kernels.silu_mul import kernel as silu_kernel
 from lightning_aigc_kernels.silu_mul import reference as silu_reference
 
 TOKENS, CHANNELS, EPS = 256, 64, 1e-6
 Pass = Callable[[], Any]
+Passes = tuple[Pass, Callable[[Any], Pass], Pass, Pass]
+"""Plain torch's forward, its backward for that output, and ours."""
 CASES = {
     "layer norm, scale, shift": ("layer", "scale", "shift"),
     "RMS norm, weight, scale": ("rms", "weight", "scale"),
     "gate": ("none", "gate"),
     "RMS norm, weight, gate": ("rms", "weight", "gate"),
     "silu_mul": (),
+    "query, norm and rotation": ("query", "rotate"),
+    "query, norm": ("query",),
+    "attention of two streams, norm and rotation": ("streams", "rotate"),
+    "attention of two streams, norm": ("streams",),
 }
+HEADS, FEATURES, TEXT = 4, 16, 64
 
 
 @contextmanager
@@ -53,6 +70,8 @@ def counted_kernels(counter: Counter[str]) -> Iterator[None]:
         (token_sums, "gradients_of_sums"),
         (silu_kernel, "silu_mul_forward"),
         (silu_kernel, "silu_mul_backward"),
+        (qk_kernel, "qk_norm_rope_forward"),
+        (qk_kernel, "qk_norm_rope_backward"),
     ]
 
     class StandIn:
@@ -65,14 +84,17 @@ def counted_kernels(counter: Counter[str]) -> Iterator[None]:
     kept = [getattr(module, name) for module, name in places]
     for module, name in places:
         setattr(module, name, StandIn(name))
+    op: Any = qk_op
+    implementation, op._implementation = op._implementation, lambda x, how: qk_kernel
     try:
         yield
     finally:
         for (module, name), function in zip(places, kept, strict=True):
             setattr(module, name, function)
+        op._implementation = implementation
 
 
-def passes(case: str, batch: int, dtype: torch.dtype, trained: bool) -> tuple[Pass, Callable[[Any], Pass], Pass, Pass]:
+def passes(case: str, batch: int, dtype: torch.dtype, trained: bool) -> Passes:
     """Plain torch's forward, its backward for that output, and ours."""
     shape = batch, TOKENS, CHANNELS
     x, y, dy = (torch.randn(shape, dtype=dtype) for _ in range(3))
@@ -84,6 +106,10 @@ def passes(case: str, batch: int, dtype: torch.dtype, trained: bool) -> tuple[Pa
             lambda: silu_kernel.forward(x, y),
             lambda: silu_kernel.backward(dy, x, y, True, True),
         )
+    if CASES[case][0] == "query":
+        return query_passes("rotate" in CASES[case], batch, dtype, trained)
+    if CASES[case][0] == "streams":
+        return stream_passes("rotate" in CASES[case], batch, dtype, trained)
     norm, *names = CASES[case]
     given = {name: torch.randn(CHANNELS if name == "weight" else (batch, CHANNELS), dtype=dtype) for name in names}
     of_samples = [tensor.requires_grad_(trained) for name, tensor in given.items() if name != "weight"]
@@ -107,6 +133,41 @@ def passes(case: str, batch: int, dtype: torch.dtype, trained: bool) -> tuple[Pa
     )
 
 
+def query_passes(rotate: bool, batch: int, dtype: torch.dtype, trained: bool) -> Passes:
+    x, dy = (torch.randn(batch, TOKENS, HEADS, FEATURES, dtype=dtype) for _ in range(2))
+    weight = torch.randn(FEATURES, dtype=dtype).requires_grad_(trained)
+    cos, sin = torch.randn(2, TOKENS, FEATURES // 2) if rotate else (None, None)
+    how = NormRope(weight.detach(), cos, sin, EPS)
+    wanted = [x.requires_grad_(), weight] if trained else [x.requires_grad_()]
+    return (
+        lambda: qk_reference.qk_norm_rope(x, weight, cos, sin, eps=EPS),
+        lambda out: lambda: torch.autograd.grad(out, wanted, dy),
+        lambda: qk_op.forward(x, how, torch.empty_like(x)),
+        lambda: qk_op.backward(dy, x, how, trained),
+    )
+
+
+def stream_passes(rotate: bool, batch: int, dtype: torch.dtype, trained: bool) -> Passes:
+    streams, wanted, needs = [], [], []
+    for tokens in (TEXT, TOKENS):
+        qkv = [torch.randn(batch, tokens, HEADS * FEATURES, dtype=dtype).requires_grad_() for _ in range(3)]
+        weights = [torch.randn(FEATURES, dtype=dtype).requires_grad_(trained) for _ in range(2)]
+        rotary = torch.randn(2, tokens, FEATURES // 2) if rotate else (None, None)
+        streams.append(Stream(*qkv, *weights, *rotary))
+        wanted += [*qkv, *weights] if trained else qkv
+        needs += [True] * 3 + [trained] * 2 + [False] * 2
+    do = [torch.randn_like(stream.query) for stream in streams]
+    detached = [Stream._make(None if t is None else t.detach() for t in stream) for stream in streams]
+    joint = joint_passes.Joint(detached, HEADS, EPS, True, dtype)
+    *outputs, softmax1, softmax2 = joint_passes.forward(joint)
+    return (
+        lambda: joint_reference.joint_attention(streams, HEADS, eps=EPS),
+        lambda out: lambda: torch.autograd.grad(out, wanted, do),
+        lambda: joint_passes.forward(joint),
+        lambda: joint_passes.backward(do, joint, outputs, (softmax1, softmax2), needs),
+    )
+
+
 def count(run: Pass) -> tuple[Counter[str], Any]:
     """The launches of one pass, and what it gives."""
     kernels: Counter[str] = Counter()
@@ -119,14 +180,17 @@ def count(run: Pass) -> tuple[Counter[str], Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--ops", default="", help="only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     options = parser.parse_args()
     for dtype in (torch.float32, torch.bfloat16):
-        for case in CASES:
+        for case in (name for name in CASES if options.ops in name):
             for trained in (False,) if case == "silu_mul" else (False, True):
                 plain, plain_backward, ours, ours_backward = passes(case, options.batch, dtype, trained)
                 native, out = count(plain)
                 native_backward, _ = count(plain_backward(out))
+                if "rotation" in case:
+                    del native["clone"]  # of cos and sin for both of a pair, which diffusers makes once for all blocks
                 with torch.no_grad():
                     fused, fused_backward = count(ours)[0], count(ours_backward)[0]
                 row = {

@@ -1,4 +1,4 @@
-"""Attention over the tokens of several streams in plain torch, with torch's autograd."""
+"""Attention over the tokens of several streams in plain torch, as diffusers' processors, with torch's autograd."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """RMSNorm and rotary position embedding in plain torch, the reference of the kernels.
 
-Dimensions: N samples, T tokens, H heads, D features of a head. Computed in float32 or wider, and rounded once.
+Dimensions: N samples, T tokens, H heads, D features of a head.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope
@@ -20,12 +21,23 @@ def qk_norm_rope(
     eps: float = 1e-6,
     norm: bool = True,
 ) -> Tensor:
-    """rotate(rms_norm(x) * weight) of [N, T, H, D], with torch's autograd."""
-    return _computed(x, NormRope(weight, cos, sin, eps, norm)).to(x.dtype)
+    """rotate(rms_norm(x) * weight) of [N, T, H, D], with torch's autograd.
+
+    As FLUX.1's attention does it: the norm rounds to x's dtype, the rotation is in float32.
+    """
+    if norm:
+        x = F.rms_norm(x, x.shape[-1:], weight, eps)
+    if cos is None or sin is None:
+        return x if norm else x.clone()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (t.to(wide).repeat_interleave(2, -1).unsqueeze(-2) for t in (cos, sin))
+    x0, x1 = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    turned = torch.stack((-x1, x0), -1).flatten(-2)
+    return (x.to(wide) * cos + turned.to(wide) * sin).to(x.dtype)
 
 
 def forward(x_NTHD: Tensor, how: NormRope, out_NTHD: Tensor) -> Tensor:
-    """rotate(rms_norm(x) * weight), written to `out`."""
+    """rotate(rms_norm(x) * weight), computed in float32 or wider and rounded once, written to `out`."""
     return out_NTHD.copy_(_computed(x_NTHD, how))
 
 
