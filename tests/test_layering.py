@@ -29,7 +29,7 @@ KERNEL_FLOORS_UPWARDS = [
     {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection", "numba_cache"},
     {"linear_with_lora", "normalization", "ascend"},
     {"packing", "reference"},
-    {"geglu", "keep_largest", "qk_norm_rope", "quantize_blocks", "frozen_conv2d"},
+    {"geglu", "keep_largest", "modulated_norm", "qk_norm_rope", "quantize_blocks", "silu_mul", "frozen_conv2d"},
     {"group_norm_silu", "lora_attention", "feed_forward", "packed_weight"},
     {"group_norm_silu_conv2d", "joint_attention", "sparse_attention_backward"},
 ]
