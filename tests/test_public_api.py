@@ -24,6 +24,7 @@ NAMES = {
     "lightning_aigc.data": ["DataReport", "EncodedImageData", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": [
         "ControlNetTraining",
+        "DiffusionControlNet",
         "DiffusionFineTuning",
         "DiffusionLoRA",
         "StableDiffusionFineTuning",
@@ -92,6 +93,11 @@ ARGUMENTS = {
         "pretrained_model_name_or_path", "controlnet_model_name_or_path", "rank", "conditions", "canny_thresholds",
         "protect_edges", "reward_weight", "reward_max_timestep", "reward_start_step", "optimizer_in_backward",
         "save_dtype", "save_every_n_steps", "learning_rate", "output_name",
+    ],
+    ("lightning_aigc.diffusion", "DiffusionControlNet"): [
+        "pretrained_model_name_or_path", "num_layers", "num_single_layers", "controlnet_model_name_or_path",
+        "conditions", "canny_thresholds", "protect_edges", "optimizer_in_backward", "save_dtype", "save_every_n_steps",
+        "timestep_sampling", "flow_shift", "training_guidance", "learning_rate", "use_ema", "output_name",
     ],
     ("lightning_aigc.callbacks", "ControlGuard"): [
         "every_n_steps", "num_images", "patience", "give_up_after", "save_best",

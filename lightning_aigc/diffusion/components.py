@@ -61,11 +61,14 @@ class Components:
         return "transformer" if self.family in TRANSFORMERS else "unet"
 
 
-def check_source(name_or_path: str, families: Sequence[str] = tuple(U_NETS)) -> None:
-    """Check a local folder without reading weights. Raises: ModelError if it is not a pipeline of these families."""
+def check_source(name_or_path: str, families: Sequence[str] = tuple(U_NETS), others: str | None = None) -> None:
+    """Check a local folder without reading weights. Raises: ModelError if it is not a pipeline of these families.
+
+    others: a clause for the error, saying what trains other families; unset names a class that trains a LoRA.
+    """
     path = resolve(name_or_path)
     if path.is_dir():
-        _check_folder(path, families, name_or_path)
+        _check_folder(path, families, name_or_path, others)
     elif not path.exists() and name_or_path.startswith((".", "/", "~")):
         raise ModelError(f"{KEY}: the folder or file {name_or_path} does not exist; check the spelling")
 
@@ -175,10 +178,10 @@ def _quiet_local_loading(is_local: bool) -> Iterator[None]:
             module.enable_progress_bar()
 
 
-def _check_folder(path: Path, families: Sequence[str], name: str) -> FamilyName:
+def _check_folder(path: Path, families: Sequence[str], name: str, others: str | None = None) -> FamilyName:
     """The family of a pipeline folder. Raises: ModelError as `check_source` does."""
     family = _family_of_folder(path, name)
-    _check_family(family, families, name)
+    _check_family(family, families, name, others)
     if family in TRANSFORMERS:
         files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
         _check_not_distilled(family, name, *(_config(path / file, name) for file in files))
@@ -230,13 +233,13 @@ def _family_of(pipeline: Any, name: str) -> FamilyName:
     return _family_of_class(known or type(pipeline).__name__, name)
 
 
-def _check_family(family: FamilyName, families: Sequence[str], name: str) -> None:
+def _check_family(family: FamilyName, families: Sequence[str], name: str, others: str | None = None) -> None:
     """Raise ModelError for a family that a module does not train, and for a distilled transformer."""
     if family not in families:
         of_family = next(pipeline for pipeline, found in PIPELINES.items() if found == family)
-        other = "StableDiffusionLoRA" if family in U_NETS else "DiffusionLoRA"
+        other = others or f"{'StableDiffusionLoRA' if family in U_NETS else 'DiffusionLoRA'} trains yours"
         wanted = " and ".join(pipeline for pipeline, found in PIPELINES.items() if found in families)
-        raise ModelError(f"{KEY}: {name} is a {of_family}; this model trains {wanted}, and {other} trains yours")
+        raise ModelError(f"{KEY}: {name} is a {of_family}; this model trains {wanted}, and {other}")
     if family not in TRANSFORMERS:
         return
     own, short = TRANSFORMERS[family].distilled_name, Path(name).name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +51,45 @@ def make_controlnet(parts: Components, name_or_path: str | None, revision: str |
             )
         made = ControlNetModel.from_unet(parts.denoiser, conditioning_embedding_out_channels=channels)
         return _frozen(made)
-    try:
-        found: Any = ControlNetModel.from_pretrained(
-            name_or_path, revision=revision, local_files_only=Path(name_or_path).is_dir(), dtype=torch.float32
-        )
-    except Exception as error:  # diffusers raises anything from OSError to KeyError here
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{KEY}: {name_or_path} does not load as a ControlNet: {first}") from error
+    found = load_controlnet(ControlNetModel, name_or_path, revision)
     check_fits(found, parts, name_or_path)
     return _frozen(found)
 
 
+def load_controlnet(kind: Any, name_or_path: str, revision: str | None) -> Any:
+    """A ControlNet of this class of diffusers in float32. Raises: ModelError for one that is none, or does not load."""
+    where = {"revision": revision, "local_files_only": Path(name_or_path).is_dir()}
+    try:
+        named = kind.load_config(name_or_path, **where).get("_class_name", kind.__name__)
+        if named == kind.__name__:
+            return kind.from_pretrained(name_or_path, **where, dtype=torch.float32)
+    except Exception as error:  # diffusers raises anything from OSError to KeyError here
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{KEY}: {name_or_path} does not load as a ControlNet: {first}") from error
+    raise ModelError(f"{KEY}: {name_or_path} is a {named}, and this base takes a {kind.__name__}; use one of those")
+
+
 def check_fits(controlnet: ControlNetModel, parts: Components, name: str) -> None:
     """Raise ModelError if a ControlNet belongs to another family of U-Nets, or to an autoencoder of another factor."""
-    theirs, ours = controlnet.config, parts.denoiser.config
-    for key in ("cross_attention_dim", "block_out_channels", "addition_embed_type", "in_channels"):
-        first, second = _plain(theirs.get(key)), _plain(ours.get(key))
-        if first != second:
-            raise ModelError(
-                f"{KEY}: {name} is a ControlNet of another family: its {key} is {first}, that of {parts.source}"
-                f" {second}; use one that was trained for this base"
-            )
-    factor = 2 ** (len(theirs.conditioning_embedding_out_channels) - 1)
+    keys = ("cross_attention_dim", "block_out_channels", "addition_embed_type", "in_channels")
+    check_same_settings(controlnet, parts, name, keys)
+    factor = 2 ** (len(controlnet.config.conditioning_embedding_out_channels) - 1)
     if factor != vae_factor(parts):
         raise ModelError(
             f"{KEY}: the hint embedding of {name} shrinks conditions by {factor}, and the autoencoder of {parts.source}"
             f" pictures by {vae_factor(parts)}; use a ControlNet of this base, or null to begin from its U-Net"
         )
+
+
+def check_same_settings(controlnet: Any, parts: Components, name: str, keys: Sequence[str]) -> None:
+    """Raise ModelError if the configs of a ControlNet and of the pipeline's denoiser differ in one of these keys."""
+    for key in keys:
+        first, second = _plain(controlnet.config.get(key)), _plain(parts.denoiser.config.get(key))
+        if first != second:
+            raise ModelError(
+                f"{KEY}: {name} is a ControlNet of another family: its {key} is {first}, that of {parts.source}"
+                f" {second}; use one that was trained for this base"
+            )
 
 
 def save_controlnet(folder: Path, single_file: Path, controlnet: ControlNetModel, dtype: torch.dtype | None) -> None:

@@ -94,6 +94,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     image_remedies = IMAGE_REMEDIES
     families: ClassVar[tuple[str, ...]] = tuple(U_NETS)
     """The pipelines' families that this class trains."""
+    others: ClassVar[str | None] = None
+    """A clause that says what does the same for other families; None names a class that trains a LoRA."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show inherited arguments in the signature, as `--help` does."""
@@ -145,7 +147,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         """The timesteps of these losses, int64 [B]."""
         self._loaded_optimizers: list[Any] = []
         self.sampling_limit = TimeLimit(sample_time_limit_s)
-        check_source(pretrained_model_name_or_path, self.families)
+        check_source(pretrained_model_name_or_path, self.families, self.others)
         check_shared_arguments(self.args)
         check_base_quantization(self.args)
         if isinstance(lr_scheduler, str):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import ControlNetModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
@@ -18,6 +17,7 @@ from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.errors import SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.rng import isolate_rng
 
 LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four pictures of 512 px, one of 1024 px
 
@@ -80,16 +80,15 @@ def on_device(device: torch.device, *modules: nn.Module) -> Iterator[None]:
 class Control:
     """A ControlNet, and what it is shown."""
 
-    controlnet: ControlNetModel
+    controlnet: nn.Module
+    """diffusers' ControlNet of the pipeline's family."""
     conditions: Tensor
     """One for each picture, [N, C, H, W] in 0..1, of the picture's size."""
     scale: float = 1.0
     """Weight of its residuals; validate at 1, what it was trained with."""
 
 
-def make_pipeline(
-    parts: Components, schedule_config: Mapping[str, Any], controlnet: ControlNetModel | None = None
-) -> Any:
+def make_pipeline(parts: Components, schedule_config: Mapping[str, Any], controlnet: nn.Module | None = None) -> Any:
     """Diffusers' pipeline around these components, with the family's scheduler."""
     family = FAMILIES[parts.family]
     return family.make_pipeline(parts, family.make_scheduler(schedule_config), controlnet)
@@ -123,8 +122,10 @@ def generate(
     family = FAMILIES[parts.family]
     pixels_per_latent = family.pixels_per_latent(parts.vae)
     side = resolution or family.sample_size(parts.denoiser) * pixels_per_latent
+    pixels = (side, side) if control is None else tuple(control.conditions.shape[-2:])
+    height, width = (each // pixels_per_latent for each in pixels)
     if batch_size is None:
-        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // (side // pixels_per_latent) ** 2))
+        batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // (height * width)))
     time_limit.begin(len(prompts), batch_size, num_inference_steps)
     pictures = []
     modules_used = (parts.vae, *networks)
@@ -137,20 +138,17 @@ def generate(
             if control is None:
                 extra |= {"height": side, "width": side}
             else:
-                extra |= _condition_arguments(control, slice(start, start + batch_size), device)
-            with autocast:
+                shown = control.conditions[start : start + batch_size].to(device)
+                extra |= family.control_arguments(parts, shown, control.scale)
+            with autocast, isolate_rng(device):
+                torch.manual_seed(seeds[start])  # SD 3's pipeline draws a condition's latents from torch's own state
                 sampled = pipeline(
                     generator=generators, output_type="latent",
                     num_inference_steps=num_inference_steps, callback_on_step_end=time_limit, **extra,
                 ).images  # fmt: skip
             # The pipeline would decode under autocast in half precision, which gives black pictures.
             with float32_region(device):
-                unscaled = family.unscale(parts.vae, sampled, side // pixels_per_latent, side // pixels_per_latent)
+                unscaled = family.unscale(parts.vae, sampled, height, width)
                 decoded = family.decode(parts.vae, unscaled.to(parts.vae.dtype))
             pictures.append(decoded.float().div(2).add(0.5).clamp(0, 1).cpu())
     return torch.cat(pictures)
-
-
-def _condition_arguments(control: Control, rows: slice, device: torch.device) -> dict[str, Any]:
-    """The pipeline's arguments for some of the conditions."""
-    return {"image": control.conditions[rows].to(device), "controlnet_conditioning_scale": control.scale}

@@ -23,7 +23,7 @@ from lightning_aigc.precision.selective import ALL, Known, Saves, saving_and_rea
 from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc_kernels.protection import named_modules
 
-MODELS = "diffusers.models.transformers."
+MODELS, CONTROLNETS = "diffusers.models.transformers.", "diffusers.models.controlnets."
 NATIVE_UNITS = 18.0
 """Activations of the size of a block's input that native autograd saves: SD 3 18, FLUX.1 15, FLUX.2 20."""
 LEAN_SHARE = 0.245
@@ -33,14 +33,25 @@ KNOWN = "_known_of_its_runs"
 
 
 def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks of the diffusers transformers in `model`, without those with a part of a class in `served`."""
+    """The blocks of the diffusers transformers in `model`, without those with a part of a class in `served`.
+
+    A transformer's ControlNet names no blocks of its own; it has those of the transformer beside it.
+    """
     kinds: dict[nn.Module, Collection[str]] = {}
-    for name, module in named_modules(model):
+    controlnets = []
+    for _, module in named_modules(model):
         cls = own_class(module)
         if cls.__module__.startswith(MODELS):
             named = getattr(cls, "_repeated_blocks", None) or getattr(cls, "_no_split_modules", None) or ()
             kinds |= dict.fromkeys(module.modules(), named) if named else {}
-        if cls.__name__ in kinds.get(module, ()) and not any(class_path(part) in served for part in module.modules()):
+        elif cls.__module__.startswith(CONTROLNETS):
+            controlnets.append(module)
+    every_kind = {name for names in kinds.values() for name in names}
+    for controlnet in controlnets:
+        kinds |= dict.fromkeys(controlnet.modules(), every_kind)
+    for name, module in named_modules(model):
+        known = own_class(module).__name__ in kinds.get(module, ())
+        if known and not any(class_path(part) in served for part in module.modules()):
             yield name, module
 
 

@@ -10,8 +10,12 @@ from torch import nn
 
 WRAPPERS = ("_orig_mod.", "_forward_module.")
 T = TypeVar("T")
-RESIDUALS, HINT = (".controlnet_down_blocks.", ".controlnet_mid_block."), "controlnet_cond_embedding"
-"""Names in diffusers' ControlNets: the zero convolutions that residuals leave through, and what reads the condition."""
+RESIDUALS = (
+    ".controlnet_mid_block.", ".controlnet_down_blocks.", ".controlnet_blocks.", ".controlnet_single_blocks."
+)  # fmt: skip
+"""Names in diffusers' ControlNets, the last two beside transformers: the zero layers that residuals leave through."""
+HINT = "controlnet_cond_embedding"
+"""What reads the condition beside a U-Net; beside a transformer it is one layer, behind which there is nothing."""
 
 
 def clean_name(name: str) -> str:
@@ -64,7 +68,7 @@ def lora_part(name: str) -> tuple[str, str] | None:
 
 @functools.lru_cache(maxsize=16)
 def zero_convolution_gates(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Parameters of a ControlNet behind convolutions that start at zero: the weights of those, of which one must move.
+    """Parameters of a ControlNet behind layers that start at zero: the weights of those, of which one must move.
 
     The residuals leave through zero convolutions, and the condition enters through another one, so the gradients of
     what lies before them begin at zero, and those of the hint embedding a step later.
@@ -78,7 +82,7 @@ def zero_convolution_gates(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]
     False
     """
     gates: dict[str, tuple[str, ...]] = {}
-    for root in {f".{name}".partition(RESIDUALS[1])[0] for name in names if RESIDUALS[1] in f".{name}"}:
+    for root in {f".{name}".partition(part)[0] for name in names for part in RESIDUALS if part in f".{name}"}:
         own = [name for name in names if f".{name}".startswith(f"{root}.")]
         leaving = [n for n in own if any(part in f".{n}" for part in RESIDUALS)]
         opened = tuple(name for name in leaving if name.endswith("weight"))

@@ -2,7 +2,8 @@
 
 A latent is *unscaled* as the autoencoder has it, and *scaled* as the denoiser reads it.
 
-Legend: B batch, C channels, H and W latent height and width, T text tokens, D text width, P pooled width.
+Legend: B batch, N pictures, C channels, H and W latent height and width, S pixels, T text tokens, D text width, P
+pooled width.
 """
 
 from __future__ import annotations
@@ -82,6 +83,13 @@ class Family(ABC):
         return self.scale(vae, mean)
 
     # Sampling --------------------------------------------------------------------------------------------------------
+
+    def control_arguments(self, parts: Components, conditions_NCSS: Tensor, scale: float) -> dict[str, Any]:
+        """The arguments of a ControlNet's pipeline for conditions in 0..1, on the pipeline's device.
+
+        Raises: ModelError for a size that cannot be.
+        """
+        return {"image": conditions_NCSS, "controlnet_conditioning_scale": scale}
 
     def sample_size(self, denoiser: Any) -> int:
         """Unscaled latent pixels to a side of a sample picture."""

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, pack, unpack
+from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
+from lightning_aigc.diffusion.families.transformer_family import pack, unpack
 
 
-class Flux(TransformerFamily):
+class Flux(ControlledFamily):
     """T5's hidden states, 512 tokens for every caption, and CLIP's pooled state."""
 
     name = "flux"
@@ -51,6 +52,10 @@ class Flux(TransformerFamily):
         "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
     }
     widening: ClassVar[Mapping[str, int]] = {"proj_mlp": 4}
+    controlnet = "FluxControlNetModel"
+    controlnet_pipeline = "FluxControlNetPipeline"
+    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 4, "num_single_layers": 4}
+    control_path = ("controlnet_x_embedder", "controlnet_blocks", "controlnet_single_blocks")
     negative_prompt = None
     modelspec = "flux-1-dev"
     base = "black-forest-labs/FLUX.1-dev"
@@ -62,29 +67,36 @@ class Flux(TransformerFamily):
     def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
         return super().unscale(vae, unpack(sampled, height, width), height, width)
 
-    def predict(
+    def tokens(self, latents_BCHW: Tensor) -> Tensor:
+        return pack(latents_BCHW)
+
+    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
+        return unpack(answer, height, width)
+
+    def inputs(
         self,
-        denoiser: nn.Module,
+        network: nn.Module,
         noisy_BCHW: Tensor,
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
-        guidance: float = 1.0,
-    ) -> Tensor:
-        dtype = weights_dtype(denoiser)
+        guidance: float,
+    ) -> dict[str, Any]:
+        dtype = weights_dtype(network)
         height, width = noisy_BCHW.shape[-2:]
         embeddings_BTD = condition["prompt_embeds"].to(dtype)
-        has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
-        velocity_BNC: Tensor = denoiser(
-            hidden_states=pack(noisy_BCHW).to(dtype),
-            timestep=timesteps_B / 1000,
-            guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
-            pooled_projections=condition["pooled_prompt_embeds"].to(dtype),
-            encoder_hidden_states=embeddings_BTD,
-            txt_ids=embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
-            img_ids=positions(height // 2, width // 2, embeddings_BTD),
-            return_dict=False,
-        )[0]
-        return unpack(velocity_BNC, height, width)
+        has_guidance = network.config.guidance_embeds  # type: ignore[union-attr]
+        return {
+            "hidden_states": pack(noisy_BCHW).to(dtype),
+            "timestep": timesteps_B / 1000,
+            "guidance": torch.full_like(timesteps_B, guidance) if has_guidance else None,
+            "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
+            "encoder_hidden_states": embeddings_BTD,
+            "txt_ids": embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
+            "img_ids": positions(height // 2, width // 2, embeddings_BTD),
+        }
+
+    def unread_layers(self, controlnet: Any) -> tuple[str, ...]:
+        return () if controlnet.config.num_single_layers else super().unread_layers(controlnet)
 
     def patch_size(self, denoiser: Any) -> int:
         return 2

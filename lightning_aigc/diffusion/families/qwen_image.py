@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, pack, pad_texts, unpack
+from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
+from lightning_aigc.diffusion.families.transformer_family import pack, pad_texts, unpack
 
 ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
@@ -21,7 +22,7 @@ ATTENTION = (
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
-class QwenImage(TransformerFamily):
+class QwenImage(ControlledFamily):
     """Qwen2.5-VL's hidden states of each caption's own length."""
 
     name = "qwen_image"
@@ -31,6 +32,11 @@ class QwenImage(TransformerFamily):
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         name: (name,) for name in (f"transformer_blocks.{{}}.{layer}" for layer in (*ATTENTION, *FEED_FORWARD))
     }
+    controlnet = "QwenImageControlNetModel"
+    controlnet_pipeline = "QwenImageControlNetPipeline"
+    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 5}
+    control_path = ("controlnet_x_embedder", "controlnet_blocks")
+    last_text = ("attn.to_add_out", "txt_mlp")
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"
     modelspec = "qwen-image"
@@ -63,31 +69,34 @@ class QwenImage(TransformerFamily):
         mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
         return mean.to(like.device, like.dtype), (1.0 / std).to(like.device, like.dtype)
 
-    def predict(
+    def tokens(self, latents_BCHW: Tensor) -> Tensor:
+        return pack(latents_BCHW)
+
+    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
+        return unpack(answer, height, width)
+
+    def inputs(
         self,
-        denoiser: nn.Module,
+        network: nn.Module,
         noisy_BCHW: Tensor,
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
-        guidance: float = 1.0,
-    ) -> Tensor:
-        dtype = weights_dtype(denoiser)
+        guidance: float,
+    ) -> dict[str, Any]:
+        dtype = weights_dtype(network)
         height, width = noisy_BCHW.shape[-2:]
         lengths = condition["prompt_lengths"].tolist()
-        embeddings_BTD = condition["prompt_embeds"][:, : max(lengths)].to(dtype)
         mask_BT = _mask(max(lengths), condition["prompt_lengths"])
-        has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
-        velocity_BNC: Tensor = denoiser(
-            hidden_states=pack(noisy_BCHW).to(dtype),
-            timestep=timesteps_B / 1000,
-            guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
-            encoder_hidden_states=embeddings_BTD,
+        has_guidance = getattr(network.config, "guidance_embeds", False)  # which a ControlNet never reads
+        return {
+            "hidden_states": pack(noisy_BCHW).to(dtype),
+            "timestep": timesteps_B / 1000,
+            **({"guidance": torch.full_like(timesteps_B, guidance)} if has_guidance else {}),
+            "encoder_hidden_states": condition["prompt_embeds"][:, : max(lengths)].to(dtype),
             # Attention without a mask is faster.
-            encoder_hidden_states_mask=None if min(lengths) == max(lengths) else mask_BT,
-            img_shapes=[[(1, height // 2, width // 2)]] * len(noisy_BCHW),
-            return_dict=False,
-        )[0]
-        return unpack(velocity_BNC, height, width)
+            "encoder_hidden_states_mask": None if min(lengths) == max(lengths) else mask_BT,
+            "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy_BCHW),
+        }
 
     def patch_size(self, denoiser: Any) -> int:
         return 2

@@ -5,7 +5,7 @@ Legend: B batch, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
+from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_aigc.diffusion.components import Components
 
 
-class StableDiffusion3(TransformerFamily):
+class StableDiffusion3(ControlledFamily):
     """Two CLIP encoders and, where the folder has it, T5; without it its tokens are zeros, as in diffusers."""
 
     name = "sd3"
@@ -36,6 +36,12 @@ class StableDiffusion3(TransformerFamily):
         ),
         "feed_forward": ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     }  # fmt: skip
+    controlnet = "SD3ControlNetModel"
+    controlnet_pipeline = "StableDiffusion3ControlNetPipeline"
+    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 12}
+    # False: the pipeline shifts the condition's latents and gives the pooled text, as diffusers' script trains.
+    new_control: ClassVar[Mapping[str, Any]] = {"force_zeros_for_pooled_projection": False}
+    control_path = ("pos_embed_input", "controlnet_blocks")
     modelspec = "stable-diffusion-3"
     base = "stabilityai/stable-diffusion-3.5-medium"
 
@@ -53,23 +59,46 @@ class StableDiffusion3(TransformerFamily):
         )
         return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
 
-    def predict(
+    def inputs(
         self,
-        denoiser: nn.Module,
+        network: nn.Module,
         noisy_BCHW: Tensor,
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
+        guidance: float,
+    ) -> dict[str, Any]:
+        dtype = weights_dtype(network)
+        return {
+            "hidden_states": noisy_BCHW.to(dtype),
+            "timestep": timesteps_B,
+            "encoder_hidden_states": condition["prompt_embeds"].to(dtype),
+            "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
+        }
+
+    def residuals(
+        self,
+        controlnet: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        shown_BCHW: Tensor,
         guidance: float = 1.0,
+    ) -> dict[str, Any]:
+        if _is_instantx(controlnet):
+            condition = {**condition, "pooled_prompt_embeds": torch.zeros_like(condition["pooled_prompt_embeds"])}
+        made = super().residuals(controlnet, noisy_BCHW, timesteps_B, condition, shown_BCHW, guidance)
+        return {"block_controlnet_hidden_states": made["controlnet_block_samples"]}
+
+    def condition_latents(
+        self, vae: Any, controlnet: Any, moments_B2CHW: Tensor, draw: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        dtype = weights_dtype(denoiser)
-        velocity_BCHW: Tensor = denoiser(
-            hidden_states=noisy_BCHW.to(dtype),
-            timestep=timesteps_B,
-            encoder_hidden_states=condition["prompt_embeds"].to(dtype),
-            pooled_projections=condition["pooled_prompt_embeds"].to(dtype),
-            return_dict=False,
-        )[0]
-        return velocity_BCHW
+        latents_BCHW = super().condition_latents(vae, controlnet, moments_B2CHW, draw)
+        if _is_instantx(controlnet):
+            return latents_BCHW + float(vae.config.shift_factor) * float(vae.config.scaling_factor)
+        return latents_BCHW
+
+    def control_counts(self, blocks: int) -> list[int]:
+        return list(range(1, blocks // 2 + 1))  # the last block takes nothing, so of more the last would go unread
 
     def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:
         super().check_size(denoiser, vae, height, width)
@@ -81,3 +110,8 @@ class StableDiffusion3(TransformerFamily):
                 f" transformer has positions for; set data.init_args.resolution and max_bucket_reso so that no side is"
                 f" over {largest * pixels_per_latent}"
             )
+
+
+def _is_instantx(controlnet: Any) -> bool:
+    """Whether a ControlNet reads unshifted latents and no pooled text, as InstantX's and the pipeline's default."""
+    return bool(controlnet.config.force_zeros_for_pooled_projection)

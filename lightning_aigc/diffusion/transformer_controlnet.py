@@ -1,0 +1,115 @@
+"""Load a ControlNet of a diffusion transformer, or make one from the transformer, and write it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.controlnet_model import KEY, check_same_settings, load_controlnet
+from lightning_aigc.diffusion.families import CONTROLLED, ControlledFamily
+from lightning_aigc.diffusion.pipeline_files import deferred, replaced_folder, save_part
+from lightning_aigc.diffusion.tensor_stream import write_tensors
+from lightning_aigc.errors import ModelError
+
+LAYERS = ("num_layers", "num_single_layers")
+"""Arguments, and keys of a ControlNet's config, that say how many blocks of a kind it has."""
+SAME = (
+    "in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "joint_attention_dim",
+    "pooled_projection_dim",
+)  # fmt: skip
+"""Keys in which the configs of a ControlNet and its transformer agree."""
+ONE_PICTURE: Mapping[str, Any] = {
+    "num_mode": None, "conditioning_embedding_channels": None, "extra_conditioning_channels": 0,
+    "extra_condition_channels": 0, "use_pos_embed": True,
+}  # fmt: skip
+"""What the config of a ControlNet says, or leaves out, that reads the latents of one picture and nothing else."""
+
+
+def make_controlnet(
+    parts: Components, name_or_path: str | None, revision: str | None = None, **layers: int | None
+) -> Any:
+    """A ControlNet of this pipeline in float32, frozen: a copy of the transformer's first blocks, or a given one.
+
+    layers: how many blocks a new one has, by `LAYERS`; None is the family's own number.
+    Raises: ModelError for one that cannot be loaded or is of another base, or a number of blocks that cannot be.
+    """
+    family = CONTROLLED[parts.family]
+    kind: Any = getattr(diffusers, family.controlnet)
+    if name_or_path is None:
+        made = _copy(kind, family, parts.denoiser, layers)
+    else:
+        if given := [name for name in LAYERS if layers.get(name) is not None]:
+            raise ModelError(
+                f"model.init_args.{given[0]} is of a new ControlNet, and {KEY} gives one; leave one of them"
+            )
+        made = load_controlnet(kind, name_or_path, revision)
+        check_fits(made, parts, name_or_path)
+    return made.requires_grad_(False).eval()
+
+
+def train_whole(controlnet: Any, family: ControlledFamily) -> None:
+    """Let all of a ControlNet be trained but the layers that nothing reads, which would take no gradient."""
+    controlnet.requires_grad_(True)
+    for name in family.unread_layers(controlnet):
+        controlnet.get_submodule(name).requires_grad_(False)
+
+
+def check_fits(controlnet: Any, parts: Components, name: str) -> None:
+    """Raise ModelError if a ControlNet belongs to another base, or reads something else than one picture's latents."""
+    for key, wanted in ONE_PICTURE.items():
+        found = controlnet.config.get(key, wanted)
+        if found != wanted:
+            raise ModelError(
+                f"{KEY}: {name} reads more than one picture's latents (its {key} is {found}), which is not trained"
+                " here; use a ControlNet without that, or null to begin from the transformer"
+            )
+    shared = [key for key in SAME if key in controlnet.config and key in parts.denoiser.config]
+    check_same_settings(controlnet, parts, name, shared)
+
+
+def save_controlnet(folder: Path, single_file: Path, controlnet: nn.Module, dtype: torch.dtype | None) -> None:
+    """Write a diffusers folder, and beside it the same weights as a single file under diffusers' names."""
+    with replaced_folder(folder) as unfinished:
+        save_part(unfinished, controlnet, dtype)
+    write_tensors(single_file, deferred(controlnet, dtype))
+
+
+def _copy(kind: Any, family: ControlledFamily, transformer: Any, layers: Mapping[str, int | None]) -> Any:
+    """A ControlNet that begins with the transformer's weights, and adds zero.
+
+    diffusers' `from_transformer` writes SD 3's number of blocks into the transformer's own config, and leaves
+    Qwen-Image's norm of the text out.
+    """
+    known = inspect.signature(kind.__init__).parameters
+    config = {key: value for key, value in transformer.config.items() if key in known}
+    made = kind(**{**config, **family.new_control, **_counts(family, transformer, layers)})
+    made.load_state_dict({n: t for n, t in transformer.state_dict().items() if n in made.state_dict()}, strict=False)
+    return made.to(transformer.device)
+
+
+def _counts(family: ControlledFamily, transformer: Any, layers: Mapping[str, int | None]) -> dict[str, int]:
+    """How many blocks of each kind a new ControlNet has. Raises: ModelError for a number that cannot be."""
+    counts = {}
+    for name in LAYERS:
+        asked = layers.get(name)
+        if name not in family.control_layers:
+            if asked is not None:
+                raise ModelError(f"model.init_args.{name}: {family.pipeline} has no such blocks; leave it null")
+            continue
+        blocks = int(transformer.config[name])
+        possible = family.control_counts(blocks) + ([0] if name != LAYERS[0] else [])
+        if asked is not None and asked not in possible:
+            raise ModelError(
+                f"model.init_args.{name}: the transformer's {blocks} blocks do not read {asked} of a ControlNet's, each"
+                f" at least once; use one of {', '.join(map(str, sorted(possible)))}"
+            )
+        usual = max((n for n in possible if n <= family.control_layers[name]), default=0)
+        counts[name] = usual if asked is None else asked
+    return counts
