@@ -37,9 +37,10 @@ WANTED = {
     "sd_full_demo",
     "controlnet_canny",
     "controlnet_demo",
+    "sd3_controlnet",
 }
 REAL = [path for path in FILES if not path.stem.endswith("_demo")]
-SCORED_BY_CLIP = [path for path in FILES if not path.stem.startswith("controlnet")]  # those are scored by their edges
+SCORED_BY_CLIP = [path for path in FILES if "controlnet" not in path.stem]  # those are scored by their edges
 WATCHING = {"GradientHealthMonitor", "CLIPConvergenceGuard", "AdaptiveLR", "FineTuneCheck", "RunReport"}
 
 
@@ -182,7 +183,7 @@ def test_an_edited_config_passes_a_dry_run_on_the_embedded_model(
     assert "4 found, " in said.out and "one step:" in said.out
 
 
-@pytest.mark.parametrize("name", ["controlnet_canny", "controlnet_demo"])
+@pytest.mark.parametrize("name", ["controlnet_canny", "controlnet_demo", "sd3_controlnet"])
 def test_a_controlnet_config_guards_control_protects_the_edges_and_drops_half_the_captions(name: str) -> None:
     config = load(CONFIGS / f"{name}.yaml")
     order = list(callbacks_of(config))

@@ -9,6 +9,8 @@ from typing import Any
 from lightning_aigc.errors import ConfigError
 
 NO_LORA = "none"
+CONTROLNETS = ("ControlNetTraining", "DiffusionControlNet")
+"""Classes whose runs draw what they are shown."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight", nargs="+", type=float, default=[1.0], help="weights of the LoRA or ControlNet, one column each"
     )
-    control = parser.add_argument_group("runs of ControlNetTraining")
+    control = parser.add_argument_group(f"runs of {' and '.join(CONTROLNETS)}")
     control.add_argument("--condition", nargs="+", type=Path, default=[], help="pictures to follow")
     control.add_argument("--is_condition", action="store_true", help="they are conditions already: edges, not photos")
     control.add_argument("--controlnet", default=None, help="a ControlNet's folder; default: the run's own")
@@ -45,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError('there are no prompts to draw; give some: --prompts "a photo of a zorp mug"')
     if (args.num_inference_steps or 1) < 1:
         raise ConfigError(f"--num_inference_steps must be at least 1, got {args.num_inference_steps}")
-    if settings.model_class == "ControlNetTraining":
+    if settings.model_class in CONTROLNETS:
         from lightning_aigc.cli.sample_controlled import draw_controlled
 
         return draw_controlled(args, settings, prompts)
     if args.condition or args.controlnet:
-        raise ConfigError("--condition and --controlnet belong to runs of ControlNetTraining; leave them out")
+        raise ConfigError(f"--condition and --controlnet belong to runs of {' and '.join(CONTROLNETS)}; leave them out")
     lora = settings.find_lora(args.lora)
 
     import torch

@@ -1,4 +1,4 @@
-"""`lightning sample` for a run of ControlNetTraining: pictures that follow given ones."""
+"""`lightning sample` for a ControlNet's run: pictures that follow given ones."""
 
 from __future__ import annotations
 

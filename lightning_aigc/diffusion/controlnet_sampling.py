@@ -16,8 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_aigc.data.image_file import PictureRejectedError, load_picture
+from lightning_aigc.diffusion import controlnet_model, transformer_controlnet
+from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.conditions import find_maker, from_bytes, to_bytes
-from lightning_aigc.diffusion.controlnet_model import make_controlnet, vae_factor
+from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from lightning_aigc.diffusion.lora_sampling import base_of_run, choose_device
 from lightning_aigc.diffusion.sampling import Control, TimeLimit, generate
 from lightning_aigc.errors import ModelError
@@ -38,7 +40,7 @@ class ControlNetSampler:
     def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, controlnet: Path) -> None:
         self.arguments, self.device = arguments, choose_device(accelerator)
         self.parts, self.schedule_config = base_of_run(arguments, precision)
-        self.controlnet = make_controlnet(self.parts, str(controlnet), None).to(self.parts.denoiser.dtype)
+        self.controlnet, self.channels = _load(self.parts, str(controlnet))
         thresholds = arguments.get("canny_thresholds") or (0.1, 0.2)
         self.make = find_maker(str(arguments.get("conditions") or "canny"), thresholds)
 
@@ -48,6 +50,7 @@ class ControlNetSampler:
         are_conditions: the files are conditions already, as they always are for a run with `conditions: folder`.
         Raises: ModelError for a file that cannot be read.
         """
+        pixels_per_latent = FAMILIES[self.parts.family].pixels_per_latent(self.parts.vae)
         pictures = []
         size: tuple[int, int] | None = None
         for path in paths:
@@ -55,13 +58,13 @@ class ControlNetSampler:
                 picture = load_picture(path)[0]
             except (Exception, PictureRejectedError) as error:
                 raise ModelError(f"the condition {path} cannot be read: {error}; give a picture") from error
-            size = size or _fitting(picture.size, resolution, 8 * vae_factor(self.parts))
+            size = size or _fitting(picture.size, resolution, 8 * pixels_per_latent)
             kind = Image.Resampling.BOX if are_conditions else Image.Resampling.LANCZOS
             pictures.append(torch.from_numpy(np.array(picture.resize(size, kind))).permute(2, 0, 1))
         stacked = torch.stack(pictures)
         if self.make is not None and not are_conditions:
             stacked = to_bytes(self.make(stacked.float() / 255), stacked.shape, "conditions")
-        return from_bytes(stacked, int(self.controlnet.config.conditioning_channels), [str(path) for path in paths])
+        return from_bytes(stacked, self.channels, [str(path) for path in paths])
 
     def sample(
         self,
@@ -88,6 +91,17 @@ class ControlNetSampler:
             negative_prompt=negative_prompt,
             control=Control(self.controlnet, conditions, scale),
         )
+
+
+def _load(parts: Components, folder: str) -> tuple[Any, int]:
+    """The ControlNet in the denoiser's dtype, and the channels of a condition."""
+    if parts.family in CONTROLLED:
+        found, channels = transformer_controlnet.make_controlnet(parts, folder), transformer_controlnet.CHANNELS
+    else:
+        found = controlnet_model.make_controlnet(parts, folder, None)
+        channels = int(found.config.conditioning_channels)
+    dtype = parts.denoiser.dtype
+    return found if found.dtype == dtype else found.to(dtype), channels
 
 
 def _fitting(size: tuple[int, int], resolution: int, step: int) -> tuple[int, int]:

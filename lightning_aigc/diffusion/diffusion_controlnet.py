@@ -17,7 +17,7 @@ from lightning_aigc.diffusion.conditioned_training import ConditionedTraining
 from lightning_aigc.diffusion.evaluation import SeededNoise
 from lightning_aigc.diffusion.families import CONTROLLED
 from lightning_aigc.diffusion.families.controlled_family import to_pixels
-from lightning_aigc.diffusion.transformer_controlnet import make_controlnet, save_controlnet, train_whole
+from lightning_aigc.diffusion.transformer_controlnet import CHANNELS, make_controlnet, save_controlnet, train_whole
 from lightning_aigc.diffusion.transformer_training import TransformerTraining
 
 MOMENTS = "conditioning_moments"
@@ -71,7 +71,7 @@ class DiffusionControlNet(ConditionedTraining, TransformerTraining):
             self.controlnet.enable_gradient_checkpointing()
 
     def condition_channels(self) -> int:
-        return 3  # an autoencoder's
+        return CHANNELS
 
     # Loss ------------------------------------------------------------------------------------------------------------
 

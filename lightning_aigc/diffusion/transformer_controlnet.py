@@ -18,6 +18,8 @@ from lightning_aigc.diffusion.pipeline_files import deferred, replaced_folder, s
 from lightning_aigc.diffusion.tensor_stream import write_tensors
 from lightning_aigc.errors import ModelError
 
+CHANNELS = 3
+"""Of a condition: an autoencoder's."""
 LAYERS = ("num_layers", "num_single_layers")
 """Arguments, and keys of a ControlNet's config, that say how many blocks of a kind it has."""
 SAME = (

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from diffusers import SD3ControlNetModel
 from PIL import Image
 from torch import nn
 
+from fakes.pipelines import SIDE, make_sd3_pipeline
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.tiny.embedded import resolve
 
@@ -96,3 +98,73 @@ def test_conditions_belong_to_controlnets(command: Command, run: Path, shown: li
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     done = command("sample", "-c", tmp_path, "--condition", shown[0])
     assert done.code == 1 and "belong to runs of ControlNetTraining" in done.errors[0]
+
+
+# Beside a transformer -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sd3_run(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
+    """A YAML of DiffusionControlNet on a tiny Stable Diffusion 3, cached captions and all."""
+    root = tmp_path_factory.mktemp("sd3_run")
+    config = {
+        "model": {
+            "class_path": "DiffusionControlNet",
+            "init_args": {
+                "pretrained_model_name_or_path": str(make_sd3_pipeline(root / "sd3")), "output_name": "edges",
+                "conditions": "canny", "learning_rate": 0.01, "max_train_steps": 2, "validation_steps": 2,
+                "validation_prompts": ["a red cup"], "num_validation_images": 1, "num_inference_steps": 2,
+            },
+        },
+        "data": {
+            "class_path": "ImageCaptionData",
+            "init_args": {
+                "train_data_dir": str(photos), "resolution": SIDE, "enable_bucket": False, "train_batch_size": 2,
+                "num_workers": 0, "validation_split": 0.4, "cache_dir": str(root / "cache"), "cache_latents": True,
+                "cache_text_embeddings": True,
+            },
+        },
+        "trainer": {
+            "default_root_dir": str(root / "run"), "accelerator": "cpu", "devices": 1, "logger": False,
+            "enable_progress_bar": False,
+            "plugins": {"class_path": "FusedBackwardPrecision", "init_args": {"precision": "32-true", "memory": "max"}},
+            "callbacks": [
+                {"class_path": "ControlGuard", "init_args": {"every_n_steps": 1, "num_images": 2}},
+                {"class_path": "EdgeReport", "init_args": {"num_images": 2}},
+            ],
+        },
+    }  # fmt: skip
+    (root / "mine.yaml").write_text(yaml.safe_dump(config))
+    return root
+
+
+def test_a_transformers_controlnet_trains_from_yaml_and_lightning_sample_draws_with_it(
+    command: Command, sd3_run: Path, photos: Path, tmp_path: Path
+) -> None:
+    said = command("fit", "-c", sd3_run / "mine.yaml")
+    assert said.code == 0, said.err
+    saved = SD3ControlNetModel.from_pretrained(sd3_run / "run" / "edges")
+    assert any(bool(block.weight.any()) for block in saved.controlnet_blocks)
+    assert (sd3_run / "run" / "edges.safetensors").is_file()
+    summary = json.loads((sd3_run / "run" / "summary.json").read_text())
+    assert "control_gap" in json.dumps(summary) and "edge_f1" in json.dumps(summary)
+    drawn = command(
+        "sample", "-c", sd3_run / "run" / "config.yaml", "--condition", photos / "1.png", "-o", tmp_path / "grid.png"
+    )
+    assert drawn.code == 0, drawn.err
+    assert (tmp_path / "grid.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model.pretrained_model_name_or_path", "embedded:sd"], "ControlNetTraining trains one of Stable Diffusion"),
+        (["--model.conditions", "folder"], "conditions: folder needs data.init_args.conditioning_data_dir"),
+        (["--model.num_layers", "2"], "do not read 2 of a ControlNet's"),
+    ],
+)
+def test_a_transformers_controlnet_that_cannot_be_trained_is_one_sentence(
+    command: Command, sd3_run: Path, options: list[str], said: str
+) -> None:
+    done = command("fit", "-c", sd3_run / "mine.yaml", *options)
+    assert done.code == 1 and len(done.errors) == 1 and said in done.errors[0], done.err
