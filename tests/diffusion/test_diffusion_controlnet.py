@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,17 @@ from diffusers import (
     SD3ControlNetModel,
 )
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
+from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.callbacks.health.parameter_names import zero_convolution_gates
 from lightning_aigc.diffusion import DiffusionControlNet
+from lightning_aigc.diffusion.controlnet_sampling import ControlNetSampler
 from lightning_aigc.diffusion.families import CONTROLLED
 from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -336,6 +341,43 @@ def test_a_resumed_run_ends_in_the_same_bits_and_checkpoints_hold_the_controlnet
     assert names and all(name.startswith("controlnet.") for name in names)
     assert fit(again, tmp_path / "again", ckpt=str(tmp_path / "two.ckpt")) == losses[2:]
     assert same(cloned(whole.controlnet), cloned(again.controlnet))
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(family: str, folder: str, tmp_path: Path) -> None:
+    """Its random states return with it, which the condition's latents are drawn from."""
+
+    def run(module: DiffusionControlNet, name: str, steps: int, ckpt_path: str | None = None) -> None:
+        quiet: dict[str, Any] = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
+        trainer = Trainer(
+            default_root_dir=tmp_path / name, accelerator="cpu", devices=1, max_steps=steps,
+            enable_model_summary=False, callbacks=[ExactSnapshot(1)], **quiet,
+        )  # fmt: skip
+        batches: Any = [make_batch(CAPTIONS, seed=number) for number in range(4)]
+        torch.manual_seed(1)
+        trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+
+    whole, half, again = (make_module(folder, max_train_steps=None) for _ in range(3))
+    run(whole, "whole", 4)
+    run(half, "half", 2)
+    run(again, "half", 4, ckpt_path="latest")
+    assert same(cloned(whole.controlnet), cloned(again.controlnet))
+    assert not same(cloned(whole.controlnet), cloned(half.controlnet))
+
+
+def test_beside_a_half_precision_transformer_it_trains_in_float32_and_draws(
+    family: str, folder: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = DiffusionControlNet(folder, **QUICK)
+    losses = fit(module, tmp_path, batch=make_batch(CAPTIONS), precision="bf16-mixed")
+    assert all(math.isfinite(loss) for loss in losses)
+    assert module.transformer is not None and next(module.transformer.parameters()).dtype == torch.bfloat16
+    assert {p.dtype for p in module.controlnet.parameters()} == {torch.float32}
+    shown = torch.rand(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    assert module.sample(["a red cup"], [5], conditions=shown).isfinite().all()
+    arguments = {"pretrained_model_name_or_path": folder, "num_inference_steps": 2}
+    sampler = ControlNetSampler(arguments, "bf16-mixed", "cpu", tmp_path / "edges")  # all networks in bfloat16
+    assert sampler.sample(["a red cup"], [5], shown).isfinite().all()
 
 
 def test_a_packed_base_leaves_the_controlnet_in_float32(transformers: Folder, tmp_path: Path) -> None:
