@@ -4,10 +4,11 @@ Two network namespaces joined by a token-bucket link simulate the hosts, with on
 removed at the end. Needs root and iproute2. The task is full fine-tuning of a U-Net of 58 M parameters on 8x8 latents:
 little compute and many bytes, the worst case for a slow link; or, with `--network linear`, of 50 M parameters in linear
 layers, whose backward pass is so short that it hides nothing. `default` is npu_sparse's default with its protected
-layers; a mode by name protects nothing. `--rate loopback` omits the namespaces, `--rate alone` also the second process.
+layers; a mode by name protects nothing. `--fused-adam` takes torch's fused AdamW on all sides. `--rate loopback` omits
+the namespaces, `--rate alone` also the second process.
 
     python benchmarks/two_hosts.py [--rate 1gbit] [--network unet] [--steps 7] [--variants plain default ...]
-        [--output FILE]
+        [--fused-adam] [--output FILE]
 
 Where a step's milliseconds go, medians: `forward_ms`, `backward_ms` until the last gradient is ready, `exposed_ms` from
 there until all sums are, `optimizer_ms`; beside them `packing_ms`, the CPU time of the sync's thread, and `waiting_ms`,
@@ -114,7 +115,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     order = [*options.variants, "plain"] if options.variants[0] == "plain" else ["plain", *options.variants, "plain"]
     for variant in order:
         task.module.load_state_dict(start_weights)
-        found = measure(variant, task, generator, options.steps)
+        found = measure(variant, task, generator, options.steps, options.fused_adam)
         rows.append({"variant": variant, **found})
         if rank == 0:
             print(variant, json.dumps({k: v for k, v in found.items() if k != "times"}), flush=True)
@@ -123,6 +124,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
             "benchmark": "two_hosts", "date": date.today().isoformat(), "rate": options.rate, "ranks": ranks,
             "network": options.network, "parameters": sum(p.numel() for p in task.module.parameters()),
             "device": "cpu", "threads": 1, "torch": torch.__version__, "steps": options.steps,
+            "optimizer": "AdamW, fused" if options.fused_adam else "AdamW",
         }  # fmt: skip
         write_rows(rows, about, options.output)
     dist.barrier()
@@ -149,6 +151,7 @@ def main() -> int:
     parser.add_argument("--network", default="unet", choices=NETWORKS)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--fused-adam", action="store_true", help="torch's fused AdamW, in every variant")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -19,16 +19,17 @@ WARM_UP = 3
 TIMEOUT = timedelta(seconds=120)
 
 
-def measure(variant: str, task: Task, generator: torch.Generator, steps: int) -> dict[str, Any]:
+def measure(variant: str, task: Task, generator: torch.Generator, steps: int, fused: bool = False) -> dict[str, Any]:
     """Train for `steps` steps after the warm-up.
 
+    Args: fused: whether AdamW is torch's fused one.
     Returns: the median step time and every step's, and the medians of its parts; for npu_sparse's modes, also what its
         report says.
     """
     bucket_mb = 1e4 if variant == "powersgd_hook" else 25  # over Gloo torch's PowerSGD aborts with two buckets
     ddp = DistributedDataParallel(task.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
     compressor = add_sync(variant, ddp)
-    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-5, fused=fused)
     times = []
     parts: dict[str, list[float]] = {}
     for _ in range(WARM_UP + steps):

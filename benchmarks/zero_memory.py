@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/zero_memory.py steps [--output FILE]    # gathered weights, kept activations
     OMP_NUM_THREADS=1 python benchmarks/zero_memory.py export [--output FILE]   # SD 1.5's shapes, 7 GB of disk
 
-Steps: the U-Net of zero.py on 2 and 4 gloo ranks. Gathered is the most bytes of whole weights, and of those that came for
-the next block, each time that a block's are handed out; activations are the bytes that autograd keeps, on rank 0,
+Steps: the U-Net of zero.py on 2 and 4 gloo ranks. Gathered is the most bytes of whole weights, and of those that came
+for the next block, each time that a block's are handed out; activations are the bytes that autograd keeps, on rank 0,
 beside those of the same U-Net unsharded. An export's host peak is what the process's resident memory grows by at most,
 over the largest tensor as it is written.
 """

@@ -171,6 +171,7 @@ class Swapped:
         for module in self._modules:
             own = module.__dict__
             own.pop(CHOICES, None)
+            own.pop(whole_blocks.KNOWN, None)
             if own.pop(INSTALLED, None) is own.get("forward"):
                 own.pop("forward", None)
         self._modules.clear()
