@@ -104,7 +104,7 @@ def attend_in_parallel(attention: Any, x: Tensor, rotary: Rotary | None) -> Tens
     width = attention.inner_dim
     projected = attention.to_qkv_mlp_proj(x)
     sizes = [width] * 3 + [attention.mlp_hidden_dim] * 2
-    query, key, value, gate, up = torch.split(projected, sizes, dim=-1)  # type: ignore[no-untyped-call]
+    query, key, value, gate, up = torch.split(projected, sizes, dim=-1)
     stream = Stream(query, key, value, _weight(query_norm), _weight(key_norm), *(rotary or ()))
     (output,) = _joint(attention, [stream], query_norm)
     projected_back: Tensor = attention.to_out(torch.cat([output, silu_mul(gate, up)], dim=-1))
@@ -123,7 +123,7 @@ def rotary_of(given: Any, *tokens: int) -> list[Rotary | None]:
     if given is None:
         return [None] * len(tokens)
     cos, sin = rotary_from_repeated(*given)
-    return list(zip(cos.split(tokens), sin.split(tokens), strict=True))
+    return list(zip(torch.split(cos, list(tokens)), torch.split(sin, list(tokens)), strict=True))
 
 
 def rotary_of_complex(given: Tensor | None, device: torch.device) -> Rotary | None:
