@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from peft import LoraConfig
@@ -14,53 +13,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fakes.kept_bytes import kept_bytes
+from fakes.tiny_transformers import flux2, sd3, z_image
 from lightning_aigc.precision import whole_blocks
 from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.selective import Known, Saves, saving_and_reading
 from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc.quantization import quantize_frozen_
 
-WIDTH, TEXT, SIDE = 64, 24, 8
 Call = Callable[[nn.Module], Tensor]
 
 
-def sd3() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.SD3Transformer2DModel(
-        sample_size=2 * SIDE, patch_size=2, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=32,
-        num_attention_heads=2, joint_attention_dim=WIDTH, caption_projection_dim=WIDTH, pooled_projection_dim=16,
-        pos_embed_max_size=16, qk_norm="rms_norm", dual_attention_layers=(0,),
-    )  # fmt: skip
-    return model, {
-        "hidden_states": torch.randn(2, 4, 2 * SIDE, 2 * SIDE), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
-        "pooled_projections": torch.randn(2, 16), "timestep": torch.tensor([300.0, 700.0]),
-    }  # fmt: skip
+def z_image_of_unequal_texts() -> tuple[nn.Module, dict[str, Any]]:
+    return z_image(text=(5, 9))
 
 
-def z_image() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.ZImageTransformer2DModel(
-        all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=WIDTH, n_layers=2, n_refiner_layers=1,
-        n_heads=2, n_kv_heads=2, cap_feat_dim=32, axes_dims=[8, 12, 12], axes_lens=[256, 64, 64],
-    )  # fmt: skip
-    pictures, captions = (
-        [torch.randn(4, 1, 2 * SIDE, 2 * SIDE) for _ in range(2)],
-        [torch.randn(length, 32) for length in (5, 9)],
-    )
-    return model, {"x": pictures, "t": torch.tensor([0.3, 0.8]), "cap_feats": captions}
-
-
-def flux2() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.Flux2Transformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
-        joint_attention_dim=WIDTH, axes_dims_rope=(8, 8, 8, 8), guidance_embeds=False,
-    )  # fmt: skip
-    return model, {
-        "hidden_states": torch.randn(2, SIDE**2, 16), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
-        "timestep": torch.tensor([0.3, 0.8]), "img_ids": torch.zeros(2, SIDE**2, 4),
-        "txt_ids": torch.zeros(2, TEXT, 4), "guidance": None,
-    }  # fmt: skip
-
-
-@pytest.fixture(params=[sd3, z_image, flux2], ids=lambda make: make.__name__)
+@pytest.fixture(params=[sd3, z_image_of_unequal_texts, flux2], ids=lambda make: make.__name__)
 def model_and_call(request: pytest.FixtureRequest) -> tuple[nn.Module, Call]:
     torch.manual_seed(0)
     model, given = request.param()
