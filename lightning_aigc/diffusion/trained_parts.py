@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ModelError
 
 KEY = "model.init_args.trained_parts"
@@ -30,8 +31,7 @@ def train_parts(parts: Components, patterns: Sequence[str]) -> dict[str, nn.Modu
     """Let the parameters that a pattern covers take gradients; returns the parts that hold some, by name.
 
     A pattern covers a parameter if it matches its name (`unet.down_blocks.0.attentions.0...weight`) or the name of a
-    module above it; `*` matches dots too. What can take no gradient stays frozen: SDXL reads its first text encoder
-    before the last layer.
+    module above it; `*` matches dots too. What can take no gradient stays frozen.
 
     Raises: ModelError for a pattern that covers nothing, or nothing that takes a gradient.
     """
@@ -48,8 +48,8 @@ def train_parts(parts: Components, patterns: Sequence[str]) -> dict[str, nn.Modu
         taken = [name for name in covered if name not in unread]
         if not taken:
             raise ModelError(
-                f"{KEY}: {pattern!r} covers only weights whose output SDXL does not read, such as {covered[0]}, so they"
-                " take no gradient; choose others"
+                f"{KEY}: {pattern!r} covers only weights whose output nothing reads, such as {covered[0]}, so they take"
+                " no gradient; choose others"
             )
         for name in taken:
             named[name].requires_grad_(True)
@@ -63,7 +63,13 @@ def covers(pattern: str, name: str) -> bool:
 
 
 def unread_names(parts: Components) -> set[str]:
-    """Names of the weights that no loss reads: SDXL takes its first text encoder's hidden state before the last."""
+    """Names of the weights that no loss reads.
+
+    SDXL takes its first text encoder's hidden state before the last; a transformer of two streams ends in its picture.
+    """
+    if parts.family in TRANSFORMERS:
+        unread = TRANSFORMERS[parts.family].unread_layers(parts.denoiser)
+        return {f"transformer.{name}" for name, _ in parts.denoiser.named_parameters() if name.startswith(unread)}
     if parts.family != "sdxl":
         return set()
     first = parts.text_encoders[0]

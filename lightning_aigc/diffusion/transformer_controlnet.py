@@ -58,9 +58,9 @@ def make_controlnet(
 
 def train_whole(controlnet: Any, family: ControlledFamily) -> None:
     """Let all of a ControlNet be trained but the layers that nothing reads, which would take no gradient."""
-    controlnet.requires_grad_(True)
-    for name in family.unread_layers(controlnet):
-        controlnet.get_submodule(name).requires_grad_(False)
+    unread = family.unread_layers(controlnet)
+    for name, parameter in controlnet.named_parameters():
+        parameter.requires_grad_(not name.startswith(unread))
 
 
 def check_fits(controlnet: Any, parts: Components, name: str) -> None:

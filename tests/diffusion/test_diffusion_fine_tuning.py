@@ -58,8 +58,11 @@ def test_the_transformer_is_trained_and_nothing_else(folder: str, tmp_path: Path
     before, others = weights(module), [p.detach().clone() for p in frozen]
     fit(module, tmp_path, batch=make_batch(("a red cup", "zorp")))
     after = weights(module)
-    moved = sum(not torch.equal(before[name], after[name]) for name in before)
-    assert moved > 0.6 * len(before)  # of a last block's text tokens nothing is read
+    assert module.transformer is not None
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(moved) > 0.8 * len(before)
+    still = {name for name, p in module.transformer.named_parameters() if p.requires_grad} - moved
+    assert still <= {"x_pad_token"}  # Z-Image's, which a picture of a multiple of 32 tokens does not read
     assert all(torch.equal(was, now) for was, now in zip(others, frozen, strict=True))
 
 

@@ -106,9 +106,7 @@ def test_a_fit_moves_every_lora_matrix_and_nothing_else(sd3: str, tmp_path: Path
     after = trained(module)
     kinds = ("to_q", "to_add_out", "add_v_proj", "attn2.to_k", "ff.net.2", "ff_context.net.0.proj")
     assert all(any(kind in name for name in after) for kind in kinds)
-    unread = "transformer_blocks.1.attn.add_q_proj"  # the last block's text tokens go nowhere
-    moved = {name for name in after if "lora_B" in name and not torch.equal(before[name], after[name])}
-    assert moved == {name for name in after if "lora_B" in name and unread not in name}
+    assert not {name for name in after if "lora_B" in name and torch.equal(before[name], after[name])}
     assert all(
         torch.equal(p, base[i, n]) for i, m in enumerate(models) for n, p in m.named_parameters() if (i, n) in base
     )

@@ -37,8 +37,8 @@ class ControlledFamily(TransformerFamily):
     """What else the config of a new ControlNet says that the transformer's does not."""
     control_path: ClassVar[tuple[str, ...]]
     """The ControlNet's modules that read the condition and those that write what is added to the transformer."""
-    last_text: ClassVar[tuple[str, ...]] = ("attn.to_add_out", "ff_context")
-    """Layers of a block of two streams that only the text of the next block reads."""
+    last_text: ClassVar[tuple[str, ...]] = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
+    """Layers of a block of two streams that only the text of the next block reads: what text asks, and what it gets."""
 
     # What networks read and answer ----------------------------------------------------------------------------------
 
@@ -95,16 +95,17 @@ class ControlledFamily(TransformerFamily):
         """The condition's latents as the ControlNet reads them; `draw` as in `latents`."""
         return self.latents(vae, moments_B2CHW, draw)
 
+    def unread_layers(self, network: Any) -> tuple[str, ...]:
+        if getattr(network.config, "num_single_layers", 0):
+            return ()  # blocks of one stream follow, and read the text
+        last = int(network.config.num_layers) - 1
+        return tuple(f"transformer_blocks.{last}.{name}" for name in self.last_text)
+
     # A new ControlNet -----------------------------------------------------------------------------------------------
 
     def control_counts(self, blocks: int) -> list[int]:
         """How many blocks a ControlNet may have, so that a transformer of so many reads each of them."""
         return [count for count in range(1, blocks + 1) if (blocks - 1) // -(-blocks // count) == count - 1]
-
-    def unread_layers(self, controlnet: Any) -> tuple[str, ...]:
-        """Layers of the ControlNet whose output nothing reads, so that they take no gradient."""
-        last = int(controlnet.config.num_layers) - 1
-        return tuple(f"transformer_blocks.{last}.{name}" for name in self.last_text)
 
     # Sampling -------------------------------------------------------------------------------------------------------
 

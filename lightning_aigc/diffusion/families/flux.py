@@ -95,9 +95,6 @@ class Flux(ControlledFamily):
             "img_ids": positions(height // 2, width // 2, embeddings_BTD),
         }
 
-    def unread_layers(self, controlnet: Any) -> tuple[str, ...]:
-        return () if controlnet.config.num_single_layers else super().unread_layers(controlnet)
-
     def patch_size(self, denoiser: Any) -> int:
         return 2
 

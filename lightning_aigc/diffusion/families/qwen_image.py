@@ -36,7 +36,7 @@ class QwenImage(ControlledFamily):
     controlnet_pipeline = "QwenImageControlNetPipeline"
     control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 5}
     control_path = ("controlnet_x_embedder", "controlnet_blocks")
-    last_text = ("attn.to_add_out", "txt_mlp")
+    last_text = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"
     modelspec = "qwen-image"

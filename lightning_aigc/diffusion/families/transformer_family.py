@@ -109,7 +109,9 @@ class TransformerFamily(Family):
     def adapted_layers(self, denoiser: nn.Module, targets: Sequence[str]) -> list[str]:
         """Names of the linear layers that these LoRA targets cover.
 
-        Whole names, because an end such as `to_out` is a list of layers in some blocks and a layer in others.
+        Whole names, because an end such as `to_out` is a list of layers in some blocks and a layer in others. Layers
+        that nothing reads are left out: their B would stay zero.
+
         Raises: ModelError for an unknown target, or where nothing is covered.
         """
         unknown = [target for target in targets if target not in self.lora_layers]
@@ -117,7 +119,12 @@ class TransformerFamily(Family):
         if unknown or not targets:
             raise ModelError(f"model.init_args.lora_targets must name some of {known}; got {list(targets)}")
         ends = [f"*.{layer}" for target in targets for layer in self.lora_layers[target]]
-        linears = [name for name, layer in denoiser.named_modules() if isinstance(layer, nn.Linear)]
+        unread = self.unread_layers(denoiser)
+        linears = [
+            name
+            for name, layer in denoiser.named_modules()
+            if isinstance(layer, nn.Linear) and not name.startswith(unread)
+        ]
         adapted = [name for name in linears if any(fnmatch.fnmatchcase(f".{name}", end) for end in ends)]
         if not adapted:
             raise ModelError(
@@ -125,6 +132,10 @@ class TransformerFamily(Family):
                 f" more of {known}"
             )
         return adapted
+
+    def unread_layers(self, network: Any) -> tuple[str, ...]:
+        """Layers of the transformer, or of its ControlNet, whose output nothing reads, so that they do not learn."""
+        return ()
 
     def patch_size(self, denoiser: Any) -> int:
         """Scaled latent pixels to a side of a token."""
