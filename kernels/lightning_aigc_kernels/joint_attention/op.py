@@ -4,7 +4,8 @@ Native autograd saves the normalised, the rotated and the joined queries and key
 activations of the input's size. This op saves the projections as given and the attention's output with its softmax,
 four; backward repeats norm and rotation. The projections are the caller's layers, so any LoRA on them works.
 
-On npu the attention is torch_npu's npu_fusion_attention, on cuda torch's flash or memory-efficient one.
+On npu the attention is torch_npu's npu_fusion_attention, on cuda torch's flash or memory-efficient one; with a
+stream's `key_bias` the latter.
 
 Dimensions: N samples, H heads, T tokens of a stream, D features of a head, C = H D.
 """
@@ -34,7 +35,7 @@ def joint_attention(
     norm: bool = True,
     known: tuple[Tensor, ...] | None = None,
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """softmax(q k^T / sqrt(D)) v over the tokens of all streams in their order, with q and k through `qk_norm_rope`.
+    """softmax(q k^T / sqrt(D) + bias) v over all streams' tokens in their order, with q and k through `qk_norm_rope`.
 
     Args: streams of the same N and C; a single one is a list of one. `norm=False` leaves out the norm of every query
         and key. `known`, what an earlier pass of the same inputs gave, skips the attention.

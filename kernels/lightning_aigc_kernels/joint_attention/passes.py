@@ -43,6 +43,16 @@ class Joint:
         """Each stream's value."""
         return [s.value for s in self.streams]
 
+    @property
+    def key_bias(self) -> Tensor | None:
+        """Of all streams' keys, [N, S] or [1, S]; None where no stream has one."""
+        if all(s.key_bias is None for s in self.streams):
+            return None
+        zeros = [s.query.new_zeros((1, s.query.shape[1]), dtype=torch.float32) for s in self.streams]
+        parts = [z if s.key_bias is None else s.key_bias for s, z in zip(self.streams, zeros, strict=True)]
+        samples = 1 if all(part.shape[0] == 1 for part in parts) else self.streams[0].query.shape[0]
+        return torch.cat([part.expand(samples, -1) for part in parts], 1)
+
     def of_heads(self, x_NTC: Tensor) -> Tensor:
         """[N, T, C] as [N, T, H, D]."""
         samples, tokens, features = x_NTC.shape
@@ -52,14 +62,14 @@ class Joint:
 def forward(joint: Joint) -> list[Tensor]:
     """Each stream's output [N, T, C], then the two softmax tensors."""
     q, k, v = (_heads_first(x) for x in _joined(joint))
-    o_NHSD, *softmax = attend(q, k, v)
+    o_NHSD, *softmax = attend(q, k, v, joint.key_bias)
     return [*_split(o_NHSD, joint), *softmax]
 
 
 def forward_fake(joint: Joint) -> list[Tensor]:
     """`forward` on tensors without values: the kernel of norm and rotation is not called."""
     like = _unwritten(joint)
-    _, *softmax = attend(*(_heads_first(like),) * 3)
+    _, *softmax = attend(*(_heads_first(like),) * 3, joint.key_bias)
     return [*(s.query.new_empty(s.query.shape, dtype=joint.dtype) for s in joint.streams), *softmax]
 
 
@@ -70,16 +80,18 @@ def backward(
     softmax: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of each stream's query, key, value, query_weight and key_weight, and twice None.
+    """The gradients of each stream's query, key, value, query_weight and key_weight, and three times None.
 
     Args: do is None for a stream whose output nobody used; outputs and softmax are `forward`'s; needs selects among
-        each stream's seven.
+        each stream's eight.
     """
     pairs = zip(do, outputs, strict=True)
     do_NSHD = _concatenated([torch.zeros_like(o) if d is None else d for d, o in pairs], joint)
     q, k, v = (_heads_first(x) for x in _joined(joint))
     o_NHSD = _heads_first(_concatenated(outputs, joint))
-    dqkv = [d.transpose(1, 2) for d in attend_backward(_heads_first(do_NSHD), q, k, v, o_NHSD, *softmax)]
+    softmax1, softmax2 = softmax
+    dqkv_NHSD = attend_backward(_heads_first(do_NSHD), q, k, v, o_NHSD, softmax1, softmax2, joint.key_bias)
+    dqkv = [d.transpose(1, 2) for d in dqkv_NHSD]
     del do_NSHD, q, k, v, o_NHSD  # frees memory for the gradients of the streams
 
     gradients: list[Tensor | None] = []
@@ -90,7 +102,7 @@ def backward(
         dq, dquery_weight = _inward(dq_NTHD, *joint.queries[i], joint, need_q, need_query_weight)
         dk, dkey_weight = _inward(dk_NTHD, *joint.keys[i], joint, need_k, need_key_weight)
         dv = _copy(dv_NTHD, stream.value) if need_v else None
-        gradients += [dq, dk, dv, dquery_weight, dkey_weight, None, None]
+        gradients += [dq, dk, dv, dquery_weight, dkey_weight, None, None, None]
     return gradients
 
 

@@ -20,12 +20,22 @@ def joint_attention(
     k = [_prepared(s.key, s.key_weight, s, heads, eps, norm) for s in streams]
     v = [_of_heads(s.value, heads) for s in streams]
     q_NHSD, k_NHSD, v_NHSD = (torch.cat(tokens, 1).transpose(1, 2) for tokens in (q, k, v))
-    o_NSC = F.scaled_dot_product_attention(q_NHSD, k_NHSD, v_NHSD).transpose(1, 2).flatten(2)
+    o_NHSD = F.scaled_dot_product_attention(q_NHSD, k_NHSD, v_NHSD, _mask(streams, q_NHSD.dtype))
+    o_NSC = o_NHSD.transpose(1, 2).flatten(2)
     return torch.split(o_NSC, [s.query.shape[1] for s in streams], 1)
 
 
 def _prepared(x: Tensor, weight: Tensor | None, stream: Stream, heads: int, eps: float, norm: bool) -> Tensor:
     return qk_norm_rope(_of_heads(x, heads), weight, stream.cos, stream.sin, eps=eps, norm=norm)
+
+
+def _mask(streams: Sequence[Stream], dtype: torch.dtype) -> Tensor | None:
+    """The keys' biases, [N, 1, 1, S] in float32 or what is wider."""
+    if all(s.key_bias is None for s in streams):
+        return None
+    rows = [s.query.new_zeros(s.query.shape[:2], dtype=torch.float32) for s in streams]
+    rows = [row if s.key_bias is None else row + s.key_bias for row, s in zip(rows, streams, strict=True)]
+    return torch.cat(rows, 1)[:, None, None].to(torch.promote_types(dtype, torch.float32))
 
 
 def _of_heads(x_NTC: Tensor, heads: int) -> Tensor:

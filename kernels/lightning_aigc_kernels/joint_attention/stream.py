@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope, check
@@ -22,6 +23,10 @@ class Stream(NamedTuple):
     cos: Tensor | None = None
     """[T, D/2] or [N, T, D/2], for queries and keys; None for no rotation."""
     sin: Tensor | None = None
+    key_bias: Tensor | None = None
+    """[N, T] or [1, T] in float32, added to every query's logits for this stream's keys; None is zeros.
+
+    -inf leaves a token out, log(n) counts it n times. In each sample some stream must have a key left. No gradient."""
 
     def of_query(self, eps: float, norm: bool) -> NormRope:
         """What is done to the queries."""
@@ -48,3 +53,15 @@ def check_streams(streams: Sequence[Stream], heads: int, eps: float, norm: bool)
         sizes = (samples, tokens, heads, width // heads)
         check(f"joint_attention's stream {i}", sizes, stream.of_query(eps, norm))
         check(f"joint_attention's stream {i}", sizes, stream.of_key(eps, norm))
+        if stream.key_bias is not None:
+            _check_key_bias(i, stream.key_bias, samples, tokens)
+
+
+def _check_key_bias(stream: int, bias: Tensor, samples: int, tokens: int) -> None:
+    op = f"joint_attention's stream {stream}"
+    if bias.dtype != torch.float32 or bias.shape not in ((samples, tokens), (1, tokens)):
+        wanted, got = f"{(samples, tokens)} or {(1, tokens)} in float32", f"{tuple(bias.shape)} in {bias.dtype}"
+        advice = "; of a mask: torch.where(mask, 0.0, -torch.inf)" if bias.dtype == torch.bool else ""
+        raise ValueError(f"{op} wants a key_bias {wanted}, got {got}{advice}")
+    if bias.requires_grad:
+        raise ValueError(f"{op} gives key_bias no gradient, got one that wants it; use key_bias.detach()")

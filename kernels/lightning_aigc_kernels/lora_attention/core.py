@@ -1,4 +1,8 @@
-"""Softmax attention without masks, forward and backward, with each device's fused kernel.
+"""Softmax attention, forward and backward, with each device's fused kernel, and a bias of each key for all queries.
+
+A bias [N or 1, S] in float32 is added to every query's logits: -inf leaves a key out, log(n) counts it n times. Some
+key must be left. On cuda torch's flash attention takes none, so its memory-efficient one serves; there and on npu the
+bias is rounded to the queries' dtype.
 
 Dimensions: N samples, H heads, T queries, S keys, D features of a head.
 """
@@ -9,48 +13,64 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.dispatch import HALF_DTYPES, KERNEL_DEVICES, warn_once
 
 aten = torch.ops.aten
+BIAS_ALIGNMENT = 16
+"""Rows of a bias start at a multiple of so many numbers, as torch's own attention pads them."""
+LOWEST = -65504.0
+"""For -inf on npu: far enough below any logit, and finite in half precision."""
 
 
-def attend(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def attend(
+    q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, bias_NS: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The output [N, H, T, D] and two small softmax tensors for `attend_backward`."""
     nothing = q_NHTD.new_empty(0)
-    which = _kernel(q_NHTD, k_NHSD, v_NHSD)
+    which = _kernel(q_NHTD, k_NHSD, v_NHSD, bias_NS is not None)
     q_NHTD, k_NHSD, v_NHSD = _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
+    bias = _bias_for(which, bias_NS, q_NHTD)
     if which == "cpu_flash":
-        o_NHTD, lse_NHT = aten._scaled_dot_product_flash_attention_for_cpu(q_NHTD, k_NHSD, v_NHSD)
+        o_NHTD, lse_NHT = aten._scaled_dot_product_flash_attention_for_cpu(q_NHTD, k_NHSD, v_NHSD, attn_mask=bias)
         # torch 2.11's fake kernel reports float32 where the result is float64.
         return o_NHTD, lse_NHT.to(torch.promote_types(q_NHTD.dtype, torch.float32)).contiguous(), nothing
     if which == "cuda_flash":
         o_NHTD, lse_NHT, *_, random_state, _, _ = aten._scaled_dot_product_flash_attention(q_NHTD, k_NHSD, v_NHSD)
         return o_NHTD, lse_NHT, random_state
     if which == "cuda_efficient":
-        o_NHTD, lse_NHT, *_ = aten._scaled_dot_product_efficient_attention(q_NHTD, k_NHSD, v_NHSD, None, True)
+        o_NHTD, lse_NHT, *_ = aten._scaled_dot_product_efficient_attention(q_NHTD, k_NHSD, v_NHSD, bias, True)
         return o_NHTD, lse_NHT, nothing
     if which == "npu":
         o_NHTD, maximum, total, *_ = torch.ops.npu.npu_fusion_attention(
-            q_NHTD, k_NHSD, v_NHSD, q_NHTD.shape[1], "BNSD", scale=q_NHTD.shape[-1] ** -0.5
+            q_NHTD, k_NHSD, v_NHSD, q_NHTD.shape[1], "BNSD", pse=bias, scale=q_NHTD.shape[-1] ** -0.5
         )
         return o_NHTD, maximum, total
-    scores_NHTS = _scores(q_NHTD, k_NHSD)
+    scores_NHTS = _scores(q_NHTD, k_NHSD, bias)
     lse_NHT = scores_NHTS.logsumexp(-1)
     o_NHTD = (scores_NHTS - lse_NHT[..., None]).exp().to(v_NHSD.dtype) @ v_NHSD
     return o_NHTD, lse_NHT, nothing
 
 
 def attend_backward(
-    do_NHTD: Tensor, q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, o_NHTD: Tensor, softmax1: Tensor, softmax2: Tensor
+    do_NHTD: Tensor,
+    q_NHTD: Tensor,
+    k_NHSD: Tensor,
+    v_NHSD: Tensor,
+    o_NHTD: Tensor,
+    softmax1: Tensor,
+    softmax2: Tensor,
+    bias_NS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv."""
-    which = _kernel(q_NHTD, k_NHSD, v_NHSD)
+    which = _kernel(q_NHTD, k_NHSD, v_NHSD, bias_NS is not None)
     do_NHTD, q_NHTD, k_NHSD, v_NHSD = _dense(do_NHTD), _dense(q_NHTD), _dense(k_NHSD), _dense(v_NHSD)
+    bias = _bias_for(which, bias_NS, q_NHTD)
     if which == "cpu_flash":
         softmax1 = softmax1.to(torch.promote_types(q_NHTD.dtype, torch.float32))  # forward's q may differ in dtype
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do_NHTD, q_NHTD, k_NHSD, v_NHSD, o_NHTD, softmax1, 0.0, False
+            do_NHTD, q_NHTD, k_NHSD, v_NHSD, o_NHTD, softmax1, 0.0, False, attn_mask=bias
         )
         return dq, dk, dv
     if which == "cuda_flash":
@@ -63,16 +83,16 @@ def attend_backward(
     if which == "cuda_efficient":
         seed = torch.zeros((), dtype=torch.int64, device=q_NHTD.device)  # for dropout, which is off
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            do_NHTD, q_NHTD, k_NHSD, v_NHSD, None, o_NHTD, softmax1, seed, seed, 0.0, [True, True, True, False], False
+            do_NHTD, q_NHTD, k_NHSD, v_NHSD, bias, o_NHTD, softmax1, seed, seed, 0.0, [True, True, True, False], False
         )
         return dq, dk, dv
     if which == "npu":
         dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
-            q_NHTD, k_NHSD, v_NHSD, do_NHTD, q_NHTD.shape[1], "BNSD",
+            q_NHTD, k_NHSD, v_NHSD, do_NHTD, q_NHTD.shape[1], "BNSD", pse=bias,
             softmax_max=softmax1, softmax_sum=softmax2, attention_in=o_NHTD, scale_value=q_NHTD.shape[-1] ** -0.5,
         )  # fmt: skip
         return dq, dk, dv
-    weights_NHTS = (_scores(q_NHTD, k_NHSD) - softmax1[..., None]).exp()
+    weights_NHTS = (_scores(q_NHTD, k_NHSD, bias) - softmax1[..., None]).exp()
     dweights_NHTS = (do_NHTD @ v_NHSD.transpose(-1, -2)).to(weights_NHTS.dtype)
     delta_NHT1 = (do_NHTD.to(weights_NHTS.dtype) * o_NHTD.to(weights_NHTS.dtype)).sum(-1, keepdim=True)
     dscores_NHTS = weights_NHTS * (dweights_NHTS - delta_NHT1) * q_NHTD.shape[-1] ** -0.5
@@ -81,11 +101,30 @@ def attend_backward(
     return dscores_NHTS @ k_NHSD, dscores_NHTS.transpose(-1, -2) @ q_NHTD, dv_NHSD
 
 
-def _scores(q_NHTD: Tensor, k_NHSD: Tensor) -> Tensor:
-    """q k^T / sqrt(D), at least in float32."""
+def _scores(q_NHTD: Tensor, k_NHSD: Tensor, bias: Tensor | None) -> Tensor:
+    """q k^T / sqrt(D) + bias, at least in float32."""
     wide = torch.promote_types(q_NHTD.dtype, torch.float32)
     scale: float = q_NHTD.shape[-1] ** -0.5
-    return q_NHTD.to(wide) @ k_NHSD.to(wide).transpose(-1, -2) * scale
+    scores_NHTS = q_NHTD.to(wide) @ k_NHSD.to(wide).transpose(-1, -2) * scale
+    return scores_NHTS if bias is None else scores_NHTS + bias
+
+
+def _bias_for(which: str, bias_NS: Tensor | None, q_NHTD: Tensor) -> Tensor | None:
+    """The bias of the keys in the form that a kernel takes."""
+    if bias_NS is None:
+        return None
+    samples, heads, queries, features = q_NHTD.shape
+    keys = bias_NS.shape[1]
+    bias_N11S = bias_NS.unsqueeze(1).unsqueeze(1)
+    if which == "cuda_efficient":
+        padded = F.pad(bias_N11S, (0, -keys % BIAS_ALIGNMENT)).to(q_NHTD.dtype)
+        return padded.narrow(-1, 0, keys).expand(samples, heads, queries, keys)
+    if which == "npu":  # pse, which is added before the scale; a row for all queries must have all heads
+        root: float = features**0.5
+        scaled = (bias_N11S * root).clamp(min=LOWEST).to(q_NHTD.dtype)
+        return scaled.expand(samples, heads, 1, keys).contiguous()
+    # torch 2.13 misreads a float32 bias of float64 queries.
+    return bias_N11S.to(torch.promote_types(q_NHTD.dtype, torch.float32))
 
 
 def _dense(heads_first: Tensor) -> Tensor:
@@ -93,7 +132,7 @@ def _dense(heads_first: Tensor) -> Tensor:
     return heads_first if heads_first.stride(-1) == 1 else heads_first.contiguous()
 
 
-def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
+def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, biased: bool = False) -> str:
     """The attention kernel for these tensors; fused kernels divide by zero without keys."""
     device, features = q_NHTD.device.type, q_NHTD.shape[-1]
     if q_NHTD.numel() == 0 or k_NHSD.numel() == 0 or v_NHSD.shape[-1] != features:
@@ -103,7 +142,7 @@ def _kernel(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor) -> str:
         return "cpu_flash" if k_NHSD.shape[2] >= 16 else "math"
     half = q_NHTD.dtype in HALF_DTYPES
     if device == "cuda" and features % 8 == 0 and (half or q_NHTD.dtype == torch.float32):
-        flash = half and features <= 256 and has_flash_attention(q_NHTD.device.index)
+        flash = half and not biased and features <= 256 and has_flash_attention(q_NHTD.device.index)
         return "cuda_flash" if flash else "cuda_efficient"
     if device == "npu" and half and hasattr(torch.ops.npu, "npu_fusion_attention"):
         return "npu"

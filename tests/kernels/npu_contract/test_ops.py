@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_aigc_kernels import Stream
 from lightning_aigc_kernels.joint_attention import op as joint_attention
+from lightning_aigc_kernels.lora_attention import core
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 from lightning_aigc_kernels.packing import pack
 from lightning_aigc_kernels.silu_mul import op as silu_mul
@@ -105,14 +108,17 @@ def test_the_attention_of_lora_attention_takes_the_fused_op_forward_and_backward
 
 
 class Recorder(TorchDispatchMode):
-    """The names of the operators that were called."""
+    """The names of the operators that were called, and the arguments by name of the last call of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.given: dict[str, Any] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.names.append(func.name())
+        names = [argument.name for argument in func._schema.arguments]
+        self.given[func.name()] = dict(zip(names, args, strict=False)) | (kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -124,16 +130,43 @@ def test_silu_mul_takes_npu_swiglu_for_the_halves_of_a_projection() -> None:
     assert (product.shape, product.dtype, product.device.type) == ((B, S, E), torch.float16, "npu")
 
 
+@pytest.mark.parametrize("rows", [1, B])
+def test_a_bias_of_the_keys_is_the_pse_of_the_fused_op(rows: int) -> None:
+    """In the query's dtype and [B, H, 1, keys], the form that torch_npu documents for one row for all queries."""
+    q, k, bias = half(B, H, S, E).detach(), half(B, H, T, E).detach(), torch.empty(rows, T, device="npu:0")
+    with Recorder() as calls:
+        made = attend(q, k, k, bias)
+        grads = attend_backward(torch.empty_like(made[0]), q, k, k, *made, bias)
+    assert [grad.shape for grad in grads] == [(B, H, S, E), (B, H, T, E), (B, H, T, E)]
+    for name in ("npu::npu_fusion_attention", "npu::npu_fusion_attention_grad"):
+        pse = calls.given[name]["pse"]
+        assert (pse.shape, pse.dtype, pse.is_contiguous()) == ((B, H, 1, T), torch.float16, True)
+
+
+def test_the_pse_is_added_before_the_scale_and_stays_finite() -> None:
+    """By torch_npu's formula softmax(scale * (pse + q k^T)); -inf is too low for any logit to matter beside it."""
+    with unset_fake_temporarily():
+        bias = torch.tensor([[0.0, -torch.inf, 1.0986]])
+        pse = core._bias_for("npu", bias, torch.empty(2, 3, 5, 64, dtype=torch.float16))
+        assert pse is not None and pse.isfinite().all()
+        logits = (64**-0.5 * pse.float()).expand(2, 3, 5, 3)
+        weights = logits.softmax(-1)
+        torch.testing.assert_close(weights[0, 0, 0], torch.tensor([1.0, 0, 3]) / 4, rtol=1e-3, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:lightning_aigc..qk_norm_rope runs its plain torch reference on npu")
 def test_joint_attention_takes_the_fused_op_forward_and_backward_and_no_complex_number() -> None:
     angles = torch.empty(S, E // 2, device="npu:0")
-    text = Stream(*(half(B, T, H * E).detach() for _ in range(3)), half(E).detach(), half(E).detach())
+    bias = torch.empty(B, T, device="npu:0")
+    text = Stream(
+        *(half(B, T, H * E).detach() for _ in range(3)), half(E).detach(), half(E).detach(), key_bias=bias
+    )  # fmt: skip
     picture = Stream(*(half(B, S, H * E).detach() for _ in range(3)), half(E).detach(), None, angles, angles)
     tensors, given = pack((*text, *picture))
     options = H, 1e-6, True, torch.float16
     with Recorder() as calls:
         made = joint_attention._op._init_fn(tensors, given, [], *options)
-        needs = [tensor is not angles for tensor in tensors]
+        needs = [tensor is not angles and tensor is not bias for tensor in tensors]
         gradients = joint_attention._backward_op._init_fn(made[:2], [True, True], tensors, given, made, needs, *options)
     assert [tensor.shape for tensor in made[:2]] == [(B, T, H * E), (B, S, H * E)]
     wanted = [tensor.shape for tensor, need in zip(tensors, needs, strict=True) if need]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_aigc_kernels.dispatch import FallbackWarning, warn_once
 from lightning_aigc_kernels.lora_attention import core
@@ -25,6 +26,39 @@ def test_forward_and_backward_agree_on_shapes(dtype: torch.dtype, features: int)
         assert (logsumexp.shape, logsumexp.dtype) == ((2, 8, 64), torch.float32)
         grads = attend_backward(torch.empty_like(o), q, k, k, o, logsumexp, rest)
         assert [(grad.shape, grad.dtype) for grad in grads] == [(t.shape, dtype) for t in (q, k, k)]
+
+
+class Biases(TorchDispatchMode):
+    """Notes the bias that each attention kernel is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if "attention" in func.name():
+            names = [argument.name for argument in func._schema.arguments]
+            self.given[func.name()] = args[names.index("attn_bias")]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_bias_takes_the_memory_efficient_kernel_in_the_form_that_it_wants(dtype: torch.dtype, rows: int) -> None:
+    """The query's dtype, a row of keys for all queries and heads, each row at a multiple of 16 numbers."""
+    with FakeTensorMode():
+        q = torch.empty(2, 64, 8, 40, device="cuda", dtype=dtype).transpose(1, 2)
+        k = torch.empty(2, 77, 8, 40, device="cuda", dtype=dtype).transpose(1, 2)
+        bias = torch.empty(rows, 77, device="cuda")
+        with Biases() as biases:
+            made = attend(q, k, k, bias)
+            grads = attend_backward(torch.empty_like(made[0]), q, k, k, *made, bias)
+        assert [(grad.shape, grad.dtype) for grad in grads] == [(t.shape, dtype) for t in (q, k, k)]
+    name = "aten::_scaled_dot_product_efficient_attention"
+    assert biases.given.keys() == {name, f"{name}_backward"}
+    for given in biases.given.values():
+        assert (given.dtype, given.shape) == (dtype, (2, 8, 64, 77))
+        assert given.stride() == (80 if rows == 2 else 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("flash", [True, False], ids=["ampere", "older"])

@@ -27,16 +27,38 @@ KINDS: dict[str, dict[str, Any]] = {
     "one rotated, one as it is": {"tokens": (4, 9), "rotated": (1,), "norm": False},
     "three streams": {"tokens": (2, 1, 4), "rotated": (0, 2)},
     "long": {"tokens": (20, 31)},
+    "padded text": {"tokens": (6, 9), "biased": {0: "all of one text left out"}},
+    "weighted text for all samples": {"tokens": (20, 31), "biased": {0: "one row"}},
+    "two streams with weights": {"tokens": (20, 31), "biased": {0: "one row", 1: "a row each"}},
+    "one stream with weights": {"tokens": (9,), "biased": {0: "a row each"}},
+    "one of three with weights": {"tokens": (2, 5, 4), "rotated": (0, 2), "norm": False, "biased": {1: "a row each"}},
 }
+BIASED = [kind for kind, how in KINDS.items() if "biased" in how]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def call(op: Any, angles: list[Any], outputs: slice, norm: bool, known: Any = None, **tensors: Any) -> Tensor:
-    """The op, or its reference, on tensors by name; the chosen streams' outputs side by side."""
-    streams = [
-        Stream(*(tensors.get(f"{name}{i}") for name in TENSORS), *angles[i])  # type: ignore[arg-type]
-        for i in range(len(angles))
+def key_bias(kind: str, samples: int, tokens: int) -> Tensor:
+    """Tokens that count once to four times, a third of them left out, but for the first."""
+    rows = 1 if kind == "one row" else samples
+    bias = torch.where(torch.rand(rows, tokens) < 0.3, -torch.inf, torch.randint(1, 5, (rows, tokens)).log())
+    bias[:, :1] = 0
+    if kind == "all of one text left out":
+        bias[1:2] = -torch.inf
+    return bias
+
+
+def streams_of(angles: list[Any], biases: list[Any], tensors: dict[str, Any]) -> list[Stream]:
+    return [
+        Stream(*(tensors.get(f"{name}{i}") for name in TENSORS), *pair, bias)  # type: ignore[arg-type]
+        for i, (pair, bias) in enumerate(zip(angles, biases, strict=True))
     ]
+
+
+def call(
+    op: Any, angles: list[Any], biases: list[Any], outputs: slice, norm: bool, known: Any = None, **tensors: Any
+) -> Tensor:
+    """The op, or its reference, on tensors by name; the chosen streams' outputs side by side."""
+    streams = streams_of(angles, biases, tensors)
     if op is joint_attention:
         made = list(op(streams, HEADS, eps=EPS, norm=norm, known=known)[0])
     else:
@@ -56,13 +78,16 @@ def case(
     tokens, norm = how["tokens"], how.get("norm", True)
     tensors: dict[str, Tensor | None] = {}
     angles: list[Any] = []
+    biases: list[Any] = []
     for i, length in enumerate(tokens):
         tensors |= {f"{name}{i}": torch.randn(samples, length, WIDTH, dtype=torch.float64) for name in TENSORS[:3]}
         if norm:
             tensors |= {f"{name}{i}": torch.randn(FEATURES, dtype=torch.float64) for name in TENSORS[3:]}
         turns = torch.randn(length, FEATURES // 2) * 3
         angles.append((turns.cos(), turns.sin()) if i in how.get("rotated", range(len(tokens))) else (None, None))
-    options: dict[str, Any] = {"angles": angles, "outputs": outputs, "norm": norm}
+        bias = how.get("biased", {}).get(i)
+        biases.append(None if bias is None else key_bias(bias, samples, length))
+    options: dict[str, Any] = {"angles": angles, "biases": biases, "outputs": outputs, "norm": norm}
     fused = partial(call, joint_attention, **options, **(op_only or {}))
     return Case(
         fused,
@@ -131,7 +156,7 @@ def test_it_is_no_worse_than_eager(dtype: torch.dtype, kind: str) -> None:
     contract.assert_no_worse_than_eager(lambda: accuracy_case(kind), dtype, 1.05)
 
 
-@pytest.mark.parametrize("kind", ["FLUX", "one stream", "long"])
+@pytest.mark.parametrize("kind", ["FLUX", "one stream", "long", *BIASED])
 def test_under_autocast_it_is_no_worse_than_eager(kind: str) -> None:
     contract.assert_no_worse_than_eager(lambda: accuracy_case(kind), torch.float32, 1.05, torch.bfloat16)
 
@@ -152,9 +177,10 @@ def test_the_norms_weights_gradients_are_no_worse_than_eager(dtype: torch.dtype)
     assert squares[0] ** 0.5 <= 1.05 * squares[1] ** 0.5
 
 
-@pytest.mark.parametrize("kind", ["FLUX", "one stream", "one stream as it is"])
+@pytest.mark.parametrize("kind", ["FLUX", "one stream", "one stream as it is", "padded text"])
 def test_it_keeps_its_output_and_the_softmax_alone(kind: str) -> None:
-    tokens = (16, 48) if kind == "FLUX" else (64,)
+    """And no bias beside those given."""
+    tokens = (16, 48) if kind in ("FLUX", "padded text") else (64,)
     given = case(kind, tokens=tokens)
     one, softmax = 2 * 64 * WIDTH, 2 * 64 * HEADS
     # The output is not counted; those of two streams, which backward reads, are beside the joined one that is checked.
@@ -165,10 +191,7 @@ def test_it_keeps_its_output_and_the_softmax_alone(kind: str) -> None:
 
 def known_of(given: Case) -> tuple[Tensor, ...]:
     how = given.fused.keywords  # type: ignore[attr-defined]
-    streams = [
-        Stream(*(given.tensors.get(f"{name}{i}") for name in TENSORS), *angles)  # type: ignore[arg-type]
-        for i, angles in enumerate(how["angles"])
-    ]
+    streams = streams_of(how["angles"], how["biases"], dict(given.tensors))
     return joint_attention(streams, HEADS, eps=EPS, norm=how["norm"])[1]
 
 
@@ -186,8 +209,9 @@ def test_a_known_attention_is_not_computed_again(kind: str, monkeypatch: pytest.
     assert all(torch.equal(again[name], expected) for name, expected in whole.items())
 
 
-def test_a_known_attention_honours_the_op_contract() -> None:
-    given = case()
+@pytest.mark.parametrize("kind", ["FLUX", "padded text"])
+def test_a_known_attention_honours_the_op_contract(kind: str) -> None:
+    given = case(kind)
     known = known_of(given)
     contract.assert_honours_the_op_contract(
         Case(partial(given.fused, known=known), given.eager, given.tensors, given.trained), OPS
@@ -224,7 +248,7 @@ def test_a_stream_without_tokens_is_allowed(tokens: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["query0", "key1", "value1"])
-@pytest.mark.parametrize("kind", ["FLUX", "long"])
+@pytest.mark.parametrize("kind", ["FLUX", "long", "padded text", "weighted text for all samples"])
 def test_nan_comes_out(kind: str, name: str) -> None:
     contract.assert_shows_nan(case(kind), name, (1, 2, 3))
 
