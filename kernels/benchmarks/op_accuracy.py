@@ -48,6 +48,12 @@ def angles(tokens: int) -> tuple[Tensor, Tensor]:
     return turns.cos().float(), turns.sin().float()
 
 
+def padding(samples: int) -> Tensor:
+    """The bias of the texts' keys where each text has a fourth fewer tokens than the one before it."""
+    lengths = TEXT - TEXT // 4 * torch.arange(samples)
+    return torch.where(torch.arange(TEXT) < lengths[:, None], 0.0, -torch.inf)
+
+
 def on_heads(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A `qk_norm_rope` of x [N, T, C]."""
 
@@ -62,12 +68,16 @@ def on_heads(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def on_streams(op: Callable[..., Any]) -> Callable[..., Tensor]:
     """A `joint_attention` of q, k and v [N, T, C], whose first tokens are text; all streams' outputs side by side."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, query_weight: Tensor, key_weight: Tensor, rotate: bool) -> Tensor:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, query_weight: Tensor, key_weight: Tensor, rotate: bool, padded: bool = False
+    ) -> Tensor:
         cos, sin = angles(q.shape[1])
         streams = []
         for part in (slice(TEXT), slice(TEXT, None)):
             rotary = (cos[part], sin[part]) if rotate else (None, None)
             streams.append(Stream(q[:, part], k[:, part], v[:, part], query_weight, key_weight, *rotary))
+        if padded:
+            streams[0] = streams[0]._replace(key_bias=padding(q.shape[0]))
         made = op(streams, q.shape[2] // FEATURES)
         return torch.cat(made[0] if op is joint_attention else made, 1)
 
@@ -129,6 +139,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, A
         on_streams(joint_attention),
         on_streams(joint_reference.joint_attention),
         {"rotate": False},
+        QKV,
+    ),
+    "joint_attention, padded text": (
+        on_streams(joint_attention),
+        on_streams(joint_reference.joint_attention),
+        {"rotate": True, "padded": True},
         QKV,
     ),
     "silu_mul": (silu_mul, silu_reference.silu_mul, {}, {"gate": "tokens", "up": "tokens"}),
