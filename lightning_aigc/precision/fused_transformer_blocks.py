@@ -20,6 +20,7 @@ from lightning_aigc.precision.stream_attention import (
     attend_in_parallel,
     check_attention,
     gated,
+    key_bias_of,
     read_norm,
     rotary_of,
     rotary_of_complex,
@@ -64,10 +65,14 @@ def modulated(norm: Any, x: Tensor, scale: Tensor | None = None, shift: Tensor |
 
 
 def double_stream(
-    attention: Any, picture: Half, text: Half, rotary: tuple[Rotary | None, Rotary | None] = (None, None)
+    attention: Any,
+    picture: Half,
+    text: Half,
+    rotary: tuple[Rotary | None, Rotary | None] = (None, None),
+    text_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both streams behind a block of FLUX.1, FLUX.2 or Qwen-Image, text first; rotary: the picture's and the text's."""
-    attended, text_attended = attend(attention, picture.normed(), text.normed(), *rotary)
+    attended, text_attended = attend(attention, picture.normed(), text.normed(), *rotary, text_bias=text_bias)
     assert text_attended is not None
     return in_half_range(text.after(text_attended)), picture.after(attended)
 
@@ -224,18 +229,17 @@ def qwen_block(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """QwenImageTransformerBlock, where no text is padded."""
-    check(self.attn, refused=(joint_attention_kwargs, modulate_index, encoder_hidden_states_mask))
+    """QwenImageTransformerBlock. Nobody attends to a text's padding."""
+    check(self.attn, refused=(joint_attention_kwargs, modulate_index))
     if self.zero_cond_t:
         raise CannotSwapError("a second condition")
+    text_bias = key_bias_of(encoder_hidden_states_mask)
     rotary, text_rotary = (rotary_of_complex(part, temb.device) for part in image_rotary_emb or (None, None))
-    picture = Half(
-        hidden_states, self.img_norm1, self.img_norm2, self.img_mlp, self.img_mod(temb).chunk(6, dim=-1)
-    )  # fmt: skip
+    picture = Half(hidden_states, self.img_norm1, self.img_norm2, self.img_mlp, self.img_mod(temb).chunk(6, dim=-1))
     text = Half(
         encoder_hidden_states, self.txt_norm1, self.txt_norm2, self.txt_mlp, self.txt_mod(temb).chunk(6, dim=-1)
     )
-    text_out, picture_out = double_stream(self.attn, picture, text, (rotary, text_rotary))
+    text_out, picture_out = double_stream(self.attn, picture, text, (rotary, text_rotary), text_bias)
     return text_out, in_half_range(picture_out)
 
 
@@ -249,15 +253,17 @@ def z_image_block(
     adaln_noisy: Tensor | None = None,
     adaln_clean: Tensor | None = None,
 ) -> Tensor:
-    """ZImageTransformerBlock, where no text is padded: norms before and behind both parts, and no shift."""
-    check(self.attention, refused=(attn_mask, noise_mask, adaln_noisy, adaln_clean))
+    """ZImageTransformerBlock: norms before and behind both parts, and no shift. Nobody attends to padding."""
+    check(self.attention, refused=(noise_mask, adaln_noisy, adaln_clean))
+    bias = key_bias_of(attn_mask)
     refuse_hooks(self.feed_forward)
     scale1 = gate1 = scale2 = gate2 = None
     if self.modulation:
         scale1, gate1, scale2, gate2 = self.adaLN_modulation(adaln_input).chunk(4, dim=1)
         gate1, gate2 = gate1.tanh(), gate2.tanh()
     rotary = rotary_of_complex(freqs_cis, x.device)
-    attended, _ = attend(self.attention, modulated(self.attention_norm1, x, scale1), None, rotary)
+    normed = modulated(self.attention_norm1, x, scale1)
+    attended, _ = attend(self.attention, normed, None, rotary, picture_bias=bias)
     x = _normed_residual(x, gate1, attended, self.attention_norm2)
     layer, normed = self.feed_forward, modulated(self.ffn_norm1, x, scale2)
     return _normed_residual(x, gate2, layer.w2(silu_mul(layer.w1(normed), layer.w3(normed))), self.ffn_norm2)

@@ -69,22 +69,24 @@ def attend(
     picture_rotary: Rotary | None = None,
     text_rotary: Rotary | None = None,
     picture_first: bool = False,
+    picture_bias: Tensor | None = None,
+    text_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention's output for each stream, through its output projections where it has them.
 
-    Args: picture [N, T, C] and text [N, S, C], each with cos and sin for its tokens.
+    Args: picture [N, T, C] and text [N, S, C], each with cos and sin for its tokens and a bias of its keys.
     """
     query_norm, key_norm, added_query_norm, added_key_norm = _norms(attention)
     streams = [
         Stream(
             attention.to_q(picture), attention.to_k(picture), attention.to_v(picture),
-            _weight(query_norm), _weight(key_norm), *(picture_rotary or ()),
+            _weight(query_norm), _weight(key_norm), *(picture_rotary or (None, None)), picture_bias,
         )
     ]  # fmt: skip
     if text is not None:
         stream = Stream(
             attention.add_q_proj(text), attention.add_k_proj(text), attention.add_v_proj(text),
-            _weight(added_query_norm), _weight(added_key_norm), *(text_rotary or ()),
+            _weight(added_query_norm), _weight(added_key_norm), *(text_rotary or (None, None)), text_bias,
         )  # fmt: skip
         streams.insert(1 if picture_first else 0, stream)
     outputs = _joint(attention, streams, query_norm)
@@ -129,6 +131,15 @@ def rotary_of(given: Any, *tokens: int) -> list[Rotary | None]:
 def rotary_of_complex(given: Tensor | None, device: torch.device) -> Rotary | None:
     """cos and sin of complex rotations, as Z-Image's and Qwen-Image's blocks get them."""
     return None if given is None else rotary_from_complex(given, device)
+
+
+def key_bias_of(mask: Tensor | None) -> Tensor | None:
+    """The keys' bias of a mask [N, T], True for a token that takes part. Raises: CannotSwapError for any other mask."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool or mask.dim() != 2:
+        raise CannotSwapError(f"a mask of {mask.dtype} with {mask.dim()} dimensions")
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def _norms(attention: Any) -> list[NormOf | None]:
