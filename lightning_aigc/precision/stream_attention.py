@@ -77,16 +77,18 @@ def attend(
     Args: picture [N, T, C] and text [N, S, C], each with cos and sin for its tokens and a bias of its keys.
     """
     query_norm, key_norm, added_query_norm, added_key_norm = _norms(attention)
+    cos, sin = picture_rotary or (None, None)
     streams = [
         Stream(
             attention.to_q(picture), attention.to_k(picture), attention.to_v(picture),
-            _weight(query_norm), _weight(key_norm), *(picture_rotary or (None, None)), picture_bias,
+            _weight(query_norm), _weight(key_norm), cos, sin, picture_bias,
         )
     ]  # fmt: skip
     if text is not None:
+        cos, sin = text_rotary or (None, None)
         stream = Stream(
             attention.add_q_proj(text), attention.add_k_proj(text), attention.add_v_proj(text),
-            _weight(added_query_norm), _weight(added_key_norm), *(text_rotary or (None, None)), text_bias,
+            _weight(added_query_norm), _weight(added_key_norm), cos, sin, text_bias,
         )  # fmt: skip
         streams.insert(1 if picture_first else 0, stream)
     outputs = _joint(attention, streams, query_norm)
