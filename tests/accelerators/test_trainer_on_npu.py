@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fakes.ranks import meeting_point
+from fakes.ranks import run_script
 
 PRELUDE = """
 import csv, json, sys
@@ -146,28 +143,17 @@ report([two.global_rank, torch.distributed.get_backend(), module.dtypes, state],
 )
 
 
-def run(code: str, folder: Path) -> tuple[list[Any], str]:
-    """What each rank of the script reported, and what it said besides."""
-    root = Path(__file__).parents[2]
+def run(code: str, ranks: int, folder: Path) -> tuple[list[Any], str]:
+    """What each rank of the script reported, and what rank 0 said besides."""
     script = folder / "script.py"
     script.write_text(code)
-    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with meeting_point() as where:
-        done = subprocess.run(
-            [sys.executable, str(script), str(folder)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environment | where,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rows*.json"))], done.stderr
+    said = run_script(script, ranks, folder / "ranks", folder)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rows*.json"))], said[0]
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    (rows,), said = run(ONE_PROCESS, tmp_path_factory.mktemp("one_process"))
+    (rows,), said = run(ONE_PROCESS, 1, tmp_path_factory.mktemp("one_process"))
     return rows, said
 
 
@@ -259,7 +245,7 @@ def test_channels_last_from_the_cpu_is_contiguous_on_the_npu(one_process: Rows) 
 
 
 def test_two_ranks_train_alike_over_hccl(tmp_path: Path) -> None:
-    rows, _ = run(TWO_RANKS, tmp_path)
+    rows, _ = run(TWO_RANKS, 2, tmp_path)
     (rank, backend, dtypes, state), (_, _, _, other) = rows
     assert (rank, backend) == (0, "hccl") and dtypes == [["npu:0", "torch.bfloat16"]] * 2
     assert state == other

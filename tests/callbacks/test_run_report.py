@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.ranks import meeting_point
+from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import (
     AdaptiveLR,
     CLIPConvergenceGuard,
@@ -202,46 +200,26 @@ def test_the_page_opens_without_a_network_and_shows_pictures_and_curves(tmp_path
     assert "MiB" not in re.sub(r"(?s)<script.*?</script>", "", page) and "GiB" in page
 
 
-TWO_RANKS = """
-import json, os, sys
-from pathlib import Path
-import lightning_aigc
-import torch
-sys.path.insert(0, sys.argv[2])
-from lightning_aigc.callbacks import RunReport
-from lightning_aigc.errors import SamplingTooSlow
-from test_run_report import Painter, fit
-
 class SlowOnRankOne(Painter):
-    def sample(self, prompts, seeds):
+    def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
         if self.global_rank == 1:
             raise SamplingTooSlow("an hour")
         return super().sample(prompts, seeds)
 
-root = Path(sys.argv[1])
-painter, report = Painter(), RunReport(clip_model="embedded:clip", prior_prompts=["a green hat"], num_images=5)
-fit(root / "run", report, module=painter, devices=2, strategy="ddp")
-(root / f"rank{painter.global_rank}.json").write_text(json.dumps(painter.asked))
-slow = RunReport(clip_model="embedded:clip")
-fit(root / "slow", slow, module=SlowOnRankOne(), devices=2, strategy="ddp")
-lacking = RunReport(clip_model="missing/" if os.environ.get("LOCAL_RANK") == "1" else "embedded:clip")
-fit(root / "lacking", lacking, devices=2, strategy="ddp")
-torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends first (pytorch#179291)
-"""
+
+def two_ranks(rank: int, folder: str) -> list[tuple[list[str], list[int]]]:
+    """What this rank was asked to draw of a run; of two more one rank cannot draw, or lacks the judge."""
+    warnings.simplefilter("ignore")
+    root, two = Path(folder), {"devices": 2, "strategy": "ddp"}
+    report = RunReport(clip_model="embedded:clip", prior_prompts=["a green hat"], num_images=5)
+    painter = fit(root / "run", report, **two)
+    fit(root / "slow", RunReport(clip_model="embedded:clip"), module=SlowOnRankOne(), **two)
+    fit(root / "lacking", RunReport(clip_model="missing/" if rank == 1 else "embedded:clip"), **two)
+    return painter.asked
 
 
 def test_two_ranks_draw_each_picture_once_and_report_what_one_rank_does(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    paths = os.pathsep.join(str(here.parents[1] / part) for part in ("", "kernels", "tests"))
-    (tmp_path / "script.py").write_text(TWO_RANKS)
-    with meeting_point() as where:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(tmp_path / "script.py"), str(tmp_path), str(here)],
-            capture_output=True, text=True, timeout=240,
-            env=os.environ | where | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    asked = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    asked = run_ranks(two_ranks, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
     alone = fit(tmp_path / "alone", RunReport(clip_model="embedded:clip", prior_prompts=["a green hat"], num_images=5))
     for of_ranks, (prompts, seeds) in zip(zip(*asked, strict=True), alone.asked, strict=True):
         drawn = [pair for pairs in of_ranks for pair in zip(*pairs, strict=True)]
