@@ -158,8 +158,16 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def assert_honours_the_op_contract(case: Case, ops: Sequence[str]) -> None:
-    """torch.library.opcheck passes on the custom ops that the call and its backward pass made, which are `ops`."""
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+DYNAMIC = "test_aot_dispatch_dynamic"
+"""Traces forward and backward with symbolic shapes: a second a call, where the other checks take a hundredth."""
+
+
+def assert_honours_the_op_contract(case: Case, ops: Sequence[str], dynamic: bool = True) -> None:
+    """torch.library.opcheck passes on the custom ops that the call and its backward pass made, which are `ops`.
+
+    Args: dynamic: with the check of symbolic shapes.
+    """
     leaves = {name: None if t is None else t.detach().clone() for name, t in case.tensors.items()}
     with _Recorder() as recorder:
         outcome_of(case.fused, leaves, case.trained)
@@ -173,7 +181,7 @@ def assert_honours_the_op_contract(case: Case, ops: Sequence[str]) -> None:
             copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value.detach())
             return copy.requires_grad_(forward and value.data_ptr() in trained)
 
-        torch.library.opcheck(func, tree_map(fresh, args))
+        torch.library.opcheck(func, tree_map(fresh, args), test_utils=(*CHECKS, DYNAMIC) if dynamic else CHECKS)
 
 
 def assert_compiles(case: Case) -> None:

@@ -102,6 +102,12 @@ def test_finite_differences_agree() -> None:
 @pytest.mark.parametrize("keep", [False, True], ids=["input kept", "projection kept"])
 @pytest.mark.parametrize("trained", ["all", "lora"])
 def test_it_honours_the_op_contract(trained: str, keep: bool) -> None:
+    contract.assert_honours_the_op_contract(case(trained, op_only={"keep_projection": keep}), OPS, dynamic=False)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["input kept", "projection kept"])
+@pytest.mark.parametrize("trained", ["all", pytest.param("lora", marks=pytest.mark.long)])
+def test_it_honours_the_op_contract_with_symbolic_shapes(trained: str, keep: bool) -> None:
     contract.assert_honours_the_op_contract(case(trained, op_only={"keep_projection": keep}), OPS)
 
 

@@ -74,13 +74,28 @@ def test_finite_differences_agree(op: str) -> None:
     contract.assert_passes_gradcheck(CASES[op][0]())
 
 
+def conv_case_in(dtype: torch.dtype, geometry: str, pixels: int) -> Case:
+    given = conv_case(geometry, pixels)
+    tensors = {name: None if t is None else t.to(dtype) for name, t in given.tensors.items()}
+    return Case(given.fused, given.eager, tensors, given.trained)
+
+
 @pytest.mark.parametrize("pixels", [7, 2], ids=["many pixels", "few pixels"])
 @pytest.mark.parametrize("geometry", ["3x3", "stride", "groups"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_convolution_honours_the_op_contract(geometry: str, pixels: int, dtype: torch.dtype) -> None:
-    given = conv_case(geometry, pixels)
-    tensors = {name: None if t is None else t.to(dtype) for name, t in given.tensors.items()}
-    contract.assert_honours_the_op_contract(Case(given.fused, given.eager, tensors, given.trained), CONV_OPS)
+    contract.assert_honours_the_op_contract(conv_case_in(dtype, geometry, pixels), CONV_OPS, dynamic=False)
+
+
+@pytest.mark.parametrize("pixels", [7, 2], ids=["many pixels", "few pixels"])
+@pytest.mark.parametrize(
+    "geometry", ["3x3", *(pytest.param(name, marks=pytest.mark.long) for name in ("stride", "groups"))]
+)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.long), torch.float32], ids=str)
+def test_a_convolution_honours_the_op_contract_with_symbolic_shapes(
+    geometry: str, pixels: int, dtype: torch.dtype
+) -> None:
+    contract.assert_honours_the_op_contract(conv_case_in(dtype, geometry, pixels), CONV_OPS)
 
 
 def test_a_linear_layer_honours_the_op_contract() -> None:

@@ -127,9 +127,20 @@ def test_finite_differences_agree() -> None:
 @pytest.mark.parametrize("outputs", [4, 32], ids=["many pixels", "few pixels"])
 @pytest.mark.parametrize("trained", ["frozen", "all"])
 def test_it_honours_the_op_contract(trained: str, outputs: int, dtype: torch.dtype) -> None:
+    contract.assert_honours_the_op_contract(case_in(dtype, trained, outputs), OPS, dynamic=False)
+
+
+def case_in(dtype: torch.dtype, trained: str, outputs: int) -> Case:
     given = case(trained, outputs=outputs)
     tensors = {name: None if t is None else t.to(dtype) for name, t in given.tensors.items()}
-    contract.assert_honours_the_op_contract(Case(given.fused, given.eager, tensors, given.trained), OPS)
+    return Case(given.fused, given.eager, tensors, given.trained)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.long), torch.float32], ids=str)
+@pytest.mark.parametrize("outputs", [4, pytest.param(32, marks=pytest.mark.long)], ids=["many pixels", "few pixels"])
+@pytest.mark.parametrize("trained", ["frozen", "all"])
+def test_it_honours_the_op_contract_with_symbolic_shapes(trained: str, outputs: int, dtype: torch.dtype) -> None:
+    contract.assert_honours_the_op_contract(case_in(dtype, trained, outputs), OPS)
 
 
 RATIO = 1.25  # measured: 1.10, norm_bias under autocast

@@ -130,6 +130,14 @@ def test_finite_differences_agree(cross: bool) -> None:
 @kinds
 @kept
 def test_it_honours_the_op_contract(keeps: int, cross: bool) -> None:
+    contract.assert_honours_the_op_contract(case("lora", cross, op_only={"keeps": keeps}), OPS, dynamic=False)
+
+
+@kinds
+@pytest.mark.parametrize(
+    "keeps", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (1, 2, 3))], ids=[f"{k} kept" for k in range(4)]
+)
+def test_it_honours_the_op_contract_with_symbolic_shapes(keeps: int, cross: bool) -> None:
     contract.assert_honours_the_op_contract(case("lora", cross, op_only={"keeps": keeps}), OPS)
 
 
