@@ -40,6 +40,7 @@ def test_the_short_form_of_a_pitfall_is_detected_by_its_line(pitfall: Any, root:
     assert run.line(pitfall.detects), run.output[-3000:]
 
 
+@pytest.mark.long
 def test_a_healthy_run_prints_no_line_of_any_pitfall(root: Path) -> None:
     short = {k: v for k, v in pitfalls.SHORT.items() if k != "data.init_args.class_data_dir"}
     arguments = short | {"model.init_args.max_train_steps": "40", "model.init_args.num_inference_steps": "8"}

@@ -92,6 +92,7 @@ def test_every_registered_name_trains_on_two_ranks(names: tuple[str, ...], tmp_p
         assert_trained_alike(rows)
 
 
+@pytest.mark.long  # in `make test` torchrun starts the ranks of tests/cli/test_multi_node.py
 def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     assert_trained_alike(trained(tmp_path, "npu_sparse", launcher=launcher)["npu_sparse"])
