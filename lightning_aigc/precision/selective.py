@@ -21,10 +21,13 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from lightning_aigc.precision import saved_tensors
 from lightning_aigc.precision.reads import Reads
 from lightning_aigc.precision.saved_tensors import tensors_in
+from lightning_aigc_kernels import Stream
+from lightning_aigc_kernels.packing import unpack
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear")
 ADDING = ("aten::addmm", "aten::baddbmm")
-ATTENTIONS = ("aten::_scaled_dot_product", "npu::npu_fusion_attention")
+JOINT = "lightning_aigc::joint_attention"
+ATTENTIONS = ("aten::_scaled_dot_product", "npu::npu_fusion_attention", JOINT)
 ALL = float("inf")
 
 
@@ -51,6 +54,9 @@ def kind_of(operator: Any) -> Literal["product", "attention"] | None:
 
 def inner_of(operator: Any, args: Sequence[Any]) -> int:
     """Multiplications for each number of the result: a product's inner dimension, twice the keys of an attention."""
+    if operator._schema.name == JOINT:
+        keys = unpack(*args[:2])[Stream._fields.index("key") :: len(Stream._fields)]
+        return 2 * sum(int(key.shape[1]) for key in keys)
     if kind_of(operator) == "attention":
         return 2 * int(args[1].shape[-2])
     first = args[1] if operator._schema.name in ADDING else args[0]

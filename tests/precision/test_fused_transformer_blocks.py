@@ -10,11 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fakes.tiny_transformers import TEXT, Given, flux, flux2, qwen, sd3, sd3_without_norms, z_image
 from lightning_aigc.precision import fused_transformer_blocks, stream_attention
 from lightning_aigc.precision.fused_transformer_blocks import FORWARDS, forward_for
 from lightning_aigc.precision.layers import CannotSwapError, class_path
+from lightning_aigc.precision.selective import kind_of
 from lightning_aigc.precision.swaps import swap_forwards
 
 LORA = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "to_qkv_mlp_proj"]
@@ -111,6 +113,34 @@ def test_a_fused_block_gives_what_its_class_gives(
     for name, expected in native.items():
         # Rotations and softmax statistics in float32 on either side.
         torch.testing.assert_close(fused[name], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()), msg=name)
+
+
+class Attentions(TorchDispatchMode):
+    """Counts the attentions that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += kind_of(func) == "attention"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [sd3, flux2, qwen_padded], ids=lambda make: make.__name__)
+def test_a_balanced_level_repeats_no_attention(
+    make: Callable[[], tuple[nn.Module, Given]], on_kernels: list[str]
+) -> None:
+    model, step = prepared(make)
+    swapped = swap_forwards(model, memory="off")
+    with Attentions() as native:
+        step()
+    swapped.restore()
+    swap_forwards(model, memory="balanced")
+    counts = []
+    for _ in range(2):  # the first learns what a block makes
+        with Attentions() as ran:
+            step()
+        counts.append(ran.count)
+    assert on_kernels and counts == [2 * native.count, native.count]
 
 
 def test_without_kernels_a_block_keeps_its_own_forward() -> None:
