@@ -8,6 +8,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import contextlib
 import copy
 import io
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -159,17 +160,30 @@ def test_without_a_verb_the_usage_is_printed(command: Command) -> None:
         assert said.code == code and said.out.startswith("usage: lightning VERB")
 
 
-def test_the_first_line_on_a_terminal_is_the_error(tmp_path: Path) -> None:
+def test_the_first_line_on_a_terminal_is_the_error_and_imports_are_left_out_of_garbage_collection(
+    tmp_path: Path,
+) -> None:
+    program = """
+import gc, sys
+from lightning_aigc.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("collects:", gc.isenabled(), "left out:", gc.get_freeze_count())
+"""
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_aigc", "fit", "-c", str(DEMO), "--model.init_args.rank", "0"],
+        [sys.executable, "-c", program, "fit", "-c", str(DEMO), "--model.init_args.rank", "0"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        timeout=300,
     )
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if not line.startswith("Seed set")]
     assert said == ["error: model.init_args.rank must be at least 1, got 0"]
     assert list(tmp_path.iterdir()) == []
+    found = re.search(r"collects: (\w+) left out: (\d+)", done.stdout)
+    assert found is not None and found[1] == "True" and int(found[2]) > 100_000, done.stdout
 
 
 # Any config at all --------------------------------------------------------------------------------------------------

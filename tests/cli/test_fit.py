@@ -203,18 +203,3 @@ def test_what_is_not_the_users_fault_keeps_its_traceback(
     monkeypatch.setattr(Callback, "on_train_start", bug)
     with pytest.raises(RuntimeError, match="a bug of ours"):
         command("fit", "-c", quick)
-
-
-def test_what_a_command_imports_is_left_out_of_garbage_collection_which_goes_on(tmp_path: Path) -> None:
-    program = """
-import gc
-from lightning_aigc.cli import main
-try:
-    main(["fit", "--help"])
-finally:
-    print("collects:", gc.isenabled(), "left out:", gc.get_freeze_count())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"collects: (\w+) left out: (\d+)", done.stdout)
-    assert found is not None and found[1] == "True" and int(found[2]) > 100_000, found
