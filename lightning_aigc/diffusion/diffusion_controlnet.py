@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.components import Components
@@ -27,14 +28,15 @@ MOMENTS = "conditioning_moments"
 class DiffusionControlNet(ConditionedTraining, TransformerTraining):
     """Trains a ControlNet beside a frozen diffusion transformer, and saves a diffusers folder.
 
-    The family is read from the pipeline's `model_index.json`: Stable Diffusion 3 and 3.5, FLUX.1 and Qwen-Image
-    (docs/controlnet.md). The condition is encoded by the pipeline's autoencoder. `ControlNetTraining` is the same for
-    U-Nets.
+    The family is read from the pipeline's `model_index.json`: Stable Diffusion 3 and 3.5, FLUX.1, Z-Image and
+    Qwen-Image (docs/controlnet.md). The condition is encoded by the pipeline's autoencoder. `ControlNetTraining` is the
+    same for U-Nets.
 
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, or `embedded:sd3`.
-        num_layers: Blocks of two streams of a new ControlNet, a copy of the transformer's first ones; unset is what
-            diffusers' script takes: 12 of Stable Diffusion 3, 4 of FLUX.1, 5 of Qwen-Image.
+        num_layers: Blocks of a new ControlNet, copies of the transformer's first ones (of FLUX.1 those of two streams),
+            of Z-Image's at equal distances; unset is what diffusers' script takes: 12 of Stable Diffusion 3, 4 of
+            FLUX.1, 5 of Qwen-Image; 6 of Z-Image, which has no script.
         num_single_layers: FLUX.1's blocks of one stream; unset is 4, and 0 is none.
         kwargs: Arguments of `ConditionedTraining`, `WholeModelTraining`, `TransformerTraining`, `DenoiserTraining` and
             `DiffusionModule`.
@@ -66,7 +68,7 @@ class DiffusionControlNet(ConditionedTraining, TransformerTraining):
         self.controlnet = make_controlnet(parts, args.controlnet_model_name_or_path, args.revision, **counts)
         train_whole(self.controlnet, family)
         if args.protect_edges:
-            self.protected_gradients = tuple(f"controlnet.{name}" for name in family.control_path)
+            self.protected_gradients = tuple(f"controlnet.{name}" for name in family.edge_path(self.controlnet))
         if args.gradient_checkpointing:
             self.controlnet.enable_gradient_checkpointing()
 
@@ -94,8 +96,9 @@ class DiffusionControlNet(ConditionedTraining, TransformerTraining):
         family, dtype = CONTROLLED[parts.family], weights_dtype(self.transformer)
         family.check_size(self.transformer, parts.vae, *noisy_BCHW.shape[-2:])
         shown_BCHW = self.condition_latents(batch)
+        family.lend(self.controlnet, self.transformer)
         added = family.residuals(self.controlnet, noisy_BCHW, timesteps_B, condition, shown_BCHW, guidance)
-        added = {name: [each.to(dtype) for each in samples] for name, samples in added.items()}
+        added = tree_map_only(Tensor, lambda each: each.to(dtype), added)
         return family.predict(self.transformer, noisy_BCHW, timesteps_B, condition, guidance, added)
 
     def validation_losses(self, batch: dict[str, Any], noise: SeededNoise) -> Tensor:

@@ -21,10 +21,10 @@ from lightning_aigc.errors import ModelError
 CHANNELS = 3
 """Of a condition: an autoencoder's."""
 LAYERS = ("num_layers", "num_single_layers")
-"""Arguments, and keys of a ControlNet's config, that say how many blocks of a kind it has."""
+"""Arguments that say how many blocks of a kind a new ControlNet has."""
 SAME = (
     "in_channels", "patch_size", "num_attention_heads", "attention_head_dim", "joint_attention_dim",
-    "pooled_projection_dim",
+    "pooled_projection_dim", "all_patch_size", "dim", "n_heads", "n_kv_heads", "n_refiner_layers", "qk_norm",
 )  # fmt: skip
 """Keys in which the configs of a ControlNet and its transformer agree."""
 ONE_PICTURE: Mapping[str, Any] = {
@@ -53,6 +53,7 @@ def make_controlnet(
             )
         made = load_controlnet(kind, name_or_path, revision)
         check_fits(made, parts, name_or_path)
+    family.lend(made, parts.denoiser)
     return made.requires_grad_(False).eval()
 
 
@@ -74,6 +75,8 @@ def check_fits(controlnet: Any, parts: Components, name: str) -> None:
             )
     shared = [key for key in SAME if key in controlnet.config and key in parts.denoiser.config]
     check_same_settings(controlnet, parts, name, shared)
+    if misfit := CONTROLLED[parts.family].misfit(controlnet, parts.denoiser):
+        raise ModelError(f"{KEY}: {name} {misfit}; use one that was trained for this base")
 
 
 def save_controlnet(folder: Path, single_file: Path, controlnet: nn.Module, dtype: torch.dtype | None) -> None:
@@ -91,21 +94,21 @@ def _copy(kind: Any, family: ControlledFamily, transformer: Any, layers: Mapping
     """
     known = inspect.signature(kind.__init__).parameters
     config = {key: value for key, value in transformer.config.items() if key in known}
-    made = kind(**{**config, **family.new_control, **_counts(family, transformer, layers)})
-    made.load_state_dict({n: t for n, t in transformer.state_dict().items() if n in made.state_dict()}, strict=False)
+    made = kind(**{**config, **family.control_config(transformer, _counts(family, transformer, layers))})
+    made.load_state_dict(family.copied_weights(made, transformer), strict=False)
     return made.to(transformer.device)
 
 
 def _counts(family: ControlledFamily, transformer: Any, layers: Mapping[str, int | None]) -> dict[str, int]:
     """How many blocks of each kind a new ControlNet has. Raises: ModelError for a number that cannot be."""
-    counts = {}
+    counts, has = {}, family.block_counts(transformer)
     for name in LAYERS:
         asked = layers.get(name)
-        if name not in family.control_layers:
+        if name not in has:
             if asked is not None:
                 raise ModelError(f"model.init_args.{name}: {family.pipeline} has no such blocks; leave it null")
             continue
-        blocks = int(transformer.config[name])
+        blocks = has[name]
         possible = family.control_counts(blocks) + ([0] if name != LAYERS[0] else [])
         if asked is not None and asked not in possible:
             raise ModelError(

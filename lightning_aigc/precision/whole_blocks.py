@@ -24,6 +24,8 @@ from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc_kernels.protection import named_modules
 
 MODELS, CONTROLNETS = "diffusers.models.transformers.", "diffusers.models.controlnets."
+CONTROL_BLOCKS = ("ZImageControlTransformerBlock",)
+"""Classes of blocks that a ControlNet alone has, made after the transformer's."""
 NATIVE_UNITS = 18.0
 """Activations of the size of a block's input that native autograd saves: SD 3 18, FLUX.1 15, FLUX.2 20."""
 LEAN_SHARE = 0.245
@@ -35,7 +37,7 @@ KNOWN = "_known_of_its_runs"
 def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
     """The blocks of the diffusers transformers in `model`, without those with a part of a class in `served`.
 
-    A transformer's ControlNet names no blocks of its own; it has those of the transformer beside it.
+    A transformer's ControlNet names no blocks; it has those of the transformer beside it, or `CONTROL_BLOCKS`.
     """
     kinds: dict[nn.Module, Collection[str]] = {}
     controlnets = []
@@ -46,7 +48,7 @@ def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[st
             kinds |= dict.fromkeys(module.modules(), named) if named else {}
         elif cls.__module__.startswith(CONTROLNETS):
             controlnets.append(module)
-    every_kind = {name for names in kinds.values() for name in names}
+    every_kind = {*CONTROL_BLOCKS, *(name for names in kinds.values() for name in names)}
     for controlnet in controlnets:
         kinds |= dict.fromkeys(controlnet.modules(), every_kind)
     for name, module in named_modules(model):

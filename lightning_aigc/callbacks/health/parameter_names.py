@@ -14,8 +14,14 @@ RESIDUALS = (
     ".controlnet_mid_block.", ".controlnet_down_blocks.", ".controlnet_blocks.", ".controlnet_single_blocks."
 )  # fmt: skip
 """Names in diffusers' ControlNets, the last two beside transformers: the zero layers that residuals leave through."""
+IN_BLOCKS, CONTROL_BLOCKS = ".after_proj.", ".control_layers."
+"""Those of Z-Image's stand inside the blocks."""
 HINT = "controlnet_cond_embedding"
 """What reads the condition beside a U-Net; beside a transformer it is one layer, behind which there is nothing."""
+HINTS = (f".{HINT}.", ".control_all_x_embedder.", ".control_noise_refiner.")
+"""The same, and beside Z-Image, where a zero layer stands behind it too."""
+ENTRANCES = (f"{HINT}.conv_out.weight", ".before_proj.weight")
+"""The zero layers that what was read of the condition goes through."""
 
 
 def clean_name(name: str) -> str:
@@ -82,14 +88,15 @@ def zero_convolution_gates(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]
     False
     """
     gates: dict[str, tuple[str, ...]] = {}
-    for root in {f".{name}".partition(part)[0] for name in names for part in RESIDUALS if part in f".{name}"}:
+    parts = (*RESIDUALS, CONTROL_BLOCKS)
+    for root in {f".{name}".partition(part)[0] for name in names for part in parts if part in f".{name}"}:
         own = [name for name in names if f".{name}".startswith(f"{root}.")]
-        leaving = [n for n in own if any(part in f".{n}" for part in RESIDUALS)]
+        leaving = [n for n in own if any(part in f".{n}" for part in (*RESIDUALS, IN_BLOCKS))]
         opened = tuple(name for name in leaving if name.endswith("weight"))
-        entering = tuple(name for name in own if name.endswith(f"{HINT}.conv_out.weight"))
+        entering = tuple(name for name in own if name.endswith(ENTRANCES))
         for name in own:
             if name not in leaving:
-                is_hint = f"{HINT}." in name and name not in entering
+                is_hint = any(part in f".{name}" for part in HINTS) and name not in entering
                 gates[name] = entering if is_hint and entering else opened
     return gates
 

@@ -3,7 +3,7 @@
 A ControlNet reads what its transformer reads, and the condition as latents; what it makes is added to the transformer's
 hidden states, block by block.
 
-Legend: B batch, C channels, H and W latent height and width, N picture tokens, S pixels.
+Legend: B batch, C channels, H and W latent height and width, N pictures, S pixels.
 """
 
 from __future__ import annotations
@@ -32,35 +32,11 @@ class ControlledFamily(TransformerFamily):
     """diffusers' class of the ControlNet."""
     controlnet_pipeline: ClassVar[str]
     control_layers: ClassVar[Mapping[str, int]]
-    """By its name in the ControlNet's config, how many blocks of a kind a new one has: as diffusers' script."""
-    new_control: ClassVar[Mapping[str, Any]] = {}
-    """What else the config of a new ControlNet says that the transformer's does not."""
-    control_path: ClassVar[tuple[str, ...]]
-    """The ControlNet's modules that read the condition and those that write what is added to the transformer."""
-    last_text: ClassVar[tuple[str, ...]] = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
-    """Layers of a block of two streams that only the text of the next block reads: what text asks, and what it gets."""
+    """By `DiffusionControlNet`'s argument, how many blocks of a kind a new one has: as diffusers' script, if any."""
 
     # What networks read and answer ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def inputs(
-        self,
-        network: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float,
-    ) -> dict[str, Any]:
-        """The arguments that the transformer and its ControlNet both take."""
-
-    def tokens(self, latents_BCHW: Tensor) -> Tensor:
-        """Latents as the transformer reads them."""
-        return latents_BCHW
-
-    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
-        """Latents [B, C, H, W] of the transformer's answer; H and W are given."""
-        return answer
-
     def predict(
         self,
         denoiser: nn.Module,
@@ -71,10 +47,8 @@ class ControlledFamily(TransformerFamily):
         residuals: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """The velocity, as `TransformerFamily.predict`; `residuals` are those of a ControlNet."""
-        given = self.inputs(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
-        answer: Tensor = denoiser(**given, **(residuals or {}), return_dict=False)[0]
-        return self.latents_of(answer, *noisy_BCHW.shape[-2:])
 
+    @abstractmethod
     def residuals(
         self,
         controlnet: nn.Module,
@@ -85,9 +59,6 @@ class ControlledFamily(TransformerFamily):
         guidance: float = 1.0,
     ) -> dict[str, Any]:
         """What a ControlNet that is shown these latents adds, as the transformer's arguments."""
-        given = self.inputs(controlnet, noisy_BCHW, timesteps_B, condition, guidance)
-        shown = self.tokens(shown_BCHW).to(weights_dtype(controlnet))
-        return dict(controlnet(**given, controlnet_cond=shown, return_dict=True))
 
     def condition_latents(
         self, vae: Any, controlnet: Any, moments_B2CHW: Tensor, draw: Callable[[Tensor], Tensor]
@@ -95,17 +66,35 @@ class ControlledFamily(TransformerFamily):
         """The condition's latents as the ControlNet reads them; `draw` as in `latents`."""
         return self.latents(vae, moments_B2CHW, draw)
 
-    def unread_layers(self, network: Any) -> tuple[str, ...]:
-        if getattr(network.config, "num_single_layers", 0):
-            return ()  # blocks of one stream follow, and read the text
-        last = int(network.config.num_layers) - 1
-        return tuple(f"transformer_blocks.{last}.{name}" for name in self.last_text)
+    def lend(self, controlnet: nn.Module, transformer: nn.Module) -> None:
+        """Give a ControlNet what it runs of the transformer's own modules; most hold copies of all that they run."""
+
+    @abstractmethod
+    def edge_path(self, controlnet: nn.Module) -> tuple[str, ...]:
+        """Names of the modules that read the condition and of those that write what is added to the transformer."""
 
     # A new ControlNet -----------------------------------------------------------------------------------------------
 
+    def block_counts(self, transformer: Any) -> dict[str, int]:
+        """How many blocks the transformer has, by the names in `control_layers`."""
+        return {name: int(transformer.config[name]) for name in self.control_layers}
+
+    @abstractmethod
     def control_counts(self, blocks: int) -> list[int]:
         """How many blocks a ControlNet may have, so that a transformer of so many reads each of them."""
-        return [count for count in range(1, blocks + 1) if (blocks - 1) // -(-blocks // count) == count - 1]
+
+    @abstractmethod
+    def control_config(self, transformer: Any, counts: Mapping[str, int]) -> dict[str, Any]:
+        """What the config of a new ControlNet of so many blocks says that the transformer's does not."""
+
+    def copied_weights(self, controlnet: nn.Module, transformer: nn.Module) -> dict[str, Tensor]:
+        """The weights that a new ControlNet begins with, by its names."""
+        own = controlnet.state_dict()
+        return {name: weight for name, weight in transformer.state_dict().items() if name in own}
+
+    def misfit(self, controlnet: Any, transformer: Any) -> str | None:
+        """A clause on why a given ControlNet cannot stand beside this transformer, though their shapes agree."""
+        return None
 
     # Sampling -------------------------------------------------------------------------------------------------------
 
@@ -114,6 +103,7 @@ class ControlledFamily(TransformerFamily):
         if controlnet is None:
             return pipeline
         pipeline = getattr(diffusers, self.controlnet_pipeline)(**pipeline.components, controlnet=controlnet)
+        self.lend(controlnet, parts.denoiser)
         pipeline.set_progress_bar_config(disable=True)
         pipeline.vae = ConditionEncoder(parts.vae, weights_dtype(parts.denoiser))
         return pipeline

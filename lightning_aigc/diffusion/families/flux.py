@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
 from lightning_aigc.diffusion.families.transformer_family import pack, unpack
+from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
 
 
-class Flux(ControlledFamily):
+class Flux(TwoStreamFamily):
     """T5's hidden states, 512 tokens for every caption, and CLIP's pooled state."""
 
     name = "flux"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
 from lightning_aigc.diffusion.families.transformer_family import pack, pad_texts, unpack
+from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
 
 ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
@@ -22,7 +22,7 @@ ATTENTION = (
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
-class QwenImage(ControlledFamily):
+class QwenImage(TwoStreamFamily):
     """Qwen2.5-VL's hidden states of each caption's own length."""
 
     name = "qwen_image"

@@ -14,15 +14,14 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
+from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
 if TYPE_CHECKING:
     from lightning_aigc.diffusion.components import Components
 
-
-class StableDiffusion3(ControlledFamily):
+class StableDiffusion3(TwoStreamFamily):
     """Two CLIP encoders and, where the folder has it, T5; without it its tokens are zeros, as in diffusers."""
 
     name = "sd3"

@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, pad_texts
+from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
+from lightning_aigc.diffusion.families.transformer_family import pad_texts
 
 STACKS = ("layers", "noise_refiner", "context_refiner")
+LENT = (
+    "t_scale", "t_embedder", "all_x_embedder", "cap_embedder", "rope_embedder", "noise_refiner", "context_refiner",
+    "x_pad_token", "cap_pad_token",
+)  # fmt: skip
+"""What a ControlNet runs of its transformer, as diffusers' `from_transformer` gives it."""
 
 
-class ZImage(TransformerFamily):
+class ZImage(ControlledFamily):
     """Qwen3 hidden states of each caption's own length; FLUX.1's autoencoder."""
 
     name = "z_image"
@@ -38,6 +44,9 @@ class ZImage(TransformerFamily):
             "feed_forward.w3": ("feed_forward.w3",),
         }.items()
     }
+    controlnet = "ZImageControlNetModel"
+    controlnet_pipeline = "ZImageControlNetPipeline"
+    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 6}
     modelspec = "z-image"
     base = "Tongyi-MAI/Z-Image"
     draws_latents = False
@@ -56,18 +65,87 @@ class ZImage(TransformerFamily):
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
         guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        dtype = weights_dtype(denoiser)
-        answers_CFHW = denoiser(
-            list(noisy_BCHW.to(dtype).unsqueeze(2)),
-            (1000 - timesteps_B) / 1000,
-            _own_lengths(condition["prompt_embeds"].to(dtype), condition),
-            return_dict=False,
-        )[0]
+        given = _inputs(weights_dtype(denoiser), noisy_BCHW, timesteps_B, condition)
+        answers_CFHW = denoiser(**given, **(residuals or {}), return_dict=False)[0]
         return -torch.stack(answers_CFHW).squeeze(2)
 
     def patch_size(self, denoiser: Any) -> int:
         return int(denoiser.config.all_patch_size[0])
+
+    # Its ControlNet -------------------------------------------------------------------------------------------------
+
+    def residuals(
+        self,
+        controlnet: Any,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        shown_BCHW: Tensor,
+        guidance: float = 1.0,
+    ) -> dict[str, Any]:
+        dtype = controlnet.x_pad_token.dtype  # what is lent reads the latents and the text, not its own float32 weights
+        missing = int(controlnet.config.control_in_dim) - shown_BCHW.shape[1]
+        shown_BCHW = nn.functional.pad(shown_BCHW, (0, 0, 0, 0, 0, missing))  # as diffusers' pipeline does
+        given = _inputs(dtype, noisy_BCHW, timesteps_B, condition)
+        samples = controlnet(**given, control_context=list(shown_BCHW.to(dtype).unsqueeze(2)))
+        return {"controlnet_block_samples": samples}
+
+    def lend(self, controlnet: nn.Module, transformer: nn.Module) -> None:
+        # As diffusers' `from_transformer`, but no part of the ControlNet: what is lent is not saved or trained.
+        for name in LENT:
+            controlnet._modules.pop(name, None)
+            controlnet._parameters.pop(name, None)
+            vars(controlnet)[name] = getattr(transformer, name)
+        # diffusers 0.42.1 forgets to set what forward asks under gradients.
+        vars(controlnet).setdefault("gradient_checkpointing", False)
+
+    def edge_path(self, controlnet: nn.Module) -> tuple[str, ...]:
+        read = ("control_all_x_embedder", "control_noise_refiner")
+        names = [name for name, _ in controlnet.named_modules()]  # some ControlNets have no refiner of their own
+        return tuple(name for name in names if name in read or name.endswith(("before_proj", "after_proj")))
+
+    def block_counts(self, transformer: Any) -> dict[str, int]:
+        return {"num_layers": int(transformer.config.n_layers)}
+
+    def control_counts(self, blocks: int) -> list[int]:
+        return list(range(1, blocks + 1))
+
+    def control_config(self, transformer: Any, counts: Mapping[str, int]) -> dict[str, Any]:
+        blocks, count = int(transformer.config.n_layers), counts["num_layers"]
+        places = [number * blocks // count for number in range(count)]
+        return {"control_layers_places": places, "control_in_dim": int(transformer.config.in_channels)}
+
+    def copied_weights(self, controlnet: Any, transformer: nn.Module) -> dict[str, Tensor]:
+        held, places = transformer.state_dict(), controlnet.config.control_layers_places
+
+        def origin(name: str) -> str:
+            stack, _, rest = name.removeprefix("control_").partition(".")
+            number, _, layer = rest.partition(".")
+            return f"{stack}.{places[int(number)]}.{layer}" if stack == "layers" else f"{stack}.{rest}"
+
+        return {name: held[origin(name)] for name in controlnet.state_dict() if origin(name) in held}
+
+    def misfit(self, controlnet: Any, transformer: Any) -> str | None:
+        last, layers = max(controlnet.config.control_layers_places), int(transformer.config.n_layers)
+        if last >= layers:
+            return f"adds to layer {last} of a transformer that has layers 0 to {layers - 1}"
+        read, channels = int(controlnet.config.control_in_dim), int(transformer.config.in_channels)
+        if read < channels:
+            return f"reads conditions of {read} channels, and this autoencoder's latents have {channels}"
+        return None
+
+
+def _inputs(
+    dtype: torch.dtype, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The arguments that the transformer and its ControlNet both take."""
+    return {
+        "x": list(noisy_BCHW.to(dtype).unsqueeze(2)),
+        "t": (1000 - timesteps_B) / 1000,
+        "cap_feats": _own_lengths(condition["prompt_embeds"].to(dtype), condition),
+    }
 
 
 def _own_lengths(embeddings_BTD: Tensor, condition: Mapping[str, Tensor]) -> list[Tensor]:
