@@ -103,6 +103,8 @@ def load_components(
         raise ModelError(_explain(error, name_or_path, path)) from error
     for module in filter(None, (parts.denoiser, parts.vae, *parts.text_encoders)):
         module.requires_grad_(False).eval()
+    if parts.family in TRANSFORMERS and parts.denoiser is not None:
+        TRANSFORMERS[parts.family].prepare(parts.denoiser, parts)
     for encoder in parts.text_encoders:  # transformers may have loaded the dtype of the file
         encoder.to(dtype=dtypes["default"])
     return parts

@@ -54,6 +54,7 @@ def make_controlnet(
         made = load_controlnet(kind, name_or_path, revision)
         check_fits(made, parts, name_or_path)
     family.lend(made, parts.denoiser)
+    family.prepare(made, parts)
     return made.requires_grad_(False).eval()
 
 

@@ -14,12 +14,17 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.equal_tokens import run_equal_tokens_once
 from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
 if TYPE_CHECKING:
     from lightning_aigc.diffusion.components import Components
+
+T5_TOKENS = 256
+"""What the pipeline takes of T5's tokens, zeros where there is no T5."""
+
 
 class StableDiffusion3(TwoStreamFamily):
     """Two CLIP encoders and, where the folder has it, T5; without it its tokens are zeros, as in diffusers."""
@@ -51,6 +56,11 @@ class StableDiffusion3(TwoStreamFamily):
             config = SD3Transformer2DModel.load_config(str(resolve(parts.source)), subfolder="transformer")
             pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**config))
         return pipeline
+
+    def prepare(self, network: nn.Module, parts: Components) -> None:
+        clip, *others = parts.tokenizers
+        if len(others) < 2:  # there is no T5
+            run_equal_tokens_once(network, int(clip.model_max_length), T5_TOKENS)
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         embeddings, _, pooled, _ = pipeline.encode_prompt(

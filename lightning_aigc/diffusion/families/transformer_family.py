@@ -133,6 +133,9 @@ class TransformerFamily(Family):
             )
         return adapted
 
+    def prepare(self, network: nn.Module, parts: Components) -> None:
+        """Change how the transformer, or its ControlNet, runs; called once when it is loaded."""
+
     def unread_layers(self, network: Any) -> tuple[str, ...]:
         """Layers of the transformer, or of its ControlNet, whose output nothing reads, so that they do not learn."""
         return ()

@@ -1,0 +1,73 @@
+"""Text tokens that are equal, run as one that counts as many.
+
+Stable Diffusion 3 without its T5 reads 256 zeros a text in place of T5's tokens. Texts have no positions there, so
+equal tokens stay equal through every block, and one of them can stand for all: attention adds the log of their number
+to its key's logits. That is the same function, with the same gradients, of far fewer text tokens.
+
+Legend: B batch, T text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from torch import Tensor, nn
+
+from lightning_aigc.precision.layers import CannotSwapError
+from lightning_aigc.precision.stream_attention import attend, check_attention
+
+
+class EqualTokensProcessor(JointAttnProcessor2_0):
+    """JointAttnProcessor2_0, for a text whose last token stands for `count` equal ones if it has `tokens` in all."""
+
+    def __init__(self, tokens: int, count: int) -> None:
+        super().__init__()
+        self.tokens, self.count = tokens, count
+
+    def text_bias(self, text_BTD: Tensor) -> Tensor | None:
+        """What attention adds to the logits of each text token's key, [1, T] in float32; None for another text."""
+        if text_BTD.shape[1] != self.tokens:
+            return None
+        bias_1T = torch.zeros(1, self.tokens, device=text_BTD.device)
+        bias_1T[:, -1] = math.log(self.count)
+        return bias_1T
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Any:
+        bias_1T = None if encoder_hidden_states is None else self.text_bias(encoder_hidden_states)
+        if bias_1T is None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask)
+        return attend(attn, hidden_states, encoder_hidden_states, picture_first=True, text_bias=bias_1T)
+
+
+def run_equal_tokens_once(network: nn.Module, first: int, count: int) -> None:
+    """Let a transformer or its ControlNet run the last `count` of `first + count` text tokens, which are equal, as one.
+
+    A text of another length runs as it is, and so does a network whose attention is not diffusers' own.
+    """
+    attentions = [module for module in network.modules() if isinstance(module, Attention)]
+    try:
+        for attention in attentions:
+            check_attention(attention)
+    except CannotSwapError:
+        return
+    processor = EqualTokensProcessor(first + 1, count)
+    for attention in attentions:
+        if attention.add_k_proj is not None:  # of the others, the picture attends to itself alone
+            attention.set_processor(processor)
+
+    def keep_one(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        text_BTD = kwargs.get("encoder_hidden_states")
+        if text_BTD is not None and text_BTD.shape[1] == first + count:
+            kwargs = {**kwargs, "encoder_hidden_states": text_BTD[:, : first + 1]}
+        return args, kwargs
+
+    network.register_forward_pre_hook(keep_one, with_kwargs=True)
