@@ -130,9 +130,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("sdxl", [False, True], ids=["sd", "sdxl"])
+@pytest.mark.parametrize(
+    ("layout", "sdxl"),
+    [
+        *(("kohya", False), ("diffusers", False), ("kohya", True)),
+        pytest.param("diffusers", True, marks=pytest.mark.long),
+    ],
+    ids=["kohya-sd", "diffusers-sd", "kohya-sdxl", "diffusers-sdxl"],
+)
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
 def test_diffusers_computes_what_the_trained_model_computes(
     tmp_path: Path, sdxl: bool, options: str, layout: str
 ) -> None:

@@ -92,8 +92,13 @@ def without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DiffusionModule, "configure_callbacks", lambda self: [])
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("family", list(TRANSFORMERS))
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        *((family, None) for family in TRANSFORMERS),
+        *(pytest.param(f, "int8", marks=[] if f == "sd3" else pytest.mark.long) for f in TRANSFORMERS),
+    ],
+)
 def test_the_text_encoders_are_gone_before_the_transformer_is_loaded(
     family: str,
     quantization: Any,
