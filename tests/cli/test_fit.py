@@ -45,6 +45,7 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path)
     quick = ["--model.init_args.num_validation_images=1", "--model.init_args.num_inference_steps=2"]
     callbacks = yaml.safe_load(DEMO.read_text())["trainer"]["callbacks"]
     few = {"RunReport": {"num_images": 3}, "CLIPConvergenceGuard": {"num_images": 1, "every_n_steps": 2}}
+    few["FineTuneCheck"] = {"num_images": 1}
     for callback in callbacks:
         callback["init_args"] |= few.get(callback["class_path"], {})
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))

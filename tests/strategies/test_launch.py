@@ -82,7 +82,7 @@ def assert_trained_alike(rows: list[Any]) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("npu_sparse_spawn",),
+        pytest.param(("npu_sparse_spawn",), marks=pytest.mark.long),
         pytest.param(("npu_sparse", "npu_sparse_find_unused_parameters_true"), marks=pytest.mark.long),
         pytest.param(("npu_sparse_notebook",), marks=pytest.mark.long),
     ],
