@@ -20,7 +20,7 @@ from lightning_aigc.precision.layers import CannotSwapError
 from lightning_aigc.precision.stream_attention import attend, check_attention
 
 
-class EqualTokensProcessor(JointAttnProcessor2_0):
+class EqualTokensProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
     """JointAttnProcessor2_0, for a text whose last token stands for `count` equal ones if it has `tokens` in all."""
 
     def __init__(self, tokens: int, count: int) -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_aigc.gradient_sync.paced_exchange import PacedExchanges
+
 KINDS = ("values", "index", "protected", "small", "intra_node")
 """What bytes are counted as: compressed values, what the choice of indices needs, protected parameters, small ones, and
 what stays inside a node."""
@@ -59,8 +61,11 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 class CountedGroup:
     """A process group that starts collectives without waiting, and counts their bytes."""
 
-    def __init__(self, group: Any, traffic: Traffic, *, inside_node: bool = False) -> None:
+    def __init__(
+        self, group: Any, traffic: Traffic, *, inside_node: bool = False, paced: PacedExchanges | None = None
+    ) -> None:
         self.group, self.traffic, self.inside_node = group, traffic, inside_node
+        self.paced = paced
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
 
@@ -74,10 +79,14 @@ class CountedGroup:
 
     def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count("all_gather", out.nbytes, kind)
+        if self.paced is not None and self.paced.takes(tensor):
+            return self.paced.all_gather(out, tensor)
         return all_gather(out, tensor, group=self.group, async_op=True)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count("all_to_all", tensor.nbytes, kind)
+        if self.paced is not None and self.paced.takes(self.shard(tensor)):
+            return self.paced.all_to_all(out, tensor)
         return dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
 
     def shard(self, tensor: Tensor, rank: int | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from lightning_aigc.cluster.topology import node_key, nodes_of
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic
 from lightning_aigc.gradient_sync.flat_units import FlatUnit
+from lightning_aigc.gradient_sync.paced_exchange import paced_where_slow
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -42,14 +43,11 @@ class ProcessGroups:
             inside = self._new_groups(self.nodes)
             between = self._new_groups([list(ranks) for ranks in zip(*self.nodes, strict=True)])
             self.inside = CountedGroup(inside, self.traffic, inside_node=True)
-            self.between = CountedGroup(between, self.traffic)
+            everyone = self._new_groups([list(range(self.world_size))])
         else:
-            self.between = CountedGroup(self._new_groups([list(range(self.world_size))]), self.traffic)
-        self.everyone = (
-            self.between
-            if self.inside is None
-            else CountedGroup(self._new_groups([list(range(self.world_size))]), self.traffic)
-        )
+            between = everyone = self._new_groups([list(range(self.world_size))])
+        self.between = CountedGroup(between, self.traffic, paced=paced_where_slow(between))
+        self.everyone = self.between if self.inside is None else CountedGroup(everyone, self.traffic)
 
     @property
     def ranks_inside(self) -> int:
@@ -59,6 +57,8 @@ class ProcessGroups:
     def destroy(self) -> None:
         """Destroy these groups; the default group stays. A second call does nothing."""
         mine, self._made = self._made, []
+        if mine and self.between.paced is not None:
+            self.between.paced.close()
         for group in mine:
             with suppress(ValueError):  # whoever destroyed the default group has destroyed them with it
                 if dist.is_initialized():

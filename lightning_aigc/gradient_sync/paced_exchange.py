@@ -1,0 +1,138 @@
+"""all_to_all and all_gather over Gloo in pieces, for links where large messages that cross get in each other's way.
+
+Gloo writes each message whole. Where two of some megabytes cross on a slow link, acknowledgements wait behind data, and
+either way gets about half of the link; pieces of a quarter megabyte, a few at a time, get all of it. On a fast link the
+host's work for each piece costs more than that (benchmarks/gloo_pieces.py). NCCL and HCCL cut messages themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PIECE_BYTES, IN_FLIGHT = 256 * 1024, 4
+"""Bytes of a piece, and how many are on the way at a time in each direction."""
+WHOLE_BYTES = 512 * 1024
+"""A row up to here is left to Gloo."""
+SLOW_BPS = 200e6
+"""Bytes a second below which a link is worth pieces."""
+PROBES = 3
+"""Measurements of a link, of which the best counts."""
+TAG = 7
+
+
+class Exchange:
+    """Rows for the other ranks of a group against rows from them."""
+
+    def __init__(self, group: Any, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        self._group, self._sent, self._received = group, sent, received
+        self._is_done = threading.Event()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        """Wait for the end. Raises: RuntimeError from Gloo, where a rank has died or the group's timeout has passed."""
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def run(self) -> None:
+        """Send and receive all pieces; an error is kept for `wait`."""
+        on_the_way: deque[tuple[Any, Any]] = deque()
+        try:
+            for pair in self._started_pieces():
+                on_the_way.append(pair)
+                if len(on_the_way) == IN_FLIGHT:
+                    _wait_for(on_the_way.popleft())
+            while on_the_way:
+                _wait_for(on_the_way.popleft())
+        except BaseException as error:
+            self._error = error
+        self._is_done.set()
+
+    def _started_pieces(self) -> Iterator[tuple[Any, Any]]:
+        """Start the pieces one after the other, each with one that comes from another rank."""
+        rank, size = dist.get_rank(self._group), len(self._sent)
+        for step in range(1, size):
+            to, origin = (rank + step) % size, (rank - step) % size
+            for outgoing, incoming in zip(_pieces(self._sent[to]), _pieces(self._received[origin]), strict=True):
+                yield (
+                    dist.isend(outgoing, group=self._group, group_dst=to, tag=TAG),
+                    dist.irecv(incoming, group=self._group, group_src=origin, tag=TAG),
+                )
+
+
+class PacedExchanges:
+    """Runs a Gloo group's exchanges one after the other in a thread, in the order in which they were started."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._rank: int = dist.get_rank(group)
+        self._size: int = dist.get_world_size(group)
+        self._started: queue.Queue[Exchange | None] = queue.Queue()
+        threading.Thread(target=self._serve, name="paced-exchange", daemon=True).start()
+
+    def takes(self, row: Tensor) -> bool:
+        """Whether rows as large as this one go in pieces."""
+        return row.nbytes > WHOLE_BYTES
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> Exchange:
+        """As dist.all_to_all_single with even parts."""
+        return self._start(tensor.chunk(self._size), out.chunk(self._size))
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Exchange:
+        """As dist.all_gather_into_tensor."""
+        return self._start([tensor] * self._size, out.chunk(self._size))
+
+    def close(self) -> None:
+        """Take no more exchanges; one that waits for a rank that is gone ends with the group's timeout."""
+        self._started.put(None)
+
+    def _start(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Exchange:
+        received[self._rank].copy_(sent[self._rank])
+        exchange = Exchange(self._group, sent, received)
+        self._started.put(exchange)
+        return exchange
+
+    def _serve(self) -> None:
+        while (exchange := self._started.get()) is not None:
+            exchange.run()
+
+
+def paced_where_slow(group: Any) -> PacedExchanges | None:
+    """Exchanges in pieces for a Gloo group whose slowest link is slow, else None. Collective: every rank calls it."""
+    size = dist.get_world_size(group)
+    if size == 1 or dist.get_backend(group) != "gloo":
+        return None
+    rows = torch.zeros(2, size, IN_FLIGHT * PIECE_BYTES, dtype=torch.uint8)
+    limit = (size - 1) * rows[0, 0].nbytes / SLOW_BPS
+    best = math.inf
+    for _ in range(PROBES):
+        dist.barrier(group)
+        start = time.perf_counter()
+        exchange = Exchange(group, list(rows[0]), list(rows[1]))
+        exchange.run()
+        exchange.wait()
+        slowest = torch.tensor(time.perf_counter() - start)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)  # all ranks decide alike
+        best = min(best, float(slowest))
+        if best > 4 * limit:  # no moment of other load
+            break
+    return PacedExchanges(group) if best > limit else None
+
+
+def _pieces(row: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(row, PIECE_BYTES // row.element_size())
+
+
+def _wait_for(pair: tuple[Any, Any]) -> None:
+    for work in pair:
+        work.wait()
