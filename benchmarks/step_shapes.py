@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from diffusers import (
     Flux2Transformer2DModel,
+    FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
@@ -68,10 +69,12 @@ DENOISERS: dict[str, Callable[[], Any]] = {
     "sdxl": lambda: sdxl_unet(UNet2DConditionModel),
     "sd35": lambda: SD3Transformer2DModel(**SD35),
     "z_image": ZImageTransformer2DModel,
+    "flux": lambda: FluxTransformer2DModel(guidance_embeds=True),
     "klein": lambda: Flux2Transformer2DModel(**KLEIN),
     "qwen_image": QwenImageTransformer2DModel,
 }
-"""Stable Diffusion 1.5 and SDXL; SD 3.5 medium, Z-Image, FLUX.2 klein 4B and Qwen-Image as their configs have them."""
+"""Stable Diffusion 1.5 and SDXL; SD 3.5 medium, Z-Image, FLUX.1 dev, FLUX.2 klein 4B and Qwen-Image as their configs
+have them."""
 FAMILY = {"sd35": "sd3", "klein": "flux2"}
 
 
@@ -91,8 +94,11 @@ def on_meta(model: str, rank: int) -> Any:
 
 
 def fill_in(unet: Any, kind: str) -> None:
-    """Give every parameter a fake tensor, a trained one in float32, a packed one in its format."""
+    """Give every parameter and other tensor a fake one, a trained one in float32, a packed one in its format."""
     for module in unet.modules():
+        for held in (module._buffers, vars(module)):  # Qwen-Image's positions are no buffers
+            tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+            held.update({name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()})
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 dtype = torch.float32 if parameter.requires_grad else parameter.dtype
@@ -132,12 +138,16 @@ def _inputs_of_a_transformer(config: Any, model: str, batch: int, side: int, tex
         return {"x": [half(16, 1, side, side) for _ in range(batch)], "t": torch.rand(batch), "cap_feats": captions}
     given: dict[str, Any] = {"timestep": torch.rand(batch)}
     given["encoder_hidden_states"] = half(batch, text, config.joint_attention_dim)
-    if model == "sd35":
+    if model in ("sd35", "flux"):
         given["pooled_projections"] = half(batch, config.pooled_projection_dim)
+    if model == "sd35":
         return given | {"hidden_states": half(batch, 16, side, side)}
     given["hidden_states"] = half(batch, (side // 2) ** 2, config.in_channels)
     if model == "qwen_image":
         return given | {"img_shapes": [[(1, side // 2, side // 2)]] * batch}
+    if model == "flux":
+        ids = {"img_ids": torch.zeros((side // 2) ** 2, 3), "txt_ids": torch.zeros(text, 3)}
+        return given | ids | {"guidance": torch.ones(batch)}
     ids = {"img_ids": torch.zeros(batch, (side // 2) ** 2, 4), "txt_ids": torch.zeros(batch, text, 4)}
     return given | ids | {"guidance": None}
 

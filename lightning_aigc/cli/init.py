@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from lightning_aigc.atomic_file import write_text
-from lightning_aigc.cli.init_base import CARDS, find_base, find_card
+from lightning_aigc.cli.init_base import SHORT, find_base
+from lightning_aigc.cli.init_cards import CARDS, find_card, values_for
 from lightning_aigc.errors import ConfigError
 
 CACHE = "~/.cache/lightning_aigc"
@@ -20,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Look at a folder of pictures and write a config for it that needs no editing."
     parser.add_argument("folder", metavar="PHOTOS", help="pictures, each with a .txt beside it, or metadata.jsonl")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: FOLDER'S NAME.yaml)")
-    parser.add_argument("--base", default="sd15", help="sd15, sdxl, a hub id, a folder or a checkpoint (default: sd15)")
+    parser.add_argument(
+        "--base", default="sd15", help=f"{', '.join(SHORT)}, a hub id, a folder or a checkpoint (default: sd15)"
+    )
     parser.add_argument("--card", choices=CARDS, help="the card to train on (default: this machine's)")
     parser.add_argument("--trigger_word", help="the word that stands for your product (default: from the captions)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
@@ -35,22 +38,23 @@ def run(args: argparse.Namespace) -> int:
     if args.trigger_word is not None and not re.fullmatch(r"\w[\w-]*", args.trigger_word):
         raise ConfigError(f"--trigger_word must be one word of letters and digits, got {args.trigger_word!r}")
     # Imported late: torch takes seconds, and a wrong path should not.
-    from lightning_aigc.cli.init_choices import choose, template_of
+    from lightning_aigc.cli.init_choices import choose
     from lightning_aigc.cli.init_config import read_shipped, render
     from lightning_aigc.cli.init_folder import look_at
     from lightning_aigc.data.names import print_anywhere
 
-    base, card = find_base(args.base), find_card(args.card)
+    base = find_base(args.base)
+    card = find_card(args.card, base.family)
+    values = values_for(base.family, card)
     look = look_at(args.folder, Path(CACHE).expanduser())
-    template = template_of(base, card)
-    config = read_shipped(template)
+    config = read_shipped(values.template)
     pictures_a_step = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
-    choices = choose(look, base, card, pictures_a_step, args.trigger_word, name)
+    choices = choose(look, base, card, values, pictures_a_step, args.trigger_word, name)
     found = f"{len(look.sizes)} pictures, {len(look.written)} with a caption"
     lines = [f"lightning fit -c {output} --dry_run     # look before you train", f"lightning fit -c {output}"]
     head = "\n".join(
         [
-            f"Written by `lightning init` from {template} for {args.folder}: {found}.",
+            f"Written by `lightning init` from {values.template} for {args.folder}: {found}.",
             "Each choice has its reason beside it; nothing has to be edited.",
             *(f"  {line}" for line in lines),
         ]

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_aigc.cli.init_base import Base, Card, is_embedded
+from lightning_aigc.cli.init_base import TITLES, Base, is_embedded
+from lightning_aigc.cli.init_cards import Card, CardValues
 from lightning_aigc.cli.init_folder import FolderLook, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data.buckets import BucketSettings, bucket_shapes, place
 from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word
+from lightning_aigc.diffusion.components import FamilyName
 
 LOOKS_PER_PICTURE = 100
 FEWEST_STEPS, MOST_STEPS = 400, 3000
@@ -17,34 +19,8 @@ FEW_PICTURES = 10
 HELD_OUT_FROM, HELD_OUT = 20, 0.1
 CHECKS = 6
 """About how many times a run is looked at."""
-CONFIGS = {
-    ("sd", "4gb"): "sd_qlora_4gb.yaml", ("sd", "6gb"): "sd_lora_8gb.yaml",
-    ("sdxl", "4gb"): "sdxl_qlora_6gb.yaml", ("sdxl", "6gb"): "sdxl_qlora_6gb.yaml",
-    ("sd", "8gb"): "sd_lora_8gb.yaml", ("sd", "12gb"): "sd_lora.yaml", ("sd", "24gb"): "sd_lora.yaml",
-    ("sd", "910b"): "sd_lora_ascend.yaml", ("sdxl", "8gb"): "sdxl_qlora_6gb.yaml", ("sdxl", "12gb"): "sdxl_lora.yaml",
-    ("sdxl", "24gb"): "sdxl_lora.yaml", ("sdxl", "910b"): "sdxl_lora.yaml",
-}  # fmt: skip
-MEMORY = {
-    ("sd", "4gb"): ("max", "blocks are recomputed in backward"),
-    ("sd", "6gb"): ("max", "a step took 2.4 GiB on an H100 (docs/first_hour.md)"),
-    ("sdxl", "4gb"): ("max", "2.5 GiB and the card's context, by counting (docs/quantized_base.md)"),
-    ("sdxl", "6gb"): ("max", "3.5 GiB and the card's context, by counting (docs/quantized_base.md)"),
-    ("sd", "8gb"): ("max", "blocks are recomputed in backward"),
-    ("sd", "12gb"): ("lean", "a step of 4 pictures took 2.8 GiB on an H100 (docs/first_hour.md)"),
-    ("sd", "24gb"): ("off", "fastest: nothing is recomputed; a step of 4 pictures took 6.3 GiB on an H100"),
-    ("sd", "910b"): ("lean", "not run on this chip yet"),
-    ("sdxl", "8gb"): ("max", "3.5 GiB and the card's context, by counting (docs/quantized_base.md)"),
-    ("sdxl", "12gb"): ("max", "the U-Net's step took 5.8 GiB on an H100; lean took 6.6"),
-    ("sdxl", "24gb"): ("lean", "the U-Net's step took 6.6 GiB on an H100"),
-    ("sdxl", "910b"): ("lean", "not run on this chip yet"),
-}
-QUANTIZED = {
-    ("sd", "4gb"): ("int8", "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"),
-    ("sdxl", "4gb"): ("nf4", "int8 needs 1 GiB more; the LoRA loses a little on the full-precision base"),
-    ("sdxl", "6gb"): ("int8", "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"),
-    ("sdxl", "8gb"): ("int8", "a whole base takes 5.8 GiB for the step alone; no loss was seen in 8 bits"),
-}
-"""`base_quantization`, where the whole base would not fit."""
+SAMPLING: dict[FamilyName, tuple[int, float]] = {"flux": (28, 3.5)}
+"""Steps and guidance of sample pictures, as the family's pipeline has them, where the shipped config is another's."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +32,18 @@ class Choice:
     reason: str
 
 
-def template_of(base: Base, card: Card) -> str:
-    """The shipped config that a config for this base and card begins from."""
-    return CONFIGS[base.family, card.kind]
-
-
 def choose(
-    look: FolderLook, base: Base, card: Card, pictures_a_step: int, trigger_word: str | None, name: str
+    look: FolderLook,
+    base: Base,
+    card: Card,
+    values: CardValues,
+    pictures_a_step: int,
+    trigger_word: str | None,
+    name: str,
 ) -> list[Choice]:
     """All choices. `pictures_a_step` is the template's batch size times its accumulation."""
     trigger = _trigger_word(look, trigger_word)
-    memory, memory_reason = MEMORY[base.family, card.kind]
+    memory, memory_reason = values.memory
     chosen = [
         Choice("trainer.default_root_dir", f"runs/{name}", "pictures, snapshots, report and the LoRA go here"),
         Choice("trainer.plugins.init_args.memory", memory, f"{card.reason}: {memory_reason}"),
@@ -79,16 +56,20 @@ def choose(
         trigger,
         _captions(look),
     ]
-    if (base.family, card.kind) in QUANTIZED:
-        chosen.append(Choice("model.init_args.base_quantization", *QUANTIZED[base.family, card.kind]))
+    if values.base_quantization is not None:
+        chosen.append(Choice("model.init_args.base_quantization", *values.base_quantization))
     if card.precision is not None:
         chosen.append(Choice("trainer.plugins.init_args.precision", card.precision, "this card has no bfloat16"))
     if base.family == "sdxl":
         chosen.append(
             Choice("model.init_args.gradient_checkpointing", False, f"memory: {memory} does its work, and faster")
         )
-        if card.kind == "910b":
-            chosen.append(Choice("trainer.accelerator", "npu", card.reason))
+    if base.family in SAMPLING:
+        why = f"as {TITLES[base.family]}'s pipeline draws"
+        for key, value in zip(("num_inference_steps", "guidance_scale"), SAMPLING[base.family], strict=True):
+            chosen.append(Choice(f"model.init_args.{key}", value, why))
+    if card.kind == "910b" and base.family != "sd":  # whose shipped config says it
+        chosen.append(Choice("trainer.accelerator", "npu", card.reason))
     chosen.append(_held_out(look))
     if is_embedded(base):
         for callback in ("RunReport", "CLIPConvergenceGuard", "FineTuneCheck"):

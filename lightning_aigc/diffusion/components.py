@@ -36,6 +36,8 @@ LEFT_OUT: dict[Part, tuple[str, ...]] = {
 """What is not loaded with a part of a transformer's pipeline alone."""
 DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
 """In the names of models that draw in a few steps, which a plain LoRA would undo."""
+U_NET_CHECKPOINTS = ("v1", "v2", "xl", "inpainting", "playground", "instruct-pix2pix", "upscale")
+"""How diffusers' names of the kinds of single files begin that hold a U-Net, which is what it takes others for."""
 KEY = "model.init_args.pretrained_model_name_or_path"
 
 
@@ -149,7 +151,7 @@ def _load(
             _check_family(family, families, name_or_path)
             if family in TRANSFORMERS:
                 configs = (pipeline.config, getattr(pipeline.transformer, "config", {}), pipeline.scheduler.config)
-                _check_not_distilled(family, name_or_path, *configs)
+                check_not_distilled(family, name_or_path, *configs)
     numbers = ("", "_2", "_3")
     encoders = [getattr(pipeline, f"text_encoder{number}", None) for number in numbers]
     tokenizers = [getattr(pipeline, f"tokenizer{number}", None) for number in numbers]
@@ -186,7 +188,7 @@ def _check_folder(path: Path, families: Sequence[str], name: str, others: str | 
     _check_family(family, families, name, others)
     if family in TRANSFORMERS:
         files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
-        _check_not_distilled(family, name, *(_config(path / file, name) for file in files))
+        check_not_distilled(family, name, *(_config(path / file, name) for file in files))
     return family
 
 
@@ -242,17 +244,18 @@ def _check_family(family: FamilyName, families: Sequence[str], name: str, others
         other = others or f"{'StableDiffusionLoRA' if family in U_NETS else 'DiffusionLoRA'} trains yours"
         wanted = " and ".join(pipeline for pipeline, found in PIPELINES.items() if found in families)
         raise ModelError(f"{KEY}: {name} is a {of_family}; this model trains {wanted}, and {other}")
+    check_not_distilled(family, name)
+
+
+def check_not_distilled(family: FamilyName, name: str, *configs: Mapping[str, Any]) -> None:
+    """Raise ModelError for a distilled transformer, by its name or the configs of pipeline, transformer, scheduler."""
     if family not in TRANSFORMERS:
         return
     own, short = TRANSFORMERS[family].distilled_name, Path(name).name
     found = DISTILLED.search(short) or (re.search(own, short) if own is not None else None)
     if found is not None:
         raise ModelError(_refuse_distilled(family, name, f"by its name a distilled model ({found[0]})"))
-
-
-def _check_not_distilled(family: FamilyName, name: str, *configs: Mapping[str, Any]) -> None:
-    """Raise ModelError where the configs of the pipeline, the transformer and the scheduler tell of a distillation."""
-    if family in TRANSFORMERS and TRANSFORMERS[family].is_distilled(*configs):
+    if configs and TRANSFORMERS[family].is_distilled(*configs):
         raise ModelError(_refuse_distilled(family, name, "by its configuration a distilled model"))
 
 
@@ -264,10 +267,16 @@ def _refuse_distilled(family: FamilyName, name: str, what: str) -> str:
 
 
 def family_of_checkpoint(path: Path) -> FamilyName:
-    """The family of a single-file checkpoint, from its keys."""
+    """The family of a single-file checkpoint, from its keys. Raises: ModelError for one that holds no U-Net."""
     from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
 
-    return "sdxl" if infer_diffusers_model_type(load_single_file_checkpoint(str(path))).startswith("xl") else "sd"
+    kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
+    if not kind.startswith(U_NET_CHECKPOINTS):
+        raise ModelError(
+            f"{KEY}: {path} is a checkpoint of {kind}; single files are read of Stable Diffusion 1.x, 2.x and SDXL"
+            " alone, so give the pipeline's folder or hub id"
+        )
+    return "sdxl" if kind.startswith("xl") else "sd"
 
 
 def _load_single_file(path: Path, family: FamilyName, dtypes: Mapping[str, torch.dtype]) -> Any:

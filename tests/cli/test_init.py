@@ -14,10 +14,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from lightning_aigc.cli.init_base import find_card
-from lightning_aigc.cli.init_choices import Choice, template_of
+from lightning_aigc.cli.init_cards import CARDS, CONFIGS, MEMORY, TRANSFORMER_CONFIGS
+from lightning_aigc.cli.init_choices import Choice
 from lightning_aigc.cli.init_config import SHIPPED, read_shipped, render
 from lightning_aigc.cli.init_folder import is_rare, made_up_trigger_word, shared_trigger_word
+from lightning_aigc.diffusion.families import U_NETS
 from lightning_aigc.tiny.drawing import draw_brand
 
 Command = Callable[..., Any]
@@ -136,10 +137,9 @@ def test_base_and_card_choose_the_shipped_config_and_the_memory_level(
 
 
 def test_every_shipped_config_is_there_for_each_base_and_card() -> None:
-    from lightning_aigc.cli.init_base import CARDS, find_base
-
-    names = {template_of(find_base(base), find_card(card)) for base in ("sd15", "sdxl") for card in CARDS}
+    names = {*CONFIGS.values(), *TRANSFORMER_CONFIGS.values()}
     assert all((SHIPPED / name).is_file() for name in names)
+    assert CONFIGS.keys() == MEMORY.keys() == {(family, card) for family in U_NETS for card in CARDS}
     assert (SHIPPED / "sd_lora.yaml").samefile(Path(__file__).parents[2] / "configs" / "sd_lora.yaml")
 
 
@@ -197,7 +197,7 @@ def test_each_mistake_is_one_sentence_and_writes_nothing(command: Command, tmp_p
         ((photos, "-o", tmp_path / "mine.yaml"), "--force"),
         ((photos, "-o", tmp_path / "no" / "new.yaml"), "does not exist"),
         ((photos, "-o", photos), "is a folder"),
-        ((photos, "-o", new, "--base", "nonsense"), "sd15, sdxl or a path"),
+        ((photos, "-o", new, "--base", "nonsense"), "sd15, sdxl, sd3, flux, flux2, z_image, qwen_image or a path"),
         ((photos, "-o", new, "--base", tmp_path / "empty"), "model_index.json"),
         ((photos, "-o", new, "--base", tmp_path / "mine.yaml"), "checkpoint"),
         ((photos, "-o", new, "--trigger_word", "two words"), "one word"),
