@@ -87,12 +87,6 @@ def modulation_of(module: Any, condition: Tensor, parts: int) -> tuple[Tensor, .
     return tuple(module.linear(module.silu(condition)).chunk(parts, dim=1))
 
 
-def bias_of(attention: Any, text: Tensor) -> Tensor | None:
-    """What the attention's processor adds to the logits of the text's keys."""
-    bias = getattr(attention.processor, "text_bias", None)
-    return None if bias is None else bias(text)
-
-
 def check(*attentions: Any, refused: tuple[Any, ...] = ()) -> None:
     """Raise CannotSwapError for an attention or an argument that no fused forward serves."""
     if any(argument is not None and not (isinstance(argument, dict) and not argument) for argument in refused):
@@ -119,19 +113,14 @@ def joint_block(
         condition = self.norm1_context.silu(temb).to(encoder_hidden_states.dtype)
         text_scale, text_shift = self.norm1_context.linear(condition).chunk(2, dim=1)
         text_normed = modulated(self.norm1_context.norm, encoder_hidden_states, text_scale, text_shift)
-        attended, _ = attend(
-            self.attn, picture.normed(), text_normed, picture_first=True, text_bias=bias_of(self.attn, text_normed)
-        )
+        attended, _ = attend(self.attn, picture.normed(), text_normed, picture_first=True)
         text = None
     else:
         text_modulation = modulation_of(self.norm1_context, temb, 6)
         half = Half(
             encoder_hidden_states, self.norm1_context.norm, self.norm2_context, self.ff_context, text_modulation
         )
-        text_normed = half.normed()
-        attended, text_attended = attend(
-            self.attn, picture.normed(), text_normed, picture_first=True, text_bias=bias_of(self.attn, text_normed)
-        )
+        attended, text_attended = attend(self.attn, picture.normed(), half.normed(), picture_first=True)
         assert text_attended is not None
         text = half.after(text_attended)
     if second:

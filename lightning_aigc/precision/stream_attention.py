@@ -75,7 +75,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention's output for each stream, through its output projections where it has them.
 
-    Args: picture [N, T, C] and text [N, S, C], each with cos and sin for its tokens and a bias of its keys.
+    Args: picture [N, T, C] and text [N, S, C], each with cos and sin for its tokens and a bias of its keys; unset, the
+            text's is what the processor's `text_bias` says, if it has one.
     """
     query_norm, key_norm, added_query_norm, added_key_norm = _norms(attention)
     cos, sin = picture_rotary or (None, None)
@@ -86,6 +87,8 @@ def attend(
         )
     ]  # fmt: skip
     if text is not None:
+        if text_bias is None and (bias := getattr(attention.processor, "text_bias", None)):
+            text_bias = bias(text)
         cos, sin = text_rotary or (None, None)
         stream = Stream(
             attention.add_q_proj(text), attention.add_k_proj(text), attention.add_v_proj(text),

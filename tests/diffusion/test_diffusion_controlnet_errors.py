@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import (
-    FluxControlNetModel,
-)
+from diffusers import FluxControlNetModel
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import fit

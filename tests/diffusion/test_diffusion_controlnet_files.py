@@ -13,9 +13,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import (
-    SD3ControlNetModel,
-)
+from diffusers import SD3ControlNetModel
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
