@@ -63,8 +63,12 @@ def mend(host: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str) -> Iterator[Link]:
-    """Two namespaces, joined by a link of this rate (as tc writes it) in each direction until the block ends."""
+def two_hosts(rate: str, burst: str = "256kb") -> Iterator[Link]:
+    """Two namespaces, joined by a link until the block ends.
+
+    Args: rate: of each direction, as tc writes it.
+        burst: bytes that an idle link lets pass at once, as tc writes them.
+    """
     id_ = f"test{os.getpid()}-{threading.get_native_id()}"
     hosts, addresses = (f"{id_}-a", f"{id_}-b"), ("10.211.9.1", "10.211.9.2")
     try:
@@ -75,7 +79,7 @@ def two_hosts(rate: str) -> Iterator[Link]:
             _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", DEVICE)
             _run("ip", "-n", host, "link", "set", DEVICE, "up")
             _run("ip", "-n", host, "link", "set", "lo", "up")
-            shape = f"tc -n {host} qdisc add dev {DEVICE} root tbf rate {rate} burst 256kb latency 50ms"
+            shape = f"tc -n {host} qdisc add dev {DEVICE} root tbf rate {rate} burst {burst} latency 50ms"
             _run(*shape.split())
         yield Link(hosts, addresses)
     finally:

@@ -24,9 +24,13 @@ from lightning_aigc.gradient_sync.replica_check import check_equal
 
 SHAPES = {"first": (512, 384), "second": (512, 384), "third": (512, 384), "bias": (384,)}
 """590 000 values: a step takes a slow link a moment, so that a fault falls into it."""
-RATE, LOW_RATE = "20mbit", "5mbit"
+RATE, LOW_RATE = "20mbit", "10mbit"
+SMALL_BURST = "16kb"
+"""What a link lets pass at once: with so little, a step of 200 kB and more cannot be over before the link is cut."""
 STEPS, AT = 5, 2
 """Steps of a run, and the one in which the fault begins."""
+AT_FAULT = {"die": 1, "cut_for_good": 0, "pause": 1}
+"""The rank that brings a fault about."""
 LONG_ENOUGH = timedelta(seconds=60)
 SHORT = timedelta(seconds=4)
 MARGIN_S = 3.0
@@ -42,17 +46,21 @@ def training(mode: str, timeout: timedelta) -> Training:
     return Training({"bucket_cap_mb": 0.5}, module=Given(SHAPES), **options)
 
 
-def steps_with(fault: Fault | None, rank: int, mode: str, timeout: timedelta, seconds: float) -> list[torch.Tensor]:
-    """The parameters after each step of a run with a fault in the middle."""
+def steps_with(
+    fault: Fault | None, rank: int, mode: str, timeout: timedelta, seconds: float
+) -> tuple[list[torch.Tensor], int]:
+    """Parameters after each step of a run with a fault in the middle, and how many packets TCP had to send again."""
     run, after = training(mode, timeout), []
+    before = network.packets_sent_again()
     for number in range(STEPS):
         if number == AT and fault is not None:
             fault(rank, seconds)
         run.step(make_gradients(number, rank, SHAPES))
         after.append(run.flat())
     check_equal(list(run.module.named_parameters()))
+    sent_again = network.packets_sent_again() - before  # connections that are closed count no more
     run.compressor.close()
-    return after
+    return after, sent_again
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -100,11 +108,10 @@ def crowd_one_core(rank: int, seconds: float) -> None:
 
 
 def compared(rank: int, name: str, mode: str, seconds: float) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """The same run without the fault and with it, and how many packets had to be sent again."""
+    """The same run without the fault and with it, and how many packets had to be sent again in the latter."""
     fault: Fault = globals()[name]
-    without = steps_with(None, rank, mode, LONG_ENOUGH, seconds)
-    before = network.packets_sent_again()
-    return without, steps_with(fault, rank, mode, LONG_ENOUGH, seconds), network.packets_sent_again() - before
+    without, _ = steps_with(None, rank, mode, LONG_ENOUGH, seconds)
+    return without, *steps_with(fault, rank, mode, LONG_ENOUGH, seconds)
 
 
 def assert_equal_bits(of_ranks: list[Any]) -> None:
@@ -131,7 +138,7 @@ def test_a_rank_that_stands_still_for_half_a_minute_changes_nothing(tmp_path: Pa
 @pytest.mark.usefixtures("needs_namespaces")
 @pytest.mark.parametrize("mode", GOES_ON)
 def test_a_link_that_is_cut_for_a_while_changes_nothing(mode: str, tmp_path: Path) -> None:
-    with network.two_hosts(RATE if mode == "dense" else LOW_RATE) as link:  # the cut falls between two packets
+    with network.two_hosts(RATE if mode == "dense" else LOW_RATE, SMALL_BURST) as link:
         here = {"HOST": link.hosts[0]}
         of_ranks = run_ranks(
             compared, 2, tmp_path, "cut_for_a_while", mode, 2.0, hosts=link.hosts, environment=here
@@ -162,34 +169,40 @@ def cut_for_good(rank: int, seconds: float) -> None:
         network.cut(os.environ["HOST"])
 
 
-def ending(rank: int, name: str, mode: str, seconds: float) -> tuple[str, float]:
-    """How this rank ends, and after how many seconds from the fault."""
-    fault: Fault = globals()[name]
-    began = time.monotonic()
+def ending(rank: int, name: str, mode: str, seconds: float, moment: str) -> tuple[str, float]:
+    """How this rank ends, and when on the clock that all ranks share; the rank at fault writes its moment to a file."""
 
     def note_and_act(rank: int, seconds: float) -> None:
-        nonlocal began
-        began = time.monotonic()
-        fault(rank, seconds)
+        if rank == AT_FAULT[name]:
+            Path(moment).write_text(repr(time.monotonic()))
+        globals()[name](rank, seconds)
 
-    said = refusal(lambda: steps_with(note_and_act, rank, mode, SHORT, seconds))
-    return said, time.monotonic() - began
+    return refusal(lambda: steps_with(note_and_act, rank, mode, SHORT, seconds)), time.monotonic()
 
 
-def assert_sentence(said: str, rank: int) -> None:
+def endings(name: str, mode: str, seconds: float, folder: Path, **options: Any) -> list[tuple[str, float] | None]:
+    """How each rank ends, and how many seconds after the fault; None for one that died."""
+    moment = folder / "moment"
+    ends = run_ranks(ending, 2, folder, name, mode, seconds, str(moment), **options)
+    return [end and (end[0], end[1] - float(moment.read_text())) for end in ends]
+
+
+def assert_ends(end: tuple[str, float] | None, rank: int, before: float) -> None:
+    assert end is not None
+    said, seconds = end
     # A rank may be a step behind the one that brings the fault about.
     sentence = rf"{SyncError.__name__}: rank {rank} of 2 could not add up gradients in step [{AT - 1}{AT}]: "
     assert re.match(sentence, said), said
     assert "look at its log first" in said and "\n" not in said
+    assert seconds < before
 
 
 @pytest.mark.usefixtures("needs_namespaces")
 @pytest.mark.parametrize("mode", ENDS)
 def test_a_rank_that_is_killed_ends_the_other_at_once(mode: str, tmp_path: Path) -> None:
     with network.two_hosts(RATE) as link:
-        (said, seconds), _ = run_ranks(ending, 2, tmp_path, "die", mode, 0.0, hosts=link.hosts, may_die=[1])
-    assert_sentence(said, 0)
-    assert seconds < SHORT.total_seconds()  # its end closes the connection
+        left, _ = endings("die", mode, 0.0, tmp_path, hosts=link.hosts, may_die=[1])
+    assert_ends(left, 0, before=SHORT.total_seconds())  # its end closes the connection
 
 
 @pytest.mark.usefixtures("needs_namespaces")
@@ -197,17 +210,14 @@ def test_a_rank_that_is_killed_ends_the_other_at_once(mode: str, tmp_path: Path)
 def test_a_link_that_stays_cut_ends_both_ranks_at_the_timeout(mode: str, tmp_path: Path) -> None:
     with network.two_hosts(RATE) as link:
         here = {"HOST": link.hosts[0]}
-        ends = run_ranks(ending, 2, tmp_path, "cut_for_good", mode, 0.0, hosts=link.hosts, environment=here)
-    for rank, (said, seconds) in enumerate(ends):
-        assert_sentence(said, rank)
-        assert seconds < SHORT.total_seconds() + MARGIN_S
+        ends = endings("cut_for_good", mode, 0.0, tmp_path, hosts=link.hosts, environment=here)
+    for rank, end in enumerate(ends):
+        assert_ends(end, rank, before=SHORT.total_seconds() + MARGIN_S)
 
 
 @pytest.mark.parametrize("mode", ENDS)
 def test_a_rank_that_stands_still_beyond_the_timeout_finds_itself_alone(mode: str, tmp_path: Path) -> None:
     pause_s = SHORT.total_seconds() + 2
-    (said, seconds), (of_paused, in_all) = run_ranks(ending, 2, tmp_path, "pause", mode, pause_s)
-    assert_sentence(said, 0)
-    assert seconds < SHORT.total_seconds() + MARGIN_S
-    assert_sentence(of_paused, 1)
-    assert in_all < pause_s + SHORT.total_seconds() + MARGIN_S
+    other, paused = endings("pause", mode, pause_s, tmp_path)
+    assert_ends(other, 0, before=SHORT.total_seconds() + MARGIN_S)
+    assert_ends(paused, 1, before=pause_s + SHORT.total_seconds() + MARGIN_S)
