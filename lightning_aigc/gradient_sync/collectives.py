@@ -61,11 +61,11 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 class CountedGroup:
     """A process group that starts collectives without waiting, and counts their bytes."""
 
-    def __init__(
-        self, group: Any, traffic: Traffic, *, inside_node: bool = False, paced: PacedExchanges | None = None
-    ) -> None:
+    paced: PacedExchanges | None = None
+    """What takes large rows to the other ranks in pieces, where that is faster."""
+
+    def __init__(self, group: Any, traffic: Traffic, *, inside_node: bool = False) -> None:
         self.group, self.traffic, self.inside_node = group, traffic, inside_node
-        self.paced = paced
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
 

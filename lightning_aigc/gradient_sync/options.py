@@ -74,6 +74,12 @@ class SyncOptions:
     checksum_every_n_steps: int = 100
     """Steps between two comparisons of the ranks' parameters; 0 never compares."""
 
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether ranks send one another quantized rows, not only sums."""
+        quantized_averages = AVERAGE_BITS[self.average] is not None
+        return quantized_averages if self.mode == "local" else self.mode not in ("dense", "bf16")
+
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"mode must be one of {', '.join(get_args(Mode))}; got {self.mode!r}")

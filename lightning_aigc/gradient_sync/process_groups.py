@@ -46,13 +46,17 @@ class ProcessGroups:
             everyone = self._new_groups([list(range(self.world_size))])
         else:
             between = everyone = self._new_groups([list(range(self.world_size))])
-        self.between = CountedGroup(between, self.traffic, paced=paced_where_slow(between))
+        self.between = CountedGroup(between, self.traffic)
         self.everyone = self.between if self.inside is None else CountedGroup(everyone, self.traffic)
 
     @property
     def ranks_inside(self) -> int:
         """Ranks that reduce among themselves first: 1 where nodes do not come first."""
         return 1 if self.inside is None else self.inside.size
+
+    def pace_slow_links(self) -> None:
+        """Let rows go in pieces where the link between nodes is slow. Collective: measures the link for a moment."""
+        self.between.paced = paced_where_slow(self.between.group)
 
     def destroy(self) -> None:
         """Destroy these groups; the default group stays. A second call does nothing."""

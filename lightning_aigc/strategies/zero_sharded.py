@@ -133,6 +133,8 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         if isinstance(self.lightning_module, ProtectsGradients):
             names = [name for _, named in parts for name, _ in named]
             options = options.protecting(self.lightning_module.protected_gradients, names)
+        if options.exchanges_rows:
+            self._groups.pace_slow_links()
         self._sync = BetweenShards(self._groups, options, [named for _, named in parts])
         for (module, _), hook in zip(parts, self._sync.hooks(), strict=True):
             module.set_all_reduce_hook(hook)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,10 @@ def test_pieces_make_what_the_collectives_make(ranks: int, dtype: torch.dtype, t
     run_ranks(exchange, ranks, tmp_path, dtype)
 
 
-def parameters_after(rank: int, pieces: bool) -> tuple[torch.Tensor, bool]:
+def parameters_after(rank: int, pieces: bool, options: dict[str, Any]) -> tuple[torch.Tensor, bool]:
     paced_exchange.SLOW_BPS = 1e15 if pieces else 1.0
     paced_exchange.WHOLE_BYTES = paced_exchange.PIECE_BYTES = 4096
-    run = Training({"bucket_cap_mb": 0.3}, module=Given(SHAPES), mode="int3", bucket_mb=0.3)
+    run = Training({"bucket_cap_mb": 0.3}, module=Given(SHAPES), bucket_mb=0.3, **options)
     for number in range(3):
         run.step(make_gradients(number, rank, SHAPES))
     sync = run.compressor._sync
@@ -58,10 +59,26 @@ def parameters_after(rank: int, pieces: bool) -> tuple[torch.Tensor, bool]:
 
 
 def test_a_training_in_pieces_is_the_same_to_the_bit(tmp_path: Path) -> None:
-    whole = run_ranks(parameters_after, 2, tmp_path / "whole", False)
-    pieces = run_ranks(parameters_after, 2, tmp_path / "pieces", True)
+    whole = run_ranks(parameters_after, 2, tmp_path / "whole", False, {"mode": "int3"})
+    pieces = run_ranks(parameters_after, 2, tmp_path / "pieces", True, {"mode": "int3"})
     assert [paced for _, paced in whole] == [False, False] and [paced for _, paced in pieces] == [True, True]
     assert all(torch.equal(found, whole[0][0]) for found, _ in (*whole, *pieces))
+
+
+EXCHANGES = [
+    *[({"mode": mode}, True) for mode in ("int8", "ternary", "sparse", "low_rank")],
+    *[({"mode": mode}, False) for mode in ("dense", "bf16")],
+    ({"mode": "local", "local_steps": 1}, False),
+    ({"mode": "local", "local_steps": 1, "average": "int3"}, True),
+]
+
+
+def are_paced(rank: int) -> list[bool]:
+    return [parameters_after(rank, True, options)[1] for options, _ in EXCHANGES]
+
+
+def test_only_modes_that_exchange_rows_measure_the_link(tmp_path: Path) -> None:
+    assert run_ranks(are_paced, 2, tmp_path) == [[exchanges for _, exchanges in EXCHANGES]] * 2
 
 
 def lose_a_rank(rank: int) -> str | None:
@@ -83,6 +100,7 @@ def test_a_rank_that_died_ends_the_wait(tmp_path: Path) -> None:
 
 def is_paced(rank: int) -> bool:
     groups = ProcessGroups("auto")
+    groups.pace_slow_links()
     found = groups.between.paced is not None
     groups.destroy()
     return found
