@@ -15,7 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_aigc.cluster.modes import EXACT_MODES, FLAT_MODES, MODES
-from lightning_aigc.cluster.workload import BF16_BYTES, COMPRESSION_BPS, FP32_BYTES, Job, Links, Shape
+from lightning_aigc.cluster.workload import (
+    BF16_BYTES,
+    COMPRESSION_BPS,
+    FP32_BYTES,
+    PAYLOAD_SHARE,
+    Job,
+    Links,
+    Shape,
+)
 from lightning_aigc.errors import ConfigError
 
 QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
@@ -23,6 +31,8 @@ QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
 ENERGY_BLOCK, ENERGY_BYTES = 256, 2
 """Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
 TWO_FOUR_DENSITY = 2 / 4
+HOPS = 2
+"""Collectives of a compressed bucket between nodes: shards to their ranks, and sums back."""
 TERNARY_BYTES = (52 + 2) / 256
 """A block of 256 values of three levels, five a byte, and its scale."""
 
@@ -125,7 +135,8 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     inside_steps = 2 * (shape.devices - 1) if local else 0
     between_steps = 2 * (shape.nodes - 1) if between else 0
     inside = local / links.local_Bps + rounds * inside_steps * links.latency_local_s
-    wire = inside + shape.devices * between / links.between_Bps + rounds * between_steps * links.latency_between_s
+    between_s = shape.devices * between / (links.between_Bps * PAYLOAD_SHARE[job.device])
+    wire = inside + between_s + rounds * between_steps * links.latency_between_s
     compressed = mode not in EXACT_MODES and shape.ranks > 1
     compression = 0.0
     if compressed:
@@ -139,10 +150,23 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         # can hide behind backward.
         unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
-        last = busy / buckets
-        exposed = max(0.0, busy - last - min(job.overlap_share, 1 - 1 / buckets) * job.backward_s) + last + unhidden
+        until_last = 1 - 1 / buckets
+        hidden = busy * (_started_in_backward(mode, shape, buckets) if job.device == "cpu" else until_last)
+        exposed = busy - min(hidden, min(job.overlap_share, until_last) * job.backward_s) + unhidden
     step = job.compute_s + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
+
+
+def _started_in_backward(mode: str, shape: Shape, buckets: int) -> float:
+    """Return the share of the collectives between nodes that a CPU starts while backward runs.
+
+    One thread packs and sends there: with each full bucket it takes the earlier ones to their next collective. Of the
+    two that a compressed bucket has between nodes, after one inside its node, the last buckets' start after backward.
+    """
+    if MODES[mode].is_exact:
+        return 1 - 1 / buckets
+    before = 1 if nodes_first(mode, shape) else 0
+    return sum(max(0, buckets - 1 - before - hop) for hop in range(HOPS)) / (HOPS * buckets)
 
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:

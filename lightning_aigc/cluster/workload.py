@@ -16,6 +16,10 @@ COMPRESSION_BPS = {"cpu": 0.5e9, "cuda": 160e9, "npu": 160e9}
 """Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one thread beside Gloo's and
 backward's, fitted by benchmarks/plan_error.py; the cards' is derived: ten passes at 1.6 TB/s."""
 
+PAYLOAD_SHARE = {"cpu": 1448 / 1538, "cuda": 1.0, "npu": 1.0}
+"""Share of the bytes on a link between nodes that are gradients. Gloo's TCP has 1448 bytes in an Ethernet frame, which
+takes as long as 1538 with headers, preamble and gap (RFC 9293, RFC 7323, IEEE 802.3); what cards add is taken as 0."""
+
 
 @dataclass(frozen=True)
 class Job:

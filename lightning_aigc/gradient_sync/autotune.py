@@ -31,7 +31,8 @@ class ModeTimings:
 def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
     """Time the modes. Collective; every rank gets the same numbers, the means of each rank's best."""
     everyone = groups.everyone
-    group = CountedGroup(everyone.group, Traffic(), paced=everyone.paced)  # bytes that are no gradients' do not count
+    group = CountedGroup(everyone.group, Traffic())  # bytes that are no gradients' do not count
+    group.paced = everyone.paced
     values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
     gradients = torch.randn(values, device=device)
     unit = FlatUnit(0, "values", entries=(), numel=values)

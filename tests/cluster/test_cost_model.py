@@ -213,6 +213,27 @@ def test_compressing_on_a_cpu_can_cost_more_than_it_saves() -> None:
     assert int8.step_s > dense.step_s
 
 
+def test_on_a_cpu_the_headers_of_tcp_take_their_part_of_the_link() -> None:
+    card, cpu = (predict("dense", job(device=device), Shape(2, 1), LINKS) for device in ("npu", "cpu"))
+    latency = 2 * LINKS.latency_between_s
+    assert cpu.wire_s - latency == pytest.approx((card.wire_s - latency) * 1538 / 1448)
+
+
+@pytest.mark.parametrize(
+    ("shape", "buckets", "share"),
+    [
+        (Shape(2, 1), 1, 0), (Shape(2, 1), 2, 1 / 4), (Shape(2, 1), 10, 17 / 20),
+        (Shape(2, 2), 2, 0), (Shape(2, 2), 3, 1 / 6),
+    ],
+)  # fmt: skip
+def test_a_cpu_hides_what_of_a_compressed_bucket_starts_before_the_last_one_is_full(
+    shape: Shape, buckets: int, share: float
+) -> None:
+    some = job(trainable=N, bucket_bytes=4 * N / buckets, backward_s=100.0, device="cpu", overlap_share=1.0)
+    cost = predict("int3", some, shape, replace(LINKS, local_Bps=1e15, latency_local_s=0.0))
+    assert cost.exposed_s - cost.compression_s == pytest.approx((1 - share) * cost.wire_s, rel=1e-4)
+
+
 def test_a_card_launches_its_kernels_for_every_bucket_and_a_cpu_does_not() -> None:
     some, buckets = job(trainable=100e6), 16  # 400 MB in buckets of 25 MiB
     card, cpu = (predict("int3", replace(some, device=device), Shape(1, 8), LINKS) for device in ("npu", "cpu"))
