@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_aigc.gradient_sync.paced_exchange import PacedExchanges
+from lightning_aigc.sharding.gloo_reduce_scatter import SummedParts
 
 KINDS = ("values", "index", "protected", "small", "intra_node")
 """What bytes are counted as: compressed values, what the choice of indices needs, protected parameters, small ones, and
@@ -58,17 +59,6 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class SummedRows:
-    """Rows that are on their way to this rank, and are added when it waits for them."""
-
-    def __init__(self, exchange: Any, rows_RN: Tensor, out_N: Tensor) -> None:
-        self._exchange, self._rows_RN, self._out_N = exchange, rows_RN, out_N
-
-    def wait(self) -> None:
-        self._exchange.wait()
-        torch.sum(self._rows_RN, 0, out=self._out_N)
-
-
 class CountedGroup:
     """A process group that starts collectives without waiting, and counts their bytes."""
 
@@ -87,11 +77,8 @@ class CountedGroup:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count("reduce_scatter", tensor.nbytes, kind)
-        if self._is_gloo:  # Gloo's own is an all_reduce of everything and a copy
-            rows_RN = torch.empty_like(tensor).view(self.size, -1)
-            return SummedRows(
-                dist.all_to_all_single(rows_RN.view(-1), tensor, group=self.group, async_op=True), rows_RN, out
-            )
+        if self._is_gloo:
+            return SummedParts(out, tensor.view(self.size, -1), self.group)
         return reduce_scatter(out, tensor, group=self.group, async_op=True)
 
     def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:

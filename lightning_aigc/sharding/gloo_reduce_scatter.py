@@ -10,10 +10,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class GlooReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes. Each rank gets the others' parts of its shard and adds them.
+class SummedParts:
+    """Parts of all ranks that are on their way to this one, and are added when it waits for them.
 
     The sum begins with the lowest rank's part, so that it does not depend on which part comes first.
+    """
+
+    def __init__(self, out_N: Tensor, parts_KN: Tensor, group: Any) -> None:
+        """Start to send each of K ranks its part, and to fill out_N with the sum of theirs for this rank."""
+        self._out_N, self._received_KN = out_N, torch.empty_like(parts_KN)
+        self._exchange = dist.all_to_all_single(
+            self._received_KN.view(-1), parts_KN.view(-1), group=group, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Wait for the parts, and add them."""
+        assert self._exchange is not None  # this rank is in the group
+        self._exchange.wait()
+        first, second, *others = self._received_KN
+        torch.add(first, second, out=self._out_N)
+        for part in others:
+            self._out_N += part
+
+
+class GlooReduceScatter:
+    """What `FSDPModule.set_custom_reduce_scatter` takes.
+
     Source of the interface: torch.distributed.fsdp, `Comm` and `ReduceScatter`.
     """
 
@@ -29,19 +51,8 @@ class GlooReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Write [N], the sum or mean over ranks of this rank's part of their inputs [K N]."""
-        rank, ranks = group.rank(), group.size()
-        parts = input_tensor.view(ranks, -1)
-        others = [other for other in range(ranks) if other != rank]
-        received = {other: torch.empty_like(output_tensor) for other in others}
-        works = [dist.irecv(received[other], group=group, group_src=other) for other in others]
-        works += [dist.isend(parts[other], group=group, group_dst=other) for other in others]
-        for work in works:
-            assert work is not None  # this rank is in the group
-            work.wait()
-        of_rank = received | {rank: parts[rank]}
-        torch.add(of_rank[0], of_rank[1], out=output_tensor)
-        for other in range(2, ranks):
-            output_tensor += of_rank[other]
+        ranks = group.size()
+        SummedParts(output_tensor, input_tensor.view(ranks, -1), group).wait()
         if op == dist.ReduceOp.AVG:
             output_tensor /= ranks
         else:

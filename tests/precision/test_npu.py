@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.ranks import run_script
 from lightning_aigc.devices import grad_scaler
 
 SCRIPT = """
 import json, sys
+from pathlib import Path
 import lightning_aigc
 import torch
 from fakes import fake_npu
@@ -65,27 +64,18 @@ for precision, memory, huge in (("32-true", "off", ()), ("bf16-mixed", "off", ()
                                 ("16-mixed overflow", "off", (1,)), ("bf16-true", "off", ()),
                                 ("bf16-forward-fp16-backward", "lean", ())):
     rows[precision] = run(precision.split()[0], memory, huge)
-print("ROWS" + json.dumps(rows))
+Path(sys.argv[1], "rows.json").write_text(json.dumps(rows))
 """
 
 
 @pytest.fixture(scope="module")
 def on_npu(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """What every precision did on the fake npu, in a process of its own, and what was said."""
-    root = Path(__file__).parents[2]
-    script = tmp_path_factory.mktemp("npu") / "on_npu.py"
+    folder = tmp_path_factory.mktemp("npu")
+    script = folder / "on_npu.py"
     script.write_text(SCRIPT)
-    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = next(line for line in done.stdout.splitlines() if line.startswith("ROWS"))
-    return json.loads(rows.removeprefix("ROWS")), done.stderr
+    (said,) = run_script(script, 1, folder / "ranks", folder)
+    return json.loads((folder / "rows.json").read_text()), said
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from fakes.ranks import run_script
 
 SCRIPT = """
 import json, sys
@@ -93,26 +92,17 @@ torch.distributed.destroy_process_group()  # gloo's threads may abort a process 
 
 
 def test_two_ranks_train_alike_and_the_rank_that_overflowed_names_the_module(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
     script = tmp_path / "two_ranks.py"
     script.write_text(SCRIPT)
-    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    said = "".join(run_script(script, 2, tmp_path / "ranks", tmp_path)).splitlines()
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
     same_as_stock, fused_as_off, scale, stock_scale, _, unet_error, _ = ranks[0]
     assert same_as_stock and fused_as_off
     assert 0 < unet_error < 3e-5  # of the two steps together, in float32, blocks run again at max; measured: 3e-6
     assert scale == stock_scale == 2.0**15
-    swapped = [line for line in done.stderr.splitlines() if "memory=lean: swapped" in line]
+    swapped = [line for line in said if "memory=lean: swapped" in line]
     assert len(swapped) == 1
-    said = [line for line in (done.stderr + done.stdout).splitlines() if "skipped" in line]
-    assert len(said) == 1, said
-    assert "step 3 skipped: the backward pass of net.1 (SteepOnRankOne) computed a gradient" in said[0]
+    skipped = [line for line in said if "skipped" in line]
+    assert len(skipped) == 1, skipped
+    assert "step 3 skipped: the backward pass of net.1 (SteepOnRankOne) computed a gradient" in skipped[0]
