@@ -18,19 +18,22 @@ class SummedParts:
 
     def __init__(self, out_N: Tensor, parts_KN: Tensor, group: Any) -> None:
         """Start to send each of K ranks its part, and to fill out_N with the sum of theirs for this rank."""
-        self._out_N, self._received_KN = out_N, torch.empty_like(parts_KN)
-        self._exchange = dist.all_to_all_single(
-            self._received_KN.view(-1), parts_KN.view(-1), group=group, async_op=True
-        )
+        self._out_N = out_N
+        rank = dist.get_rank(group)
+        others = [other for other in range(len(parts_KN)) if other != rank]
+        received = {other: torch.empty_like(out_N) for other in others}
+        self._of_rank = received | {rank: parts_KN[rank]}
+        self._works = [dist.irecv(received[other], group=group, group_src=other) for other in others]
+        self._works += [dist.isend(parts_KN[other], group=group, group_dst=other) for other in others]
 
     def wait(self) -> None:
         """Wait for the parts, and add them."""
-        assert self._exchange is not None  # this rank is in the group
-        self._exchange.wait()
-        first, second, *others = self._received_KN
-        torch.add(first, second, out=self._out_N)
-        for part in others:
-            self._out_N += part
+        for work in self._works:
+            assert work is not None  # this rank is in the group
+            work.wait()
+        torch.add(self._of_rank[0], self._of_rank[1], out=self._out_N)
+        for other in range(2, len(self._of_rank)):
+            self._out_N += self._of_rank[other]
 
 
 class GlooReduceScatter:
