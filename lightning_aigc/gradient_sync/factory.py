@@ -16,6 +16,7 @@ from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.dense import Dense
 from lightning_aigc.gradient_sync.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.powersgd import advice
 from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
 
@@ -55,4 +56,7 @@ def make_sync(
         return Dense(groups), mode, why
     if mode == "local":
         return LocalSGD(trained, options, groups), mode, why
-    return GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale), mode, why
+    sync = GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale)
+    if mode == "low_rank":
+        why += advice(sync.units, options.rank)
+    return sync, mode, why

@@ -8,7 +8,8 @@ Source: Vogels et al., PowerSGD, arXiv:1905.13727, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from lightning_aigc.gradient_sync.collectives import CountedGroup
 from lightning_aigc.gradient_sync.flat_units import Entry, FlatUnit
 from lightning_aigc.gradient_sync.reductions import Reducing
 from lightning_aigc.host_state import to_cpu
+
+INT8_RATIO = (8 + 16 / 32) / 32
+"""Bytes of mode int8 over float32's, its scales included."""
 
 
 class PowerSGD:
@@ -74,6 +78,19 @@ class PowerSGD:
             saved = state["columns"].get(name)
             if saved is not None and saved.shape == columns.shape:
                 self._columns[name] = saved.to(columns.device)
+
+
+def advice(units: Iterable[FlatUnit], rank: int) -> str:
+    """Return a clause for matrices whose factors take more bytes than eight-bit values would; else nothing."""
+    matrices = [matrix_shape(entry) for unit in units if unit.kind == "values" for entry in unit.entries]
+    factors = sum(min(rank, *matrix) * sum(matrix) for matrix in matrices)
+    ratio = factors / max(1, sum(math.prod(matrix) for matrix in matrices))
+    if ratio <= INT8_RATIO:
+        return ""
+    return (
+        f", whose factors of rank {rank} take {ratio:.2f} of dense's bytes here, where int8 takes {INT8_RATIO:.2f} and "
+        "loses nothing: choose int8, or a lower rank"
+    )
 
 
 def matrix_shape(entry: Entry) -> tuple[int, int]:

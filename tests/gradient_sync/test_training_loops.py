@@ -127,6 +127,7 @@ def loops(rank: int) -> dict[str, Any]:
     embedding = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     return {
         "article's words": (articles.compressor.mode, articles.compressor.report()),
+        "factors": [Training(mode="low_rank", rank=columns).compressor.report() for columns in (1, 16)],
         "scaled": scaled_loop(rank),
         "documented": documented_loops(rank),
         "heard": heard,
@@ -184,6 +185,16 @@ def test_the_articles_words_sparsify_and_the_report_says_so(of_loops: list[Any])
     for mode, report in (row["article's words"] for row in of_loops):
         assert mode == "sparse"
         assert "gradient sync: mode sparse\nmode sparse, because sparsity_target=0.75 and " in report
+
+
+def test_factors_that_are_larger_than_eight_bits_are_told(of_loops: list[Any]) -> None:
+    for row in of_loops:
+        few, many = row["factors"]
+        assert few.startswith("gradient sync: mode low_rank\n")
+        assert many.startswith(
+            "gradient sync: mode low_rank, whose factors of rank 16 take 0.83 of dense's bytes here, where int8 takes "
+            "0.27 and loses nothing: choose int8, or a lower rank\n"
+        )
 
 
 def test_sparse_gradients_are_refused_before_training(of_loops: list[Any]) -> None:
