@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,26 @@ from lightning_aigc.gradient_sync import process_groups
 STEPS = range(5)
 WITH_RESIDUALS = [mode for mode in MODES if mode not in ("dense", "local", "ternary")]
 NODES_FIRST = [mode for mode in MODES if mode not in ("dense", "local", "low_rank")]
+EXACT = ("dense", "bf16", "sparse")
+"""Modes whose sums of eighths are exact with everything sent."""
+REPEATS = ("int8", "int4", "sparse_int8")
+"""Modes of the same classes as int3 and sparse_int4 with other bits; they run in `make test-long`."""
 RESUMED_ON = {"four flat": 4, "four on two nodes": 4, "two": 2}
+Ranks = Callable[[str], list[Any]]
+Resumed = Callable[[str], dict[str, list[Any]]]
+
+
+def marked(modes: Iterable[str]) -> list[Any]:
+    return [pytest.param(mode, marks=pytest.mark.long) if mode in REPEATS else mode for mode in modes]
+
+
+def modes_beside(mode: str) -> tuple[str, ...]:
+    """The modes that run together with this one."""
+    return tuple(other for other in MODES if (other in REPEATS) == (mode in REPEATS))
+
+
+def with_residuals(modes: Sequence[str]) -> list[str]:
+    return [mode for mode in modes if mode in WITH_RESIDUALS]
 
 
 def on_two_nodes(rank: int) -> None:
@@ -39,17 +60,17 @@ def all_states(run: Training) -> list[dict[str, Any]]:
     return states
 
 
-def four(rank: int, folder: str) -> dict[str, Any]:
+def four(rank: int, folder: str, modes: Sequence[str]) -> dict[str, Any]:
     on_two_nodes(rank)
     results: dict[str, Any] = {}
-    for mode in MODES:
+    for mode in modes:
         run = Training(mode=mode, local_steps=1, ddp={"bucket_cap_mb": 0.001}, bucket_mb=0.006)
         results[mode] = run.steps(rank, STEPS), run.compressor._sync.groups.inside is not None
-        for hierarchical in ("auto", False):
+        for hierarchical in ("auto", False) if mode in EXACT else ():
             choices = {"mode": mode, "hierarchical": hierarchical, "protect_layers": SMALL}
             exact = Training(sparsity_target=0.0, local_steps=1, **choices)
             results[mode, hierarchical] = exact.steps(rank, STEPS, make_round_gradients)
-    for mode in WITH_RESIDUALS:
+    for mode in with_residuals(modes):
         without, bad = Training(mode=mode), Training(mode=mode)
         without.steps(rank, [0, 1, 3])
 
@@ -76,18 +97,18 @@ def four(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
-def two(rank: int, folder: str) -> None:
-    for mode in WITH_RESIDUALS:
+def two(rank: int, folder: str, modes: Sequence[str]) -> None:
+    for mode in with_residuals(modes):
         run = Training(mode=mode)
         run.steps(rank, [0, 1, 2])
         torch.save(all_states(run), Path(folder, f"two {mode}.pt"))
 
 
-def resume(rank: int, folder: str, layered: bool) -> dict[str, Any]:
+def resume(rank: int, folder: str, layered: bool, modes: Sequence[str]) -> dict[str, Any]:
     if layered:
         on_two_nodes(rank)
     results = {}
-    for mode in WITH_RESIDUALS:
+    for mode in with_residuals(modes):
         for name in RESUMED_ON:
             states = torch.load(Path(folder, f"{name} {mode}.pt"), weights_only=True)
             run = Training(mode=mode)
@@ -104,39 +125,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[Any]:
-    return run_ranks(four, 4, folder / "four", str(folder))
+def ranks(folder: Path) -> Ranks:
+    """What four ranks found in a mode, which runs with the modes beside it when it is first asked for."""
+
+    @functools.cache
+    def run(modes: tuple[str, ...]) -> list[Any]:
+        return run_ranks(four, 4, folder / f"four {modes[0]}", str(folder), modes)
+
+    return lambda mode: run(modes_beside(mode))
 
 
 @pytest.fixture(scope="module")
-def resumed(folder: Path, ranks: list[Any]) -> dict[str, list[Any]]:
-    run_ranks(two, 2, folder / "two", str(folder))
-    return {
-        "two": run_ranks(resume, 2, folder / "on two", str(folder), False),
-        "four flat": run_ranks(resume, 4, folder / "on four", str(folder), False),
-        "four on two nodes": run_ranks(resume, 4, folder / "on nodes", str(folder), True),
-    }
+def resumed(folder: Path, ranks: Ranks) -> Resumed:
+    """What the ranks found that took up the states of a mode."""
+
+    @functools.cache
+    def run(modes: tuple[str, ...]) -> dict[str, list[Any]]:
+        ranks(modes[0])
+        started = folder / f"resumed {modes[0]}"
+        run_ranks(two, 2, started / "two", str(folder), modes)
+        return {
+            "two": run_ranks(resume, 2, started / "on two", str(folder), False, modes),
+            "four flat": run_ranks(resume, 4, started / "on four", str(folder), False, modes),
+            "four on two nodes": run_ranks(resume, 4, started / "on nodes", str(folder), True, modes),
+        }
+
+    return lambda mode: run(modes_beside(mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_four_ranks_on_two_nodes_stay_equal_to_the_bit(mode: str, ranks: list[Any]) -> None:
-    after, nodes_first = ranks[0][mode]
+@pytest.mark.parametrize("mode", marked(MODES))
+def test_four_ranks_on_two_nodes_stay_equal_to_the_bit(mode: str, ranks: Ranks) -> None:
+    first, *others = ranks(mode)
+    after, nodes_first = first[mode]
     assert nodes_first == (mode in NODES_FIRST)
     assert after[-1].isfinite().all() and after[-1].any()
-    for other in ranks[1:]:
+    for other in others:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, other[mode][0], strict=True))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "sparse"])
-def test_nodes_first_is_the_same_sum_where_numbers_are_exact(mode: str, ranks: list[Any]) -> None:
-    for step, layered in enumerate(ranks[0][mode, "auto"]):
-        assert torch.equal(layered, ranks[0][mode, False][step])
-        assert torch.equal(layered, ranks[0]["dense", False][step])
+def test_nodes_first_is_the_same_sum_where_numbers_are_exact(mode: str, ranks: Ranks) -> None:
+    (first, *_) = ranks(mode)
+    for step, layered in enumerate(first[mode, "auto"]):
+        assert torch.equal(layered, first[mode, False][step])
+        assert torch.equal(layered, first["dense", False][step])
 
 
-@pytest.mark.parametrize("mode", WITH_RESIDUALS)
-def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: str, ranks: list[Any]) -> None:
-    for rank in ranks:
+@pytest.mark.parametrize("mode", marked(WITH_RESIDUALS))
+def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: str, ranks: Ranks) -> None:
+    for rank in ranks(mode):
         finite, without, bad, state_without, state = rank["bad", mode]
         assert finite == [True, True, False, True]
         assert torch.equal(without, bad)
@@ -144,22 +181,23 @@ def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: st
             assert torch.equal(part["values"], state_without["owed"][name]["values"])
 
 
-@pytest.mark.parametrize("mode", WITH_RESIDUALS)
-def test_the_residual_of_an_unused_parameter_waits_with_its_half(mode: str, ranks: list[Any]) -> None:
-    assert any(rank["unused", mode][0].any() for rank in ranks)
-    for rank in ranks:
+@pytest.mark.parametrize("mode", marked(WITH_RESIDUALS))
+def test_the_residual_of_an_unused_parameter_waits_with_its_half(mode: str, ranks: Ranks) -> None:
+    assert any(rank["unused", mode][0].any() for rank in ranks(mode))
+    for rank in ranks(mode):
         before, after = rank["unused", mode]
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("mode", WITH_RESIDUALS)
+@pytest.mark.parametrize("mode", marked(WITH_RESIDUALS))
 @pytest.mark.parametrize("now", RESUMED_ON)
 @pytest.mark.parametrize("before", RESUMED_ON)
 def test_other_ranks_or_nodes_share_out_the_sum_of_the_residuals(
-    before: str, now: str, mode: str, folder: Path, resumed: dict[str, list[Any]]
+    before: str, now: str, mode: str, folder: Path, resumed: Resumed
 ) -> None:
+    found = resumed(mode)[now]
     saved = [residuals_of(state) for state in torch.load(folder / f"{before} {mode}.pt", weights_only=True)]
-    taken = [rank[before, mode][0] for rank in resumed[now]]
+    taken = [rank[before, mode][0] for rank in found]
     for name in SHAPES:
         residuals = sum(state[name] for state in saved)
         torch.testing.assert_close(sum(state[name] for state in taken), residuals, rtol=1e-6, atol=1e-7)
@@ -167,9 +205,9 @@ def test_other_ranks_or_nodes_share_out_the_sum_of_the_residuals(
             assert residuals.any()  # type: ignore[union-attr]
     flat = {name: "flat" if mode == "low_rank" or name != "four on two nodes" else "nodes" for name in RESUMED_ON}
     same = RESUMED_ON[before] == RESUMED_ON[now] and flat[before] == flat[now]
-    assert ("shared out evenly" in str(resumed[now][0][before, mode][1])) == (not same)
-    for rank in resumed[now][1:]:
-        assert torch.equal(rank[before, mode][2], resumed[now][0][before, mode][2])
+    assert ("shared out evenly" in str(found[0][before, mode][1])) == (not same)
+    for rank in found[1:]:
+        assert torch.equal(rank[before, mode][2], found[0][before, mode][2])
 
 
 def test_uneven_nodes_are_no_hierarchy_and_asking_for_one_says_so(tmp_path: Path) -> None:
