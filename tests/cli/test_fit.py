@@ -9,8 +9,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from lightning.pytorch import Callback
 from PIL import Image
 from safetensors import safe_open
 
+from fakes.commands import run_modules
 from lightning_aigc.diffusion import StableDiffusionLoRA
 
 Command = Callable[..., Any]
@@ -49,19 +48,13 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path)
     for callback in callbacks:
         callback["init_args"] |= few.get(callback["class_path"], {})
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "lightning_aigc", "fit", "-c", str(DEMO), "-c", str(tmp_path / "few.yaml")),
-            *("--trainer.max_steps=3", f"--trainer.default_root_dir={run}", *quick),
-            f"--data.init_args.cache_dir={tmp_path / 'cache'}",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
+    words = [
+        *("fit", "-c", DEMO, "-c", tmp_path / "few.yaml", "--trainer.max_steps=3"),
+        *(f"--trainer.default_root_dir={run}", *quick, f"--data.init_args.cache_dir={tmp_path / 'cache'}"),
+    ]
+    (done,) = run_modules("lightning_aigc", [words], tmp_path, {"HF_HUB_OFFLINE": "1"})
+    assert done.code == 0, done.err[-3000:]
+    assert "Traceback" not in done.err
     summary = json.loads((run / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["steps"] == 3 and summary["seconds"] > 0 and summary["peak_memory_mib"] > 0
@@ -79,14 +72,14 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path)
     assert Image.open(run / "samples" / "step_000000.png").size[0] > 64
     assert (run / "samples" / "step_000003.png").is_file()
     assert (run / "health.html").is_file() and (run / "health.jsonl").is_file()
-    assert (run / "guard" / "step_000002.png").is_file() and "CLIPConvergenceGuard: training ended" in done.stderr
+    assert (run / "guard" / "step_000002.png").is_file() and "CLIPConvergenceGuard: training ended" in done.err
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["trainer"]["max_steps"] == 3 and saved["model"]["init_args"]["rank"] == 16
     assert {path.name for path in tmp_path.iterdir()} == {"run", "cache", "few.yaml"}
     for word in ("steps", "peak memory", "CLIP-T before -> after", "CLIP-I before -> after", "zorp.safetensors"):
-        assert word in done.stdout
-    assert "it/s" in done.stderr or "step/s" in done.stderr
-    assert "loss=" in done.stderr and "clip_t=" in done.stderr
+        assert word in done.out
+    assert "it/s" in done.err or "step/s" in done.err
+    assert "loss=" in done.err and "clip_t=" in done.err
 
 
 def test_a_dry_run_reports_and_writes_nothing(command: Command, quick: Path, tmp_path: Path) -> None:

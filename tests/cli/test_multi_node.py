@@ -17,6 +17,8 @@ import pytest
 import yaml
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
+from fakes.commands import run_modules
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "multi_node.md").read_text(encoding="utf-8")
 SBATCH = ROOT / "configs" / "slurm" / "sd_lora.sbatch"
@@ -59,13 +61,10 @@ def test_the_two_torchrun_commands_train_together(quick_config: dict[str, Any], 
     assert [re.search(r"--node_rank (\d)", command).group(1) for command in commands] == ["0", "1"]  # type: ignore[union-attr]
     config, port = write_config(quick_config, tmp_path), free_port()
     changes = {"10.0.0.1": "127.0.0.1", "29500": str(port), "my.yaml": str(config), "8": "1"}
-    started = []
-    for command in commands:
-        words = [changes.get(word, word) for word in shlex.split(command)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(words, cwd=tmp_path, env=environment(tmp_path), **pipes))
-    said = [process.communicate(timeout=400)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)[-4000:]
+    words = [[changes.get(word, word) for word in shlex.split(command)[1:]] for command in commands]
+    ended = run_modules("torch.distributed.run", words, tmp_path, environment(tmp_path))
+    said = [end.out + end.err for end in ended]
+    assert [end.code for end in ended] == [0, 0], "\n".join(said)[-4000:]
     assert "MEMBER: 1/2" in said[0] and "MEMBER: 2/2" in said[1]
     assert "npu_sparse: mode int3, 2 ranks on" in said[0]
     assert (tmp_path / "run" / "summary.json").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fakes.ranks import meeting_point, run_ranks
+from fakes.commands import run_modules
+from fakes.ranks import run_ranks
 
 Command = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders
@@ -80,15 +79,7 @@ def test_a_wrong_argument_is_one_line_that_says_what_is_accepted(
 
 def test_the_command_starts_two_ranks_that_train_together(quick_config: dict[str, Any], tmp_path: Path) -> None:
     path = write(quick_config, tmp_path, BY_CLASS | {"init_args": {"mode": "int3"}}, 2)
-    with meeting_point() as where:
-        done = subprocess.run(
-            [sys.executable, "-m", "lightning_aigc", "fit", "-c", str(path)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | where | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "npu_sparse: mode int3, 2 ranks on 1 node(s), flat" in done.stderr
+    (done,) = run_modules("lightning_aigc", [["fit", "-c", path]], tmp_path, {"HF_HUB_OFFLINE": "1"}, meet=True)
+    assert done.code == 0, done.err[-3000:]
+    assert "npu_sparse: mode int3, 2 ranks on 1 node(s), flat" in done.err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
