@@ -8,7 +8,7 @@ prediction with the constant of lightning_aigc/cluster/workload.py. Times are th
 in which all modes and the step without communication take turns. Error is predicted over measured, minus 1. Needs root
 and iproute2.
 
-    python benchmarks/plan_error.py [--rounds 5] [--output FILE]
+    python benchmarks/plan_error.py [--rates 500mbit 200mbit] [--batch 256] [--rounds 5] [--output FILE]
 """
 # mypy: allow-untyped-calls
 
@@ -45,14 +45,12 @@ from scaling_model import SIZES, forward, make_model, timed_in_turns, train
 from two_hosts import DEVICE, HOSTS, enter, two_hosts
 
 MODES = ("dense", "int8", "int4", "int3", "sparse")
-RATES = {"500mbit": 500e6 / 8, "200mbit": 200e6 / 8}
-"""As tc writes them, and the bytes a second of `--link 500Mb`."""
 SHAPES = (Shape(2, 1), Shape(2, 2))
-CALIBRATION = (("500mbit", Shape(2, 1), "int3"), ("500mbit", Shape(2, 1), "int8"))
-BATCH = 256
+FITTED_AT = "500mbit"
+CALIBRATION = ((FITTED_AT, Shape(2, 1), "int3"), (FITTED_AT, Shape(2, 1), "int8"))
 
 
-def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
+def measure(rank: int, shape: Shape, rounds: int, batch_size: int, folder: str) -> None:
     """One rank's part; rank 0 writes the medians."""
     enter(HOSTS[rank // shape.devices][0])
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
@@ -60,12 +58,16 @@ def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=shape.ranks, timeout=timedelta(seconds=120))
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] if shape.devices == 2 else None
-    model, batch = make_model(), torch.randn(BATCH, 1024)
+    model, batch = make_model(), torch.randn(batch_size, 1024)
     small, large = (torch.zeros(size) for size in SIZES)
 
-    def train_synced(ddp: nn.Module, compressor: GradientCompressor) -> None:
+    packing: dict[str, list[float]] = {mode: [] for mode in MODES}
+
+    def train_synced(ddp: nn.Module, compressor: GradientCompressor, mode: str) -> None:
         train(ddp, batch)
         compressor.finish_step()
+        if compressor.last_step is not None:
+            packing[mode].append(compressor.last_step.packing_ms)
 
     steps: dict[str, Callable[[], Any]] = {
         "forward": partial(forward, model, batch),
@@ -79,10 +81,11 @@ def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
         ddp = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
         compressor = GradientCompressor(mode=mode)  # type: ignore[arg-type]
         compressor.hook_into_model(ddp)
-        steps[mode] = partial(train_synced, ddp, compressor)
+        steps[mode] = partial(train_synced, ddp, compressor, mode)
     times = timed_in_turns(steps, rounds)
     if rank == 0:
         found: dict[str, Any] = {name: statistics.median(of) for name, of in times.items()}
+        found["packing_ms"] = {mode: statistics.median(packing[mode] or [0.0]) for mode in MODES}
         found["spread"] = {mode: max(times[mode]) / min(times[mode]) for mode in MODES}
         found["parameters"] = {"all": sum(p.numel() for p in model.parameters())}
         found["parameters"]["small"] = sum(p.numel() for p in model.parameters() if p.dim() < 2)
@@ -91,11 +94,14 @@ def measure(rank: int, shape: Shape, rounds: int, folder: str) -> None:
     os._exit(0)
 
 
-def run_ranks(rate: str, shape: Shape, rounds: int) -> dict[str, Any]:
+def run_ranks(rate: str, shape: Shape, rounds: int, batch_size: int) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning_aigc", "torch", "lightning_aigc.gradient_sync.compressor"])
     with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=measure, args=(rank, shape, rounds, folder)) for rank in range(shape.ranks)]
+        ranks = [
+            context.Process(target=measure, args=(rank, shape, rounds, batch_size, folder))
+            for rank in range(shape.ranks)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -117,7 +123,8 @@ def inputs(found: dict[str, Any], rate: str, shape: Shape) -> tuple[Job, Links]:
     )
     hops = 2 * (shape.nodes - 1) + 2 * (shape.devices - 1)
     latency = found["hop"] / hops
-    links = Links(RATES[rate], RATES[rate], latency, latency)
+    bytes_a_second = float(rate.removesuffix("mbit")) * 1e6 / 8  # as `--link 500Mb`
+    links = Links(bytes_a_second, bytes_a_second, latency, latency)
     if "inside large" in found:
         factor = ring_factor(shape.devices) * 4
         fast = factor * (SIZES[1] - SIZES[0]) / max(found["inside large"] - found["inside small"], 1e-9)
@@ -146,12 +153,20 @@ def calibrated(runs: dict[tuple[str, Shape], dict[str, Any]]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--rates", nargs="+", default=["500mbit", "200mbit"], help=f"as tc writes them; with {FITTED_AT}"
+    )
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     shipped = workload.COMPRESSION_BPS["cpu"]
-    runs = {(rate, shape): run_ranks(rate, shape, options.rounds) for rate in RATES for shape in SHAPES}
-    alone = runs["500mbit", SHAPES[0]]["compute"]
+    runs = {
+        (rate, shape): run_ranks(rate, shape, options.rounds, options.batch)
+        for rate in options.rates
+        for shape in SHAPES
+    }
+    alone = runs[FITTED_AT, SHAPES[0]]["compute"]
     speed = calibrated(runs)
     for (rate, shape), found in runs.items():
         crowding = found["compute"] / alone  # two ranks a core compress at half the speed, as they compute
@@ -161,10 +176,11 @@ def main() -> None:
             row = {
                 "benchmark": "plan_error", "date": date.today().isoformat(), "torch": torch.__version__,
                 "device": f"cpu, {os.cpu_count()} cores, one thread a rank", "rounds": options.rounds,
-                "rate": rate, "nodes": shape.nodes, "devices": shape.devices, "mode": mode,
+                "batch": options.batch, "rate": rate, "nodes": shape.nodes, "devices": shape.devices, "mode": mode,
                 "is_calibration": (rate, shape, mode) in CALIBRATION,
                 "measured_step_s": round(found[mode], 4), "measured_most_over_least": round(found["spread"][mode], 2),
                 "step_without_communication_s": round(found["compute"], 4),
+                "packing_ms": round(found["packing_ms"][mode], 1),
                 "predicted_step_s": round(predicted, 4), "error": round(predicted / found[mode] - 1, 3),
                 "error_with_shipped_constant": round(with_shipped / found[mode] - 1, 3),
                 "compression_GBps": round(speed / 1e9, 3),

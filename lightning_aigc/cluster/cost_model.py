@@ -31,6 +31,9 @@ QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
 ENERGY_BLOCK, ENERGY_BYTES = 256, 2
 """Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
 TWO_FOUR_DENSITY = 2 / 4
+SPARSE_PACKING = 2.1
+"""What a block-sparse mode takes of a CPU over few-bit integers: it gathers blocks and scatters them (`packing_ms` in
+plan_error.jsonl), and chooses the next."""
 HOPS = 2
 """Collectives of a compressed bucket between nodes: shards to their ranks, and sums back."""
 TERNARY_BYTES = (52 + 2) / 256
@@ -141,6 +144,8 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     compression = 0.0
     if compressed:
         compression = FP32_BYTES * compressed_share(mode, job, shape) / COMPRESSION_BPS[job.device]
+        if job.device == "cpu" and MODES[mode].is_block_sparse:
+            compression *= SPARSE_PACKING
         compression += buckets * LAUNCHES[mode] * LAUNCH_S[job.device]
     busy = wire + compression
     if mode == "local":
@@ -151,22 +156,23 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
         until_last = 1 - 1 / buckets
-        hidden = busy * (_started_in_backward(mode, shape, buckets) if job.device == "cpu" else until_last)
+        hidden = busy * (_started_in_backward(mode, job, shape) if job.device == "cpu" else until_last)
         exposed = busy - min(hidden, min(job.overlap_share, until_last) * job.backward_s) + unhidden
     step = job.compute_s + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
 
 
-def _started_in_backward(mode: str, shape: Shape, buckets: int) -> float:
+def _started_in_backward(mode: str, job: Job, shape: Shape) -> float:
     """Return the share of the collectives between nodes that a CPU starts while backward runs.
 
     One thread packs and sends there: with each full bucket it takes the earlier ones to their next collective. Of the
     two that a compressed bucket has between nodes, after one inside its node, the last buckets' start after backward.
     """
+    full = max(1.0, FP32_BYTES * job.trainable / job.bucket_bytes)
     if MODES[mode].is_exact:
-        return 1 - 1 / buckets
+        return 1 - 1 / math.ceil(full)
     before = 1 if nodes_first(mode, shape) else 0
-    return sum(max(0, buckets - 1 - before - hop) for hop in range(HOPS)) / (HOPS * buckets)
+    return sum(max(0.0, full - 1 - before - hop) for hop in range(HOPS)) / (HOPS * full)
 
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:

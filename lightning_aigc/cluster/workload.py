@@ -12,7 +12,7 @@ from lightning_aigc.errors import ConfigError
 FP32_BYTES, BF16_BYTES = 4, 2
 OVERLAP_SHARE = 0.9
 """Share of backward in which a bucket can travel; the first bucket has to be full before."""
-COMPRESSION_BPS = {"cpu": 0.5e9, "cuda": 160e9, "npu": 160e9}
+COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
 """Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one thread beside Gloo's and
 backward's, fitted by benchmarks/plan_error.py; the cards' is derived: ten passes at 1.6 TB/s."""
 
