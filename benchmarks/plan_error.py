@@ -46,6 +46,7 @@ from two_hosts import DEVICE, HOSTS, enter, two_hosts
 
 MODES = ("dense", "int8", "int4", "int3", "sparse")
 SHAPES = (Shape(2, 1), Shape(2, 2))
+INSIDE = ("inside small", "inside large")
 FITTED_AT = "500mbit"
 CALIBRATION = ((FITTED_AT, Shape(2, 1), "int3"), (FITTED_AT, Shape(2, 1), "int8"))
 
@@ -75,8 +76,10 @@ def measure(rank: int, shape: Shape, rounds: int, batch_size: int, folder: str) 
         "hop": lambda: dist.all_reduce(torch.zeros(1)),
     }
     if inside is not None:
-        steps["inside small"] = lambda: dist.all_reduce(small, group=inside)
-        steps["inside large"] = lambda: dist.all_reduce(large, group=inside)
+        steps |= {
+            name: lambda values=values: dist.all_reduce(values, group=inside)  # type: ignore[misc]
+            for name, values in zip(INSIDE, (small, large), strict=True)
+        }
     for mode in MODES:
         ddp = DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
         compressor = GradientCompressor(mode=mode)  # type: ignore[arg-type]
@@ -125,10 +128,10 @@ def inputs(found: dict[str, Any], rate: str, shape: Shape) -> tuple[Job, Links]:
     latency = found["hop"] / hops
     bytes_a_second = float(rate.removesuffix("mbit")) * 1e6 / 8  # as `--link 500Mb`
     links = Links(bytes_a_second, bytes_a_second, latency, latency)
-    if "inside large" in found:
+    if INSIDE[1] in found:
         factor = ring_factor(shape.devices) * 4
-        fast = factor * (SIZES[1] - SIZES[0]) / max(found["inside large"] - found["inside small"], 1e-9)
-        alpha = max(0.0, found["inside small"] - factor * SIZES[0] / fast) / 2
+        fast = factor * (SIZES[1] - SIZES[0]) / max(found[INSIDE[1]] - found[INSIDE[0]], 1e-9)
+        alpha = max(0.0, found[INSIDE[0]] - factor * SIZES[0] / fast) / 2
         links = replace(links, local_Bps=fast, latency_local_s=alpha)
     return job, links
 
@@ -183,6 +186,7 @@ def main() -> None:
                 "packing_ms": round(found["packing_ms"][mode], 1),
                 "predicted_step_s": round(predicted, 4), "error": round(predicted / found[mode] - 1, 3),
                 "error_with_shipped_constant": round(with_shipped / found[mode] - 1, 3),
+                "inputs": {name: round(found[name], 5) for name in ("forward", "hop", *INSIDE) if name in found},
                 "compression_GBps": round(speed / 1e9, 3),
             }  # fmt: skip
             keep_row(row, options.output)

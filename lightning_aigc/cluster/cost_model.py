@@ -155,24 +155,24 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         # can hide behind backward.
         unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
-        until_last = 1 - 1 / buckets
-        hidden = busy * (_started_in_backward(mode, job, shape) if job.device == "cpu" else until_last)
-        exposed = busy - min(hidden, min(job.overlap_share, until_last) * job.backward_s) + unhidden
+        started, of_backward = _share_that_hides(mode, job, shape)
+        exposed = busy - min(started * busy, min(job.overlap_share, of_backward) * job.backward_s) + unhidden
     step = job.compute_s + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
 
 
-def _started_in_backward(mode: str, job: Job, shape: Shape) -> float:
-    """Return the share of the collectives between nodes that a CPU starts while backward runs.
+def _share_that_hides(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
+    """Return the share of what travels that starts while backward runs, and the share of backward that is left then.
 
-    One thread packs and sends there: with each full bucket it takes the earlier ones to their next collective. Of the
+    On a CPU one thread packs and sends: with each full bucket it takes earlier ones to their next collective. Of the
     two that a compressed bucket has between nodes, after one inside its node, the last buckets' start after backward.
     """
     full = max(1.0, FP32_BYTES * job.trainable / job.bucket_bytes)
-    if MODES[mode].is_exact:
-        return 1 - 1 / math.ceil(full)
+    if job.device != "cpu" or MODES[mode].is_exact:
+        until_last = 1 - 1 / math.ceil(full)
+        return until_last, until_last
     before = 1 if nodes_first(mode, shape) else 0
-    return sum(max(0.0, full - 1 - before - hop) for hop in range(HOPS)) / (HOPS * full)
+    return sum(max(0.0, full - 1 - before - hop) for hop in range(HOPS)) / (HOPS * full), 1 - 1 / full
 
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
