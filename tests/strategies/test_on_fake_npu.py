@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from fakes.small_lightning import Small, fit
 
 PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 RESUMED = ("int3", "sparse_int8", "local")
+IN_EVERY_PRECISION = ("int3", "sparse", "auto")
+PAIRS = list(itertools.product((*MODES, "auto"), PRECISIONS))
+WALKED = [(mode, precision) for mode, precision in PAIRS if precision == "16-mixed" or mode in IN_EVERY_PRECISION]
+"""Every mode with a loss scale, and every precision in a few modes; `make test-long` trains the other pairs."""
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -41,15 +46,21 @@ def run(rank: int, ranks: int, mode: str, precision: str = "32-true", **argument
     return fit(rank, arguments.pop("module", None), strategy=strategy, **arguments)
 
 
-def work(rank: int, ranks: int, folder: str) -> dict[str, Any]:
+def in_modes(rank: int, ranks: int, pairs: Sequence[tuple[str, str]]) -> dict[Any, Any]:
+    """What a training left in each mode and precision."""
     warnings.simplefilter("ignore")
     fake_npu.install()
     fake_npu.pin_everything()
-    results: dict[str, Any] = {}
-    for mode, precision in itertools.product((*MODES, "auto"), PRECISIONS):
+    results: dict[Any, Any] = {}
+    for mode, precision in pairs:
         module, trainer = run(rank, ranks, mode, precision, batches=3)
         where = [str(trainer.strategy.root_device.type), trainer.strategy._process_group_backend]
         results[mode, precision] = [module.after, *where]
+    return results
+
+
+def work(rank: int, ranks: int, folder: str) -> dict[Any, Any]:
+    results = in_modes(rank, ranks, WALKED)
     for name, options in OPTIONS.items():
         module = Small(unused=name.startswith("unused"))
         results[name] = [run(rank, ranks, "int3", module=module, options=options)[0].after]  # the first may be zero
@@ -113,11 +124,20 @@ def assert_alike_and_moving(rows: Rows, key: Any) -> list[torch.Tensor]:
     return after
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", [*MODES, "auto"])
+@pytest.mark.parametrize(("mode", "precision"), WALKED)
 def test_every_mode_trains_on_the_npu_over_hccl(mode: str, precision: str, rows: Rows) -> None:
     assert_alike_and_moving(rows, (mode, precision))
     assert rows[0][0][mode, precision][1:] == ["npu", "hccl"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_mode_trains_in_the_other_precisions_too(ranks: int, tmp_path: Path) -> None:
+    others = [pair for pair in PAIRS if pair not in WALKED]
+    rows = run_ranks(in_modes, ranks, tmp_path, ranks, others, gloo=False)
+    for pair in others:
+        assert_alike_and_moving((rows, tmp_path), pair)
+        assert rows[0][pair][1:] == ["npu", "hccl"]
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "accumulation"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable
@@ -150,16 +151,29 @@ def scaled() -> Any:
     return FusedBackwardPrecision("16-mixed", memory="off")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("zero")
-    return run_ranks(work, request.param, folder, str(folder), gloo=False)
+Ranks = Callable[[int], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("zero")
-    return run_ranks(work, 2, folder, str(folder), gloo=False)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What so many ranks found, who run once."""
+
+    @functools.cache
+    def run(count: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("zero")
+        return run_ranks(work, count, folder, str(folder), gloo=False)
+
+    return run
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest, trained: Ranks) -> list[dict[str, Any]]:
+    return trained(request.param)
+
+
+@pytest.fixture
+def two(trained: Ranks) -> list[dict[str, Any]]:
+    return trained(2)
 
 
 @pytest.mark.parametrize("name", ["zero_1", "zero_2", "zero_3"])

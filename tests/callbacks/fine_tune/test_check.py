@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -43,15 +43,32 @@ def fit(
     return module
 
 
-def test_a_run_that_learned_nothing_is_named_with_figures_and_a_remedy(tmp_path: Path) -> None:
+class Checked(NamedTuple):
+    """A run at a rate that moves nothing, and what watched it."""
+
+    folder: Path
+    module: StableDiffusionLoRA
+    check: FineTuneCheck
+    report: RunReport
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    folder = tmp_path_factory.mktemp("checked")
     check = FineTuneCheck(num_images=2, clip_model="embedded:clip")
+    report = RunReport("embedded:clip", num_images=2)
     with pytest.warns(UserWarning, match=r"fine-tune: not_learned: .* Remedy: .*learning_rate"):
-        fit(tmp_path, check, learning_rate=1e-7)
-    written = json.loads((tmp_path / "fine_tune.json").read_text())
+        module = fit(folder, check, learning_rate=1e-7, more=[report])
+    return Checked(folder, module, check, report)
+
+
+def test_a_run_that_learned_nothing_is_named_with_figures_and_a_remedy(checked: Checked) -> None:
+    written = json.loads((checked.folder / "fine_tune.json").read_text())
     assert [finding["check"] for finding in written["findings"]] == ["not_learned"]
-    assert check.figures is not None and check.figures.text_drift == pytest.approx(0, abs=1e-3)
-    assert check.figures.ranks and len(check.figures.copy_ratios) == 4
-    assert check._sets[1] == ["a mug", "a hat"]  # the prompts without the trigger word
+    figures = checked.check.figures
+    assert figures is not None and figures.text_drift == pytest.approx(0, abs=1e-3)
+    assert figures.ranks and len(figures.copy_ratios) == 4
+    assert checked.check._sets[1] == ["a mug", "a hat"]  # the prompts without the trigger word
 
 
 @pytest.mark.parametrize(
@@ -68,15 +85,12 @@ def test_a_prompt_without_the_trigger_word_still_names_a_thing(prompt: str, plai
     assert _without("zorp", prompt) == plain
 
 
-def test_the_finding_and_its_remedy_are_on_the_page_of_the_run(tmp_path: Path) -> None:
-    check = FineTuneCheck(num_images=1, clip_model="embedded:clip")
-    report = RunReport("embedded:clip", num_images=2)
-    with pytest.warns(UserWarning, match="not_learned"):
-        fit(tmp_path, check, learning_rate=1e-7, more=[report])
-    finding = read_run(tmp_path).fine_tune.findings[0]  # type: ignore[union-attr]
-    page = (tmp_path / "report.html").read_text()
+def test_the_finding_and_its_remedy_are_on_the_page_of_the_run(checked: Checked) -> None:
+    finding = read_run(checked.folder).fine_tune.findings[0]  # type: ignore[union-attr]
+    page = (checked.folder / "report.html").read_text()
     assert finding.remedy in page and "What to mend" in page
-    assert check._judge._clip() is report._judge._clip()  # type: ignore[union-attr] - one CLIP model on the card
+    ours, theirs = checked.check._judge, checked.report._judge
+    assert ours._clip() is theirs._clip()  # type: ignore[union-attr] - one CLIP model on the card
 
 
 def test_text_drift_is_none_for_equal_embeddings_and_one_for_exchanged_ones() -> None:
@@ -88,11 +102,10 @@ def test_text_drift_is_none_for_equal_embeddings_and_one_for_exchanged_ones() ->
     assert _drift(embeddings_ND[:1], embeddings_ND[:1]) is None and _drift(None, None) is None
 
 
-def test_the_training_has_the_same_bits_with_the_check(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="not_learned"):
-        one = fit(tmp_path, FineTuneCheck(num_images=1, clip_model="embedded:clip"), learning_rate=1e-6)
-    other = fit(tmp_path, None, learning_rate=1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(one.trainable_parameters(), other.trainable_parameters(), strict=True))
+def test_the_training_has_the_same_bits_with_the_check(checked: Checked, tmp_path: Path) -> None:
+    without = fit(tmp_path, None, learning_rate=1e-7)
+    pairs = zip(checked.module.trainable_parameters(), without.trainable_parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("bad", [{"prompts": "a mug"}, {"class_prompts": "a mug"}, {"num_images": 0}])

@@ -181,16 +181,15 @@ def run_children(count: int, cache: Path, home: Path) -> set[str]:
 
 def test_processes_that_fill_a_cache_together_all_come_to_the_same(tmp_path: Path) -> None:
     cache = tmp_path / "numba"
-    printed = run_children(2, cache, tmp_path)
-    assert len(printed) == 1
-    # As after a race: one process compiled these, another the rest. Numba counts each one's functions from 1, and once
-    # took one function of the same number and name for another.
+    printed = run_children(1, cache, tmp_path)
+    # Numba counts each process's functions from 1, and once took one function of the same number and name for another:
+    # two processes compile these at once, and read the rest, which a third one compiled.
     for name in ("dequantize_rows", "add_rows"):
         found = list(cache.rglob(f"cpu_kernel.{name}-*"))
         assert found
         for file in found:
             file.unlink()
-    assert run_children(1, cache, tmp_path) == printed
+    assert run_children(2, cache, tmp_path) == printed
 
 
 def test_without_a_folder_to_write_to_a_process_compiles_for_itself(tmp_path: Path) -> None:
