@@ -3,7 +3,9 @@
 gradient_quality.py's fine-tuning on four ranks with AdamW at dense's best rate; a rank's gradient is quantized, the
 sums are quantized anew, and every rank decodes the same. Parameters with one dimension or fewer than 1024 values travel
 whole, as they would in eight bits. What is tried: fewer levels, the levels of least error for a Gaussian, a Hadamard
-rotation with random signs before them, stochastic rounding, ternary values, signs, and error feedback that decays.
+rotation with random signs before them, stochastic rounding, ternary values, signs, error feedback that decays, fewer
+bits on the way in, where the ranks' errors average out, than on the way back, and 1-bit Adam (Tang et al.,
+arXiv:2102.02888): after some dense steps Adam's second moment stays as it is, and the first moment travels.
 
     OMP_NUM_THREADS=1 python benchmarks/few_bits.py [--cases "ternary, rotated" ...] [--seeds 0 1] [--output FILE]
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -28,6 +30,8 @@ from rows import keep_row
 from toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 
 RANKS, RATE, ROTATED = 4, 1e-3, 256
+BETA = 0.9
+"""AdamW's, of the first moment."""
 SCALE_BITS = 16
 RESULTS = Path(__file__).parent / "results" / "few_bits.jsonl"
 
@@ -78,11 +82,17 @@ class Case:
     """Share of what was rounded off that is added to the next gradient."""
     is_rotated: bool = False
     dense_steps: int = 0
+    first: Callable[[Tensor, torch.Generator], Tensor] | None = None
+    """What quantizes a rank's own gradient, where that is not what quantizes the sum."""
+    first_bits: float = 0.0
+    is_momentum: bool = False
+    """1-bit Adam's: the first moment travels in place of the gradient."""
 
     @property
     def ratio(self) -> float:
-        """Bytes over float32's."""
-        return (self.bits + SCALE_BITS / self.block) / 32
+        """Bytes over float32's, of a step that is not dense."""
+        bits = self.bits if self.first is None else (self.bits + self.first_bits) / 2
+        return (bits + SCALE_BITS / self.block) / 32
 
 
 CASES = {
@@ -102,6 +112,10 @@ CASES = {
     "stochastic ternary, no feedback": Case(stochastic_ternary, 1.6, 64, 0.0),
     "signs, rotated": Case(SIGN, 1, 256, is_rotated=True),
     "signs, rotated, no feedback": Case(SIGN, 1, 256, 0.0, is_rotated=True),
+    "signs in, four levels back, rotated, no feedback": Case(FOUR, 2, 256, 0.0, True, first=SIGN, first_bits=1),
+    "1-bit Adam, ternary, rotated": Case(TERNARY, 1.6, 256, 1.0, True, 40, is_momentum=True),
+    "1-bit Adam, signs, rotated": Case(SIGN, 1, 256, 1.0, True, 40, is_momentum=True),
+    "1-bit Adam, ternary, rotated, no feedback": Case(TERNARY, 1.6, 256, 0.0, True, 40, is_momentum=True),
 }
 
 
@@ -116,22 +130,48 @@ class Channel:
 
     def total(self, shares_RN: Tensor) -> Tensor:
         wanted_RN = shares_RN + self.case.feedback * self.owed_RN
-        sent_RN = torch.stack([self.decoded(share_N) for share_N in wanted_RN])
+        first = self.case.first or self.case.quantize
+        sent_RN = torch.stack([self.decoded(share_N, first) for share_N in wanted_RN])
         self.owed_RN = wanted_RN - sent_RN
         sum_N = sent_RN.sum(0) + self.case.feedback * self.owed_N
-        decoded_N = self.decoded(sum_N)
+        decoded_N = self.decoded(sum_N, self.case.quantize)
         self.owed_N = sum_N - decoded_N
         return decoded_N
 
-    def decoded(self, x_N: Tensor) -> Tensor:
+    def decoded(self, x_N: Tensor, quantize: Callable[[Tensor, torch.Generator], Tensor]) -> Tensor:
         """What arrives of a vector."""
         case = self.case
         if case.is_rotated:
             x_N = ((x_N * self.signs_N).view(-1, ROTATED) @ self.rotation).view(-1)
-        x_N = case.quantize(x_N.view(-1, case.block), self.generator).view(-1)
+        x_N = quantize(x_N.view(-1, case.block), self.generator).view(-1)
         if case.is_rotated:
             x_N = (x_N.view(-1, ROTATED) @ self.rotation.T).view(-1) * self.signs_N
         return x_N
+
+
+def moment_of(optimizer: torch.optim.AdamW, model: Denoiser, names: Iterable[str], padding: int) -> Tensor:
+    """AdamW's first moment of these parameters, flat."""
+    moments = [optimizer.state[model.get_parameter(name)]["exp_avg"].flatten() for name in names]
+    return torch.cat([*moments, torch.zeros(padding)])
+
+
+@torch.no_grad()
+def step_with_moments(
+    optimizer: torch.optim.AdamW, model: Denoiser, means: Mapping[str, Tensor], large: Collection[str]
+) -> None:
+    """Step large parameters by the first moments in `means` over the second moments that they have, others as AdamW."""
+    options = optimizer.param_groups[0]
+    for name in large:
+        parameter = model.get_parameter(name)
+        state = optimizer.state[parameter]
+        state["exp_avg"].copy_(means[name])
+        taken = float(state["step"])
+        size = (state["exp_avg_sq"] / (1 - options["betas"][1] ** taken)).sqrt() + options["eps"]
+        parameter.mul_(1 - options["lr"] * options["weight_decay"])
+        parameter.sub_(options["lr"] * means[name] / size)
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name in large else means[name].clone()
+    optimizer.step()
 
 
 def fine_tune(start: dict[str, Tensor], seed: int, case: Case | None) -> float:
@@ -148,9 +188,15 @@ def fine_tune(start: dict[str, Tensor], seed: int, case: Case | None) -> float:
         means = {n: g.mean(0) for n, g in gradients.items()}
         if channel is not None and case is not None and step >= case.dense_steps:
             parts = [gradients[n].reshape(RANKS, -1) for n in large] + [torch.zeros(RANKS, padding)]
-            total_N = channel.total(torch.cat(parts, 1) / RANKS)
+            shares_RN = torch.cat(parts, 1)
+            if case.is_momentum:
+                shares_RN = BETA * moment_of(optimizer, model, large, padding) + (1 - BETA) * shares_RN
+            total_N = channel.total(shares_RN / RANKS)
             for name, mean in zip(large, total_N.split([*large.values(), padding]), strict=False):
                 means[name] = mean.view_as(means[name])
+            if case.is_momentum:
+                step_with_moments(optimizer, model, means, set(large))
+                continue
         for name, parameter in model.named_parameters():
             parameter.grad = means[name].clone()
         optimizer.step()
