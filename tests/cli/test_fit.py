@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from fakes.commands import run_modules
+from fakes.few_pictures import few_of
 from lightning_aigc.diffusion import StableDiffusionLoRA
 
 Command = Callable[..., Any]
@@ -39,8 +40,10 @@ def quick(quick_config: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_the_demo_config_leaves_lora_pictures_summary_and_report(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run, pictures = tmp_path / "run", tmp_path_factory.mktemp("pictures")
     quick = ["--model.init_args.num_validation_images=1", "--model.init_args.num_inference_steps=2"]
     callbacks = yaml.safe_load(DEMO.read_text())["trainer"]["callbacks"]
     few = {"RunReport": {"num_images": 3}, "CLIPConvergenceGuard": {"num_images": 1, "every_n_steps": 2}}
@@ -51,6 +54,8 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(tmp_path: Path)
     words = [
         *("fit", "-c", DEMO, "-c", tmp_path / "few.yaml", "--trainer.max_steps=3"),
         *(f"--trainer.default_root_dir={run}", *quick, f"--data.init_args.cache_dir={tmp_path / 'cache'}"),
+        f"--data.init_args.train_data_dir={few_of('embedded:brand', 48, pictures / 'brand')}",
+        f"--data.init_args.class_data_dir={few_of('embedded:prior', 24, pictures / 'prior')}",
     ]
     (done,) = run_modules("lightning_aigc", [words], tmp_path, {"HF_HUB_OFFLINE": "1"})
     assert done.code == 0, done.err[-3000:]
