@@ -11,6 +11,13 @@ import pytest
 
 from fakes.pipelines import make_pipeline
 from fakes.transformer_pipelines import MAKE
+from lightning_aigc.callbacks import RunReport
+
+
+@pytest.fixture
+def without_report_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end without the page that nobody here reads: drawing its charts takes a third of a tiny run."""
+    monkeypatch.setattr(RunReport, "on_train_end", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

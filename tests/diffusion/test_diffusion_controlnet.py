@@ -21,6 +21,7 @@ from lightning_aigc.diffusion.families import CONTROLLED
 from lightning_aigc.precision import FusedBackwardPrecision
 
 pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),  # diffusers' ControlNet imports it
 ]

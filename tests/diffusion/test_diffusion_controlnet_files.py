@@ -28,6 +28,7 @@ from lightning_aigc.diffusion.controlnet_sampling import ControlNetSampler
 from lightning_aigc.diffusion.families import CONTROLLED
 
 pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),  # diffusers' ControlNet imports it
 ]

@@ -25,7 +25,10 @@ from lightning_aigc.diffusion import DiffusionFineTuning, DiffusionLoRA
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
+pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
+]
 Folder = Callable[[str], str]
 
 

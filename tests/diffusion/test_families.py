@@ -40,7 +40,10 @@ from lightning_aigc.diffusion.lora_original_names import to_original
 from lightning_aigc.diffusion.lora_sampling import LoRASampler
 from lightning_aigc.errors import ModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
+pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
+]
 CAPTIONS = ("a red cup", "zorp")  # of unequal length
 Folder = Callable[[str], str]
 

@@ -24,7 +24,10 @@ from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.quantization.layers import PackedWeight
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
+pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
+]
 
 QUICK: dict[str, Any] = {"num_inference_steps": 2, "learning_rate": 1e-3, "max_train_steps": 3, "output_name": "edges"}
 

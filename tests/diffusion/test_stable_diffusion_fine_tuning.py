@@ -28,7 +28,10 @@ from lightning_aigc.diffusion.trained_parts import covers
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.tiny.embedded import resolve
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
+pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
+]
 
 QUICK = {"num_inference_steps": 2, "learning_rate": 1e-3, "max_train_steps": 3}
 
