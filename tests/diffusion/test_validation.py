@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from fakes.killed_trainings import KillAt, Killed
+from fakes.pipelines import SIDE
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.data import ImageCaptionData
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's ad
 def make_data(root: Path, pictures: Path | None = None, **arguments: Any) -> ImageCaptionData:
     given = {
         "train_data_dir": str(pictures or root / "photos"),
-        "resolution": 64,
+        "resolution": SIDE,
         "train_batch_size": 2,
         "validation_split": 0.3,
         "cache_latents": True,
@@ -39,10 +40,11 @@ def make_data(root: Path, pictures: Path | None = None, **arguments: Any) -> Ima
     return ImageCaptionData(**(given | arguments))
 
 
-def make_module(**arguments: Any) -> StableDiffusionLoRA:
+def make_module(root: Path, base: str | None = None, **arguments: Any) -> StableDiffusionLoRA:
+    """On this base, or on the random one that lies beside the pictures."""
     seed_everything(3, verbose=False)
-    quick = {"rank": 4, "learning_rate": 1e-3, "validation_steps": 2, "num_inference_steps": 2}
-    return StableDiffusionLoRA("embedded:sd", **(quick | arguments))
+    quick = {"rank": 4, "learning_rate": 1e-2, "validation_steps": 2, "num_inference_steps": 2}
+    return StableDiffusionLoRA(base or str(root / "sd"), **(quick | arguments))
 
 
 def make_trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
@@ -52,8 +54,9 @@ def make_trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Twelve pictures of the embedded brand, with captions."""
+def pictures(tmp_path: Path, sd: str) -> Path:
+    """Twelve pictures of the embedded brand, with captions, and beside them a pipeline with random weights."""
+    (tmp_path / "sd").symlink_to(sd)
     return copy_pictures(tmp_path / "photos", 12)
 
 
@@ -85,7 +88,7 @@ class Seen(Callback):
 
 
 def validate(root: Path, trainer: Trainer, **arguments: Any) -> float:
-    (result,) = trainer.validate(make_module(), datamodule=make_data(root, **arguments), verbose=False)
+    (result,) = trainer.validate(make_module(root), datamodule=make_data(root, **arguments), verbose=False)
     return result["val_loss"]
 
 
@@ -119,19 +122,19 @@ def test_the_loss_is_equal_on_two_ranks(pictures: Path, tmp_path: Path) -> None:
 
 
 def test_test_gives_the_same_loss_and_nothing_held_out_is_one_sentence(pictures: Path, tmp_path: Path) -> None:
-    (result,) = make_trainer(tmp_path).test(make_module(), datamodule=make_data(tmp_path), verbose=False)
+    (result,) = make_trainer(tmp_path).test(make_module(tmp_path), datamodule=make_data(tmp_path), verbose=False)
     assert result["test_loss"] == validate(tmp_path, make_trainer(tmp_path))
     with pytest.raises(DataError, match=r"^no pictures are held out.*validation_split"):
         validate(tmp_path, make_trainer(tmp_path), validation_split=0.0)
 
 
 def test_predict_writes_a_sheet_and_names_missing_prompts(pictures: Path, tmp_path: Path) -> None:
-    module = make_module(validation_prompts=["a zorp mug", "a zorp teapot"], num_validation_images=2)
+    module = make_module(tmp_path, validation_prompts=["a zorp mug", "a zorp teapot"], num_validation_images=2)
     (images,) = make_trainer(tmp_path).predict(module)  # type: ignore[misc]
     torch.testing.assert_close(images, module.sample(["a zorp mug"] * 2 + ["a zorp teapot"] * 2, [0, 1, 0, 1]))
     assert (tmp_path / "run" / "predict.png").is_file()
     with pytest.raises(ModelError, match="validation_prompts"):
-        make_trainer(tmp_path).predict(make_module())
+        make_trainer(tmp_path).predict(make_module(tmp_path))
 
 
 # While training -----------------------------------------------------------------------------------------------------
@@ -143,7 +146,7 @@ def test_a_fit_validates_every_so_many_optimizer_steps_and_at_both_ends(
 ) -> None:
     seen = Seen()
     trainer = make_trainer(tmp_path, seen, max_steps=5, accumulate_grad_batches=accumulate)
-    trainer.fit(make_module(), datamodule=make_data(tmp_path))
+    trainer.fit(make_module(tmp_path), datamodule=make_data(tmp_path))
     assert list(seen.val) == [0, 2, 4, 5]
     assert seen.val[0] == pytest.approx(validate(tmp_path, make_trainer(tmp_path)), rel=1e-6)
     assert len(set(seen.val.values())) == 4
@@ -152,7 +155,7 @@ def test_a_fit_validates_every_so_many_optimizer_steps_and_at_both_ends(
 def test_the_trainers_own_interval_is_kept(pictures: Path, tmp_path: Path) -> None:
     seen = Seen()
     trainer = make_trainer(tmp_path, seen, max_steps=8, val_check_interval=3, num_sanity_val_steps=0)
-    trainer.fit(make_module(), datamodule=make_data(tmp_path))
+    trainer.fit(make_module(tmp_path), datamodule=make_data(tmp_path))
     assert list(seen.val) == [3, 7], "batch 3 of each epoch of 4, as Lightning counts"
 
 
@@ -162,7 +165,7 @@ def test_the_training_is_the_same_bits_with_and_without_validation(
 ) -> None:
     losses, weights = [], []
     for limit in (0, 1.0):
-        seen, module = Seen(), make_module(**arguments, lora_dropout=0.2)
+        seen, module = Seen(), make_module(tmp_path, **arguments, lora_dropout=0.2)
         data = make_data(tmp_path, caption_dropout_rate=0.3)
         make_trainer(tmp_path, seen, max_steps=6, limit_val_batches=limit).fit(module, datamodule=data)
         assert bool(seen.val) == bool(limit)
@@ -172,7 +175,7 @@ def test_the_training_is_the_same_bits_with_and_without_validation(
 
 
 def test_averaged_weights_are_validated(pictures: Path, tmp_path: Path) -> None:
-    module, seen = make_module(use_ema=True, ema_decay=0.9, learning_rate=3e-3), Seen()
+    module, seen = make_module(tmp_path, use_ema=True, ema_decay=0.9, learning_rate=3e-2), Seen()
     make_trainer(tmp_path, seen, max_steps=4).fit(module, datamodule=make_data(tmp_path))
     ema, module.ema = module.ema, None
     (plain,) = make_trainer(tmp_path).validate(module, datamodule=make_data(tmp_path), verbose=False)
@@ -190,12 +193,12 @@ def test_a_killed_run_resumes_to_the_same_bits_and_the_same_validation(pictures:
         callbacks = [ExactSnapshot(every_n_steps=1), first] + ([] if kill is None else [KillAt(kill)])
         try:
             trainer = make_trainer(root, *callbacks, max_steps=6)
-            trainer.fit(make_module(use_ema=True), datamodule=make_data(tmp_path, caption_dropout_rate=0.3))
+            trainer.fit(make_module(tmp_path, use_ema=True), datamodule=make_data(tmp_path, caption_dropout_rate=0.3))
         except Killed:
             callbacks[0].abandon()  # type: ignore[attr-defined]
             trainer = make_trainer(root, ExactSnapshot(every_n_steps=1), second, max_steps=6)
             data = make_data(tmp_path, caption_dropout_rate=0.3)
-            trainer.fit(make_module(use_ema=True), datamodule=data, ckpt_path="latest")
+            trainer.fit(make_module(tmp_path, use_ema=True), datamodule=data, ckpt_path="latest")
         module: Any = trainer.lightning_module
         weights = torch.cat([p.detach().flatten() for p in module.trainable_parameters()])
         found.append((first.losses + second.losses, first.val | second.val, weights))
@@ -210,8 +213,12 @@ def test_the_loss_of_held_out_pictures_turns_up_while_the_training_loss_falls(tm
     train = copy_pictures(tmp_path / "photos", 2)
     held_out = copy_pictures(tmp_path / "held_out", 8, first=4)
     seen = Seen()
-    module = make_module(rank=16, learning_rate=6e-3, validation_steps=20, lora_targets=list(ALL_TARGETS))
-    data = make_data(tmp_path, train, validation_split=0.0, validation_data_dir=str(held_out), train_batch_size=4)
+    module = make_module(
+        tmp_path, "embedded:sd", rank=16, learning_rate=6e-3, validation_steps=20, lora_targets=list(ALL_TARGETS)
+    )
+    data = make_data(
+        tmp_path, train, validation_split=0.0, validation_data_dir=str(held_out), train_batch_size=4, resolution=64
+    )
     make_trainer(tmp_path, seen, max_steps=160).fit(module, datamodule=data)
     val = list(seen.val.values())
     lowest = val.index(min(val))  # 0.216 before the first step, 0.129 at step 80, 0.185 at step 160
