@@ -8,9 +8,12 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import argparse
 import errno
 import hashlib
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -130,15 +133,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "sdxl"),
-    [
-        *(("kohya", False), ("diffusers", False), ("kohya", True)),
-        pytest.param("diffusers", True, marks=pytest.mark.long),
-    ],
-    ids=["kohya-sd", "diffusers-sd", "kohya-sdxl", "diffusers-sdxl"],
-)
-@pytest.mark.parametrize("options", OPTIONS)
+FEWER = ("attention", "feed_forward", "rslora")
+"""Options that Stable Diffusion walks, and whose layers the other options have too."""
+
+
+def layouts_of(options: str) -> Iterator[Any]:
+    """A layout, and whether it is SDXL's; those that repeat another in other names are long."""
+    for layout, sdxl in itertools.product(("kohya", "diffusers"), (False, True)):
+        is_long = sdxl and (layout == "diffusers" or options in FEWER)
+        name = f"{options}-{layout}-{'sdxl' if sdxl else 'sd'}"
+        yield pytest.param(options, layout, sdxl, id=name, marks=[pytest.mark.long] if is_long else [])
+
+
+@pytest.mark.parametrize(("options", "layout", "sdxl"), [case for options in OPTIONS for case in layouts_of(options)])
 def test_diffusers_computes_what_the_trained_model_computes(
     tmp_path: Path, sdxl: bool, options: str, layout: str
 ) -> None:
