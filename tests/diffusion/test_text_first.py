@@ -82,7 +82,7 @@ def make(kind: type[DiffusionLoRA], path: str, **options: Any) -> DiffusionLoRA:
     torch.manual_seed(0)
     return kind(
         path, rank=4, learning_rate=1e-2, num_inference_steps=2, sample_resolution=SIDE,
-        validation_prompts=PROMPTS, num_validation_images=1, validation_steps=1, **options,
+        validation_prompts=PROMPTS, num_validation_images=1, validation_steps=2, **options,
     )  # fmt: skip
 
 
