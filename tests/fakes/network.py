@@ -16,6 +16,7 @@ import stat
 import struct
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,12 +121,13 @@ def bytes_sent() -> int:
     return int({name.strip(): values for name, values in counts.items()}[DEVICE].split()[8])
 
 
-def packets_sent_again() -> int:
-    """How often TCP has sent a packet of this process's connections once more."""
-    found = 0
+def packets_sent_again() -> Counter[object]:
+    """How often TCP has sent a packet once more, by connection of this process: some close while others are opened."""
+    found: Counter[object] = Counter()
     for connection in _connections():
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
-        found += int(struct.unpack_from("I", info, TCP_INFO_RETRANSMITS)[0])
+        ends = connection.getsockname(), connection.getpeername()
+        found[ends] = struct.unpack_from("I", info, TCP_INFO_RETRANSMITS)[0]
     return found
 
 
