@@ -31,7 +31,7 @@ CONFIGS = {
 }  # fmt: skip
 TRANSFORMER_CONFIGS = {
     "sd3": "sd3_lora.yaml",
-    "flux": "sd3_lora.yaml",
+    "flux": "flux_qlora_12gb.yaml",
     "flux2": "flux2_klein_lora.yaml",
     "z_image": "z_image_qlora_8gb.yaml",
     "qwen_image": "qwen_image_qlora.yaml",

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_aigc.cli.init_base import TITLES, Base, is_embedded
+from lightning_aigc.cli.init_base import Base, is_embedded
 from lightning_aigc.cli.init_cards import Card, CardValues
 from lightning_aigc.cli.init_folder import FolderLook, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data.buckets import BucketSettings, bucket_shapes, place
 from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word
-from lightning_aigc.diffusion.components import FamilyName
 
 LOOKS_PER_PICTURE = 100
 FEWEST_STEPS, MOST_STEPS = 400, 3000
@@ -19,8 +18,6 @@ FEW_PICTURES = 10
 HELD_OUT_FROM, HELD_OUT = 20, 0.1
 CHECKS = 6
 """About how many times a run is looked at."""
-SAMPLING: dict[FamilyName, tuple[int, float]] = {"flux": (28, 3.5)}
-"""Steps and guidance of sample pictures, as the family's pipeline has them, where the shipped config is another's."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,6 @@ def choose(
         chosen.append(
             Choice("model.init_args.gradient_checkpointing", False, f"memory: {memory} does its work, and faster")
         )
-    if base.family in SAMPLING:
-        why = f"as {TITLES[base.family]}'s pipeline draws"
-        for key, value in zip(("num_inference_steps", "guidance_scale"), SAMPLING[base.family], strict=True):
-            chosen.append(Choice(f"model.init_args.{key}", value, why))
     if card.kind == "910b" and base.family != "sd":  # whose shipped config says it
         chosen.append(Choice("trainer.accelerator", "npu", card.reason))
     chosen.append(_held_out(look))

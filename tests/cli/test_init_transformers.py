@@ -107,7 +107,7 @@ def test_the_embedded_transformer_passes_a_dry_run_with_nothing_edited(
         ("sd3", "4gb", "sd3_lora.yaml", "max", "nf4"),
         ("sd3", "8gb", "sd3_lora.yaml", "max", None),
         ("sd3", "24gb", "sd3_lora.yaml", "off", None),
-        ("flux", "12gb", "sd3_lora.yaml", "max", "nf4"),
+        ("flux", "12gb", "flux_qlora_12gb.yaml", "max", "nf4"),
         ("flux2", "12gb", "flux2_klein_lora.yaml", "max", None),
         ("z_image", "8gb", "z_image_qlora_8gb.yaml", "max", "nf4"),
         ("z_image", "24gb", "z_image_qlora_8gb.yaml", "max", None),
@@ -124,8 +124,6 @@ def test_a_short_name_and_a_card_choose_the_config_the_memory_level_and_the_base
     assert config["trainer"]["plugins"]["init_args"]["memory"] == memory
     assert model["base_quantization"] == kept
     assert "counted on shapes; no card has run it" in text
-    if base == "flux":
-        assert (model["guidance_scale"], model["num_inference_steps"]) == (3.5, 28)
 
 
 def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
