@@ -7,9 +7,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import argparse
 import errno
-import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,106 +17,26 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
-from peft import LoraConfig
+from diffusers import UNet2DConditionModel
 from torch import nn
 
-from fakes.pipelines import assemble, make_text_encoder
+from fakes.lora_models import (
+    ATTENTION,
+    EVERYTHING,
+    FEED_FORWARD,
+    OUTSIDE,
+    TEXT,
+    adapt,
+    assert_same_model,
+    make_pipeline,
+    make_unet,
+)
+from fakes.pipelines import make_text_encoder
 from lightning_aigc import cli
 from lightning_aigc.cli import export
 from lightning_aigc.diffusion import lora_names
 from lightning_aigc.diffusion.lora_file import convert, read_lora, save_lora
-from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
-from lightning_aigc.diffusion.lora_metadata import LoRAMetadata, hash_base_model
 from lightning_aigc.errors import ConfigError, ModelError, UserError
-
-ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
-FEED_FORWARD = ["ff.net.0.proj", "ff.net.2"]
-CONVOLUTIONS = ["conv1", "conv2", "conv_shortcut", "time_emb_proj", "downsamplers.0.conv", "upsamplers.0.conv"]
-OUTSIDE = ["conv_in", "time_embedding.linear_1"]
-TEXT = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
-EVERYTHING = [*ATTENTION, *FEED_FORWARD, "proj_in", "proj_out", *CONVOLUTIONS, *OUTSIDE]
-
-
-def make_unet(sdxl: bool = False) -> UNet2DConditionModel:
-    torch.manual_seed(0)
-    if sdxl:
-        # The block types of SDXL: no attention, attention, attention.
-        return UNet2DConditionModel(
-            sample_size=8,
-            block_out_channels=(8, 16, 16),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            layers_per_block=2,
-            transformer_layers_per_block=(1, 2, 2),
-            attention_head_dim=(2, 2, 4),
-            norm_num_groups=4,
-            cross_attention_dim=32,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=16 + 6 * 8,
-            use_linear_projection=True,
-        ).eval()
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
-        attention_head_dim=2,
-        norm_num_groups=4,
-        cross_attention_dim=16,
-    ).eval()
-
-
-def make_pipeline(folder: Path, sdxl: bool = False) -> StableDiffusionPipeline | StableDiffusionXLPipeline:
-    return assemble(folder, make_unet(sdxl), sdxl)
-
-
-def adapt(model: nn.Module, targets: list[str], **options: object) -> nn.Module:
-    """Add a LoRA with random weights that clearly changes the output."""
-    model.add_adapter(LoraConfig(**{"r": 4, "lora_alpha": 3, "target_modules": targets, **options}))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-            elif "lora_magnitude" in name:
-                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
-    return model
-
-
-@torch.no_grad()
-def run_unet(unet: UNet2DConditionModel) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(4)
-    sdxl = unet.config.addition_embed_type == "text_time"
-    added = {"text_embeds": torch.randn(2, 16, generator=generator), "time_ids": torch.ones(2, 6)} if sdxl else None
-    context = torch.randn(2, 5, unet.config.cross_attention_dim, generator=generator)
-    latents = torch.randn(2, 4, 8, 8, generator=generator)
-    return unet(latents, torch.tensor([10, 500]), context, added_cond_kwargs=added).sample
-
-
-@torch.no_grad()
-def run_text_encoder(model: nn.Module) -> torch.Tensor:
-    return model(torch.tensor([[0, 5, 7, 9, 1]]), output_hidden_states=True).hidden_states[-1]
-
-
-def assert_same_model(
-    pipeline: StableDiffusionPipeline | StableDiffusionXLPipeline,
-    unet: nn.Module | None,
-    *text_encoders: nn.Module | None,
-) -> None:
-    pairs = [(pipeline.unet, unet, run_unet, make_unet(isinstance(pipeline, StableDiffusionXLPipeline)))]
-    for index, text_encoder in enumerate(text_encoders):
-        loaded = pipeline.text_encoder if index == 0 else pipeline.text_encoder_2
-        pairs.append((loaded, text_encoder, run_text_encoder, make_text_encoder(with_projection=index == 1)))
-    for loaded, trained, run, base in pairs:
-        if trained is None:
-            continue
-        wanted = run(trained)
-        torch.testing.assert_close(run(loaded), wanted, rtol=1e-4, atol=1e-5)
-        assert (wanted - run(base)).abs().max() > 1e-2, "the LoRA changes nothing, so the comparison proves nothing"
-
 
 OPTIONS = {
     "attention": (ATTENTION, {}),
@@ -337,114 +255,6 @@ def test_half_precision_keeps_the_scale_exact(tmp_path: Path) -> None:
     assert alpha.item() / 3 == pytest.approx(7 / 3**0.5, rel=1e-7)
 
 
-def test_header_says_what_a1111_and_comfyui_show(tmp_path: Path) -> None:
-    unet = adapt(make_unet(), [*ATTENTION, "conv1"], rank_pattern={"conv1": 2})
-    metadata = LoRAMetadata(
-        output_name="zorp",
-        trigger_phrase="zorp",
-        base_model_name="some/model",
-        base_model_hash="ab" * 32,
-        resolution=512,
-        num_train_images=20,
-        steps=300,
-        learning_rate=1e-4,
-        captions=("zorp, cat", "zorp, dog"),
-        started_at=1.5,
-        date="2026-01-02",
-    )
-    path = save_lora(tmp_path / "a.safetensors", unet=unet, metadata=metadata)
-    header = read_lora(path).metadata
-    wanted = {
-        "ss_base_model_version": "sd_v1",
-        "ss_network_module": "networks.lora",
-        "ss_network_dim": "4",
-        "ss_network_alpha": "3",
-        "ss_sd_model_name": "some/model",
-        "ss_sd_model_hash": "ab" * 5,
-        "ss_new_sd_model_hash": "ab" * 32,
-        "ss_resolution": "(512, 512)",
-        "ss_num_train_images": "20",
-        "ss_steps": "300",
-        "ss_learning_rate": "0.0001",
-        "ss_output_name": "zorp",
-        "ss_training_started_at": "1.5",
-        "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": "stable-diffusion-v1/lora",
-        "modelspec.title": "zorp",
-        "modelspec.trigger_phrase": "zorp",
-        "modelspec.prediction_type": "epsilon",
-        "modelspec.resolution": "512x512",
-        "modelspec.date": "2026-01-02",
-    }
-    assert wanted.items() <= header.items()
-    assert json.loads(header["ss_tag_frequency"]) == {"captions": {"zorp": 2, "cat": 1, "dog": 1}}
-    assert json.loads(header["ss_network_args"]) == {"conv_dim": "2", "conv_alpha": "3"}
-    content = path.read_bytes()
-    tensors = content[8 + int.from_bytes(content[:8], "little") :]
-    assert header["sshs_model_hash"] == hashlib.sha256(tensors).hexdigest()
-    assert header["modelspec.hash_sha256"] == "0x" + header["sshs_model_hash"]
-    again = save_lora(tmp_path / "b.safetensors", unet=unet, metadata=metadata)
-    assert again.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("base_model", "prediction", "architecture", "version"),
-    [
-        ("sd2", "epsilon", "stable-diffusion-v2-512/lora", "sd_v2"),
-        ("sd2", "v_prediction", "stable-diffusion-v2-768-v/lora", "sd_v2_v"),
-        ("sdxl", "epsilon", "stable-diffusion-xl-v1-base/lora", "sdxl_base_v1-0"),
-    ],
-)
-def test_header_names_the_base_model(base_model: str, prediction: str, architecture: str, version: str) -> None:
-    metadata = LoRAMetadata(prediction_type=prediction)
-    header = metadata.to_header(base_model=base_model, rank=4, alpha=4, network_args={})
-    assert header["modelspec.architecture"] == architecture and header["ss_base_model_version"] == version
-    assert all(isinstance(value, str) for value in header.values())
-
-
-@pytest.mark.parametrize("strength", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.filterwarnings("ignore:.*DoRA in the kohya layout")
-def test_merging_leaves_a_plain_pipeline_with_the_blended_weights(tmp_path: Path, strength: float, dora: bool) -> None:
-    base = make_pipeline(tmp_path / "tokenizer")
-    base.save_pretrained(tmp_path / "base")
-    unet = adapt(make_unet(), EVERYTHING, use_dora=dora)
-    text_encoder = adapt(make_text_encoder(), TEXT, use_dora=dora)
-    path = tmp_path / "lora.safetensors"
-    save_lora(path, unet=unet, text_encoders=[text_encoder], dtype=torch.float32)
-    merged = StableDiffusionPipeline.from_pretrained(
-        merge_into_pipeline(path, tmp_path / "base", tmp_path / "merged", strength)
-    )
-    assert not any("lora" in name for name, _ in merged.unet.named_parameters())
-    before, after = make_unet().state_dict(), merged.unet.state_dict()
-    for module in unet.modules():
-        if hasattr(module, "merge"):
-            module.merge()
-    trained = {key.replace(".base_layer", ""): value for key, value in unet.state_dict().items()}
-    for key, value in after.items():
-        torch.testing.assert_close(value, torch.lerp(before[key], trained[key], strength), rtol=1e-4, atol=1e-6)
-    if strength == 1.0:
-        assert_same_model(merged, None, text_encoder)
-
-
-def test_merging_keeps_half_precision_and_refuses_to_overwrite(tmp_path: Path) -> None:
-    make_pipeline(tmp_path / "tokenizer").to(torch.float16).save_pretrained(tmp_path / "base")
-    path = save_lora(tmp_path / "lora.safetensors", unet=adapt(make_unet(), ATTENTION))
-    (tmp_path / "merged").mkdir()
-    merge_into_pipeline(path, tmp_path / "base", tmp_path / "merged")
-    stored = safetensors.torch.load_file(tmp_path / "merged/unet/diffusion_pytorch_model.safetensors")
-    assert {value.dtype for value in stored.values()} == {torch.float16}
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "lora.safetensors", "merged", "tokenizer"]
-    with pytest.raises(ModelError, match="name a new or empty folder"):
-        merge_into_pipeline(path, tmp_path / "base", tmp_path / "merged")
-    with pytest.raises(ModelError, match="wanted a diffusers pipeline folder"):
-        merge_into_pipeline(path, tmp_path, tmp_path / "other")
-    other = save_lora(tmp_path / "xl.safetensors", unet=adapt(make_unet(True), ATTENTION))
-    with pytest.raises(ModelError, match="trained on another kind of model"):
-        merge_into_pipeline(other, tmp_path / "base", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
 def test_export_command_converts_and_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_pipeline(tmp_path / "tokenizer").save_pretrained(tmp_path / "base")
     path = save_lora(tmp_path / "lora.safetensors", unet=adapt(make_unet(), ATTENTION))
@@ -532,10 +342,3 @@ def test_a_full_disk_leaves_the_old_file_and_no_rubbish(tmp_path: Path, monkeypa
         save_lora(path, unet=adapt(make_unet(), ["to_q"]))
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"] and path.read_bytes() == b"old"
     assert issubclass(ModelError, UserError)
-
-
-def test_base_model_hash_covers_the_unet_weights(tmp_path: Path) -> None:
-    assert hash_base_model(tmp_path) is None
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").write_bytes(b"weights")
-    assert hash_base_model(tmp_path) == hashlib.sha256(b"weights").hexdigest()

@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from diffusers import StableDiffusionPipeline
 from peft import LoraConfig
 
+from fakes import lora_models
+from fakes.lora_models import ATTENTION, EVERYTHING, TEXT, adapt, assert_same_model, make_unet
 from fakes.pipelines import make_pipeline, make_text_encoder
 from lightning_aigc.diffusion.components import load_components
 from lightning_aigc.diffusion.lora_file import save_lora
 from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
+from lightning_aigc.errors import ModelError
 
 # Nothing of this package; torchvision's CUDA build does not load beside a CPU build of torch, and diffusers needs none.
 STRANGER = """
@@ -112,3 +116,46 @@ def test_a_part_of_two_dtypes_keeps_both_and_a_variant_beside_it_does_not_count(
     stored = safetensors.torch.load_file(merged / "unet" / "diffusion_pytorch_model.safetensors")
     assert torch.equal(stored[last], wide)
     assert dtypes_in(merged / "vae" / "diffusion_pytorch_model.safetensors") == {torch.float16}
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.filterwarnings("ignore:.*DoRA in the kohya layout")
+def test_merging_leaves_a_plain_pipeline_with_the_blended_weights(tmp_path: Path, strength: float, dora: bool) -> None:
+    base = lora_models.make_pipeline(tmp_path / "tokenizer")
+    base.save_pretrained(tmp_path / "base")
+    unet = adapt(make_unet(), EVERYTHING, use_dora=dora)
+    text_encoder = adapt(make_text_encoder(), TEXT, use_dora=dora)
+    path = tmp_path / "lora.safetensors"
+    save_lora(path, unet=unet, text_encoders=[text_encoder], dtype=torch.float32)
+    merged = StableDiffusionPipeline.from_pretrained(
+        merge_into_pipeline(path, tmp_path / "base", tmp_path / "merged", strength)
+    )
+    assert not any("lora" in name for name, _ in merged.unet.named_parameters())
+    before, after = make_unet().state_dict(), merged.unet.state_dict()
+    for module in unet.modules():
+        if hasattr(module, "merge"):
+            module.merge()
+    trained = {key.replace(".base_layer", ""): value for key, value in unet.state_dict().items()}
+    for key, value in after.items():
+        torch.testing.assert_close(value, torch.lerp(before[key], trained[key], strength), rtol=1e-4, atol=1e-6)
+    if strength == 1.0:
+        assert_same_model(merged, None, text_encoder)
+
+
+def test_merging_keeps_half_precision_and_refuses_to_overwrite(tmp_path: Path) -> None:
+    lora_models.make_pipeline(tmp_path / "tokenizer").to(torch.float16).save_pretrained(tmp_path / "base")
+    path = save_lora(tmp_path / "lora.safetensors", unet=adapt(make_unet(), ATTENTION))
+    (tmp_path / "merged").mkdir()
+    merge_into_pipeline(path, tmp_path / "base", tmp_path / "merged")
+    stored = safetensors.torch.load_file(tmp_path / "merged/unet/diffusion_pytorch_model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "lora.safetensors", "merged", "tokenizer"]
+    with pytest.raises(ModelError, match="name a new or empty folder"):
+        merge_into_pipeline(path, tmp_path / "base", tmp_path / "merged")
+    with pytest.raises(ModelError, match="wanted a diffusers pipeline folder"):
+        merge_into_pipeline(path, tmp_path, tmp_path / "other")
+    other = save_lora(tmp_path / "xl.safetensors", unet=adapt(make_unet(True), ATTENTION))
+    with pytest.raises(ModelError, match="trained on another kind of model"):
+        merge_into_pipeline(other, tmp_path / "base", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
