@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_aigc.diffusion.conditions import FOLDER, find_maker, from_bytes, to_bytes
 from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
+from lightning_aigc.diffusion.half_precision import computed_in_half
 from lightning_aigc.diffusion.objectives import example_losses
 from lightning_aigc.diffusion.sampling import Control
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
@@ -131,9 +132,10 @@ class ConditionedTraining(WholeModelTraining):
         noisy_BCHW, timesteps_B, target_BCHW = self.noised(latents_BCHW, noise, 0, 1)
         condition = encoders.condition(batch, with_gradients=False)
         losses = []
-        for conditions in (batch["conditioning"], batch["conditioning"].roll(1, 0)):
-            shown = batch | {"conditioning": conditions}
-            losses.append(example_losses(self.predict(noisy_BCHW, timesteps_B, condition, shown), target_BCHW))
+        with computed_in_half(self):
+            for conditions in (batch["conditioning"], batch["conditioning"].roll(1, 0)):
+                shown = batch | {"conditioning": conditions}
+                losses.append(example_losses(self.predict(noisy_BCHW, timesteps_B, condition, shown), target_BCHW))
         return losses[0], losses[1]
 
     # Pictures --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class EqualTokensProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
         """What attention adds to the logits of each text token's key, [1, T] in float32; None for another text."""
         if text_BTD.shape[1] != self.tokens:
             return None
-        bias_1T = torch.zeros(1, self.tokens, device=text_BTD.device)
+        bias_1T = torch.zeros(1, self.tokens, dtype=torch.float32, device=text_BTD.device)
         bias_1T[:, -1] = math.log(self.count)
         return bias_1T
 

@@ -21,6 +21,7 @@ from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ra
 from lightning_aigc.callbacks.sampling.png import write_png
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet
 from lightning_aigc.checkpoint.lightning_loops import run_validation
+from lightning_aigc.diffusion.half_precision import computed_in_half
 from lightning_aigc.errors import ModelError
 
 VALIDATION_TIMESTEPS = 8
@@ -82,7 +83,7 @@ class EvaluatedModule(LightningModule):
         self._log_held_out("test_loss", batch)
 
     def _log_held_out(self, name: str, batch: dict[str, Any]) -> None:
-        with self.averaged_weights():
+        with self.averaged_weights(), computed_in_half(self):
             loss_B = self.validation_losses(batch, SeededNoise(example_seeds(batch)))
         counted_B = batch["is_counted"].to(loss_B.device) if "is_counted" in batch else torch.ones_like(loss_B).bool()
         count = int(counted_B.sum())

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from diffusers.training_utils import EMAModel
@@ -32,6 +32,7 @@ from lightning_aigc.diffusion.default_callbacks import RunSettings, default_call
 from lightning_aigc.diffusion.encoders import EncodesCaches
 from lightning_aigc.diffusion.evaluation import EvaluatedModule
 from lightning_aigc.diffusion.families import U_NETS
+from lightning_aigc.diffusion.half_precision import check_precision, computed_in_half, trains_half_weights
 from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
@@ -169,6 +170,15 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         if args.use_ema:
             self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
 
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move to a device. Dtypes stay as `configure_model` chose them: a precision plugin would round what is trained."""
+        if trains_half_weights(self):
+            return super().to(*args, **kwargs)
+        device, _, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is None:
+            return self
+        return super().to(device=device, non_blocking=non_blocking, memory_format=memory_format)
+
     def load_components(self) -> Components:
         """The pipeline's components, to be adapted."""
         return self.load_parts()
@@ -219,6 +229,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
     # Training --------------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
+        check_precision(self.trainer)
         if stage != "fit":
             return
         self.schedule_validation()
@@ -228,7 +239,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
             loop.max_epochs = -1
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        loss_B = self.example_losses(batch)
+        with computed_in_half(self):
+            loss_B = self.example_losses(batch)
         loss, user_loss, prior_loss = with_prior(loss_B, batch.get("is_prior"), self.args.prior_loss_weight)
         if prior_loss is not None:
             self.log("prior_loss", prior_loss.detach())

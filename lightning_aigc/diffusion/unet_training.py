@@ -15,6 +15,7 @@ from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.arguments import check_objective
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.denoiser_training import DenoiserTraining
+from lightning_aigc.diffusion.half_precision import computed_in_half
 from lightning_aigc.diffusion.objectives import DDPMObjective, PredictionType, build_noise_schedule
 from lightning_aigc.diffusion.optimization import parameter_groups
 from lightning_aigc.diffusion.prediction_check import warn_of_prediction_type
@@ -76,7 +77,7 @@ class UNetTraining(DenoiserTraining):
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0 and self.global_step == 0:
             forward_context = self.trainer.precision_plugin.forward_context()
-            with isolate_rng(self.device), evaluating(self), forward_context:
+            with isolate_rng(self.device), evaluating(self), forward_context, computed_in_half(self):
                 warn_of_prediction_type(self, batch)
 
     def predict(
