@@ -1,0 +1,145 @@
+"""The config of a short training, made of a row of options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from fakes.pipelines import SIDE, make_pipeline
+from fakes.transformer_pipelines import MAKE
+from pairs.options import CONTROL, U_NETS, Row
+
+STEPS = 4
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3}},
+    "Adafactor": {"class_path": "torch.optim.Adafactor", "init_args": {"lr": 1e-2}},
+    "Prodigy": {"class_path": "prodigyopt.Prodigy", "init_args": {"lr": 1.0}},
+    "AdamWScheduleFree": {"class_path": "schedulefree.AdamWScheduleFree", "init_args": {"lr": 1e-3}},
+    "SGD": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-1}},
+}
+STRATEGIES: dict[str, Any] = {
+    "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
+}
+BASES: dict[str, Any] = {"whole": None, "budget": {"target_mib": 1.0}}
+KIND = {
+    ("lora", True): "StableDiffusionLoRA", ("lora", False): "DiffusionLoRA",
+    ("full", True): "StableDiffusionFineTuning", ("full", False): "DiffusionFineTuning",
+    ("controlnet", True): "ControlNetTraining", ("controlnet", False): "DiffusionControlNet",
+}  # fmt: skip
+
+
+def make_base(family: str, folder: Path) -> Path:
+    """A tiny pipeline of the family with random weights."""
+    if family in U_NETS:
+        return make_pipeline(folder, sdxl=family == "sdxl")
+    return MAKE[family](folder)
+
+
+def make_images(folder: Path, word: str, count: int) -> Path:
+    """Drawn images of two shapes, with captions."""
+    folder.mkdir(parents=True)
+    for number in range(count):
+        width = SIDE if number % 3 else SIDE * 2
+        image = Image.new("RGB", (width, SIDE), (40 + 20 * number, 90, 200 - 20 * number))
+        ImageDraw.Draw(image).ellipse((4, 4, 20 + number, 20), fill=(250, 250 - 20 * number, 30))
+        image.save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a {word} {('cup', 'shoe')[number % 2]} number {number}")
+    return folder
+
+
+def kind_of(row: Row) -> str:
+    """The model class of a row."""
+    method = {"dora": "lora", "controlnet_lora": "controlnet"}.get(row["method"], row["method"])
+    return KIND[method, row["family"] in U_NETS]
+
+
+def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: Path, root: Path) -> dict[str, Any]:
+    """A config that trains `STEPS` steps in `root`."""
+    is_lora = row["method"] in ("lora", "dora")
+    model: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(base),
+        "max_train_steps": STEPS,
+        "optimizer": OPTIMIZERS[row["optimizer"]],
+        "lr_scheduler": "cosine" if row["rate"] == "cosine" else "constant",
+        "use_ema": row["ema"],
+        "gradient_checkpointing": row["checkpointing"],
+        "base_quantization": BASES.get(row["base"], row["base"]),
+        "validation_prompts": ["a zorp cup"],
+        "validation_steps": 2,
+        "num_validation_images": 1,
+        "num_inference_steps": 2,
+        "checkpointing_steps": 2,
+        "output_name": "zorp",
+    }
+    if is_lora or row["method"] == "controlnet_lora":
+        model["rank"] = 4
+    if row["method"] == "dora":
+        model["use_dora"] = True
+    if row["method"] in CONTROL:
+        model["conditions"] = "canny"
+    if row["text_encoder"] and is_lora:
+        model["train_text_encoder"] = True
+    elif row["text_encoder"]:
+        model["trained_parts"] = ["unet" if row["family"] in U_NETS else "transformer", "text_encoder"]
+    return {
+        "seed_everything": 7,
+        "threads": 1,
+        "trainer": _trainer(row, root),
+        "model": {"class_path": kind_of(row), "init_args": model},
+        "data": _data(row, images, class_images, shards, root),
+    }
+
+
+def _trainer(row: Row, root: Path) -> dict[str, Any]:
+    callbacks: list[dict[str, Any]] = [{"class_path": "GradientHealthMonitor"}]
+    if row["guard"]:
+        guard = {"every_n_steps": 2, "num_images": 2, "clip_model": "embedded:clip"}
+        callbacks.append({"class_path": "CLIPConvergenceGuard", "init_args": guard})
+    if row["rate"] == "adaptive":
+        callbacks.append({"class_path": "AdaptiveLR"})
+    trainer: dict[str, Any] = {
+        "default_root_dir": str(root),
+        "accelerator": "cpu",
+        "devices": 1 if row["strategy"] == "auto" else 2,
+        "strategy": STRATEGIES.get(row["strategy"], row["strategy"]),
+        "accumulate_grad_batches": row["accumulation"],
+        "gradient_clip_val": row["clipping"],
+        "log_every_n_steps": 1,
+        "callbacks": callbacks,
+    }
+    if row["memory"] == "stock":
+        trainer["precision"] = row["precision"]
+    else:
+        memory = {"kept": 0.5} if row["memory"] == "budget" else row["memory"]
+        options = {"precision": row["precision"], "memory": memory}
+        trainer["plugins"] = {"class_path": "FusedBackwardPrecision", "init_args": options}
+    return trainer
+
+
+def _data(row: Row, images: Path, class_images: Path, shards: Path, root: Path) -> dict[str, Any]:
+    if row["source"] == "shards":
+        streamed: dict[str, Any] = {"shards_dir": str(shards), "train_batch_size": 2, "num_workers": 0}
+        if row["held_out"]:
+            streamed["validation_shards_dir"] = str(shards)
+        return {"class_path": "EncodedImageData", "init_args": streamed}
+    return {"class_path": "ImageCaptionData", "init_args": folder_data(row, images, class_images, root.parent)}
+
+
+def folder_data(row: Row, images: Path, class_images: Path, cache: Path) -> dict[str, Any]:
+    """Arguments of ImageCaptionData for a row."""
+    return {
+        "train_data_dir": str(images),
+        "class_data_dir": str(class_images) if row["class_images"] else None,
+        "resolution": SIDE,
+        "min_bucket_reso": SIDE // 2,
+        "bucket_reso_steps": SIDE // 2,
+        "train_batch_size": 2,
+        "trigger_word": "zorp",
+        "validation_split": 0.2 if row["held_out"] else 0.0,
+        "cache_latents": row["caches"] != "none",
+        "cache_text_embeddings": row["caches"] == "both",
+        "cache_dir": str(cache / "cache"),
+        "num_workers": 0,
+    }

@@ -1,0 +1,141 @@
+"""Train by the command line, and look at the end of the run as a user would: with plain diffusers, or at one sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fakes.pipelines import SIDE
+from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
+from pairs.options import CONTROL, U_NETS, Row
+
+LIMIT_S = 400
+
+
+class Ended(NamedTuple):
+    """How a command ended, and all that it printed."""
+
+    code: int
+    said: str
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines that begin with `error:`; ranks repeat a line."""
+        return sorted({line for line in self.said.splitlines() if line.startswith("error:")})
+
+
+def run(*words: object, kill_when: Path | None = None, log: Path) -> Ended:
+    """Run the `lightning` command; with `kill_when`, kill all its processes once a file of that pattern is there."""
+    command = [sys.executable, "-m", "lightning_aigc", *map(str, words)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        ends = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < ends:
+            if kill_when is not None and any(kill_when.parent.glob(kill_when.name)):
+                break
+            time.sleep(0.05)
+        is_late = time.monotonic() >= ends
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    said = log.read_text(errors="replace")
+    assert not is_late, f"no end after {LIMIT_S} s: {said[-2000:]}"
+    return Ended(code, said)
+
+
+def train(row: Row, config: Path, root: Path) -> Ended:
+    """Fit a config; where the row says so, kill it after its first snapshot and resume."""
+    if row["ending"] == "whole":
+        return run("fit", "-c", config, log=config.with_name("fit.log"))
+    snapshots = root / "snapshots"
+    snapshots.mkdir(parents=True)
+    killed = run("fit", "-c", config, kill_when=snapshots / "*", log=config.with_name("killed.log"))
+    assert killed.code != 0 or (root / "report.html").exists(), killed.said[-2000:]
+    if killed.errors:
+        return killed
+    return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"))
+
+
+def check_result(row: Row, base: Path, root: Path) -> None:
+    """Load the result in plain diffusers, draw with it, and see that what was trained is not what it began as."""
+    optional = dict.fromkeys(FAMILIES[row["family"]].optional_folders)
+    extra: dict[str, Any] = {}
+    if row["method"] in CONTROL:
+        kind = getattr(diffusers, _controlnet_class(row["family"]))
+        controlnet = kind.from_pretrained(root / "zorp")
+        assert _largest(_zero_weights(controlnet)) > 0, "the ControlNet's zero layers did not move"
+        pipeline_kind = getattr(diffusers, CONTROLLED[row["family"]].controlnet_pipeline)
+        pipeline = pipeline_kind.from_pretrained(base, **optional, controlnet=controlnet)
+        name = "image" if row["family"] in U_NETS else "control_image"
+        extra[name] = torch.rand(1, 3, SIDE, SIDE)
+    elif row["method"] == "full":
+        pipeline = DiffusionPipeline.from_pretrained(root / "zorp", **optional)
+        before = DiffusionPipeline.from_pretrained(base, **optional)
+        for part in ("unet" if row["family"] in U_NETS else "transformer", *["text_encoder"] * row["text_encoder"]):
+            assert _differ(getattr(pipeline, part), getattr(before, part)), f"{part} did not move"
+    else:
+        pipeline = DiffusionPipeline.from_pretrained(base, **optional)
+        file = root / "zorp.diffusers.safetensors" if row["method"] == "dora" else root / "zorp.safetensors"
+        ups = {k: v for k, v in load_file(file).items() if ("lora_B" in k or "lora_up" in k)}
+        assert ups and _largest(ups) > 0, "lora_B did not move"
+        assert any("text" in k or "te" in k.split("_") for k in ups) or not row["text_encoder"]
+        pipeline.load_lora_weights(file)
+    _draws(pipeline, extra)
+
+
+def check_export(row: Row, base: Path, root: Path, folder: Path) -> None:
+    """Export the LoRA as the row says and load that in plain diffusers."""
+    lora = root / ("zorp.diffusers.safetensors" if row["method"] == "dora" else "zorp.safetensors")
+    optional = dict.fromkeys(FAMILIES[row["family"]].optional_folders)
+    output = folder / ("merged" if row["export"] == "merge" else "exported.safetensors")
+    target = ("--merge_into", base) if row["export"] == "merge" else ("--to", row["export"])
+    ended = run("export", lora, *target, "--output", output, log=folder / "export.log")
+    assert ended.code == 0, ended.said[-2000:]
+    if row["export"] == "merge":
+        _draws(DiffusionPipeline.from_pretrained(output, **optional), {})
+    elif row["export"] == "diffusers":
+        pipeline = DiffusionPipeline.from_pretrained(base, **optional)
+        pipeline.load_lora_weights(output)
+        _draws(pipeline, {})
+    else:
+        assert load_file(output)
+
+
+def _draws(pipeline: Any, extra: dict[str, Any]) -> None:
+    pipeline.set_progress_bar_config(disable=True)
+    size = {} if extra else {"height": SIDE, "width": SIDE}
+    with torch.no_grad():
+        drawn = pipeline("a zorp cup", num_inference_steps=2, output_type="pt", **size, **extra).images
+    assert drawn.shape[-2:] == (SIDE, SIDE) and drawn.isfinite().all()
+    assert float(drawn.float().std()) > 0, "a flat image"
+
+
+def _controlnet_class(family: str) -> str:
+    return "ControlNetModel" if family in U_NETS else str(CONTROLLED[family].controlnet)
+
+
+def _zero_weights(controlnet: Any) -> dict[str, Tensor]:
+    """The weights that a new ControlNet begins at zero with."""
+    zeros = ("controlnet_down_blocks", "controlnet_mid_block", "controlnet_blocks", "controlnet_single_blocks",
+             "before_proj", "after_proj", "control_all_x_embedder", "control_layers")  # fmt: skip
+    return {k: v for k, v in controlnet.state_dict().items() if k.startswith(zeros)}
+
+
+def _largest(tensors: dict[str, Tensor]) -> float:
+    return max((float(t.float().abs().max()) for t in tensors.values()), default=0.0)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    known = other.state_dict()
+    return any(not torch.equal(v.float(), known[k].float()) for k, v in one.state_dict().items())

@@ -1,0 +1,119 @@
+"""`make test-pairs`: every pair of options that a user combines, in short trainings by the command line.
+
+PAIRS_SEED chooses the array (unset: the week of the year), PAIRS_MINUTES how long rows may start (unset: no limit).
+"""
+
+from __future__ import annotations
+
+import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
+
+# isort: split
+import datetime
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pairs.configs import folder_data, kind_of, make_base, make_config, make_images
+from pairs.options import PLAIN, Row, allowed_pairs, covering_array, refused
+from pairs.outcomes import Ended, check_export, check_result, run, train
+
+SEED = int(os.environ.get("PAIRS_SEED") or "{0.year}{0.week:02}".format(datetime.date.today().isocalendar()))
+MINUTES = float(os.environ.get("PAIRS_MINUTES") or "inf")
+BEGUN = time.monotonic()
+ROWS = covering_array(SEED)
+
+
+def name_of(row: Row) -> str:
+    """A row's options that are not the plain ones."""
+    return "-".join(f"{key}={value}" for key, value in row.items() if value != PLAIN[key]) or "plain"
+
+
+@pytest.fixture(scope="session")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Bases, images and shards, made when they are first asked for."""
+    made: dict[tuple[str, ...], Path] = {}
+
+    def get(*key: str) -> Path:
+        if key not in made:
+            folder = tmp_path_factory.mktemp("-".join(key))
+            if key[0] == "base":
+                made[key] = make_base(key[1], folder / "base")
+            elif key[0] == "images":
+                made[key] = make_images(folder / "images", key[1], 8)
+            else:
+                made[key] = _encode(key[1], key[2], get, folder)
+        return made[key]
+
+    return get
+
+
+def _encode(family: str, method: str, get: Callable[..., Path], folder: Path) -> Path:
+    row = PLAIN | {"family": family, "method": method}
+    data = folder_data(row, get("images", "zorp"), get("images", "plain"), folder)
+    model: dict[str, Any] = {"pretrained_model_name_or_path": str(get("base", family))}
+    if "controlnet" in method:
+        model["conditions"] = "canny"
+    config = {
+        "model": {"class_path": kind_of(row), "init_args": model},
+        "data": {"class_path": "ImageCaptionData", "init_args": data},
+    }
+    (folder / "encode.yaml").write_text(yaml.safe_dump(config))
+    ended = run("encode", "-c", folder / "encode.yaml", "-o", folder / "shards", log=folder / "encode.log")
+    assert ended.code == 0, ended.said[-2000:]
+    return folder / "shards"
+
+
+def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended, Path, Path]:
+    base, root = materials("base", row["family"]), folder / "run"
+    method = "controlnet" if "controlnet" in row["method"] else "lora"
+    shards = materials("shards", row["family"], method) if row["source"] == "shards" else folder
+    config = make_config(row, base, materials("images", "zorp"), materials("images", "plain"), shards, root)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    return train(row, folder / "config.yaml", root), base, root
+
+
+def test_an_array_holds_every_allowed_pair() -> None:
+    for pair in allowed_pairs():
+        assert any(pair.items() <= row.items() for row in ROWS), pair
+
+
+def test_two_seeds_give_two_arrays_and_one_seed_one() -> None:
+    assert covering_array(1) == covering_array(1) != covering_array(2)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("row", ROWS, ids=[f"{number}-{name_of(row)}" for number, row in enumerate(ROWS)])
+def test_a_row_trains_and_its_result_works_in_plain_diffusers(
+    row: Row, materials: Callable[..., Path], tmp_path: Path
+) -> None:
+    if time.monotonic() - BEGUN > 60 * MINUTES:
+        pytest.skip(f"PAIRS_MINUTES={MINUTES:g} are over; `make test-pairs` without it runs every row")
+    ended, base, root = _fit(row, materials, tmp_path)
+    assert "Traceback" not in ended.said, ended.said[-3000:]
+    assert ended.code == 0, ended.said[-3000:]
+    check_result(row, base, root)
+    if row["export"] != "none":
+        check_export(row, base, root, tmp_path)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("pair", list(refused()), ids=name_of)
+def test_a_refused_pair_ends_in_one_sentence_before_the_first_step(
+    pair: Row, materials: Callable[..., Path], tmp_path: Path
+) -> None:
+    if time.monotonic() - BEGUN > 60 * MINUTES:
+        pytest.skip(f"PAIRS_MINUTES={MINUTES:g} are over; `make test-pairs` without it runs every row")
+    ended, _, root = _fit(PLAIN | pair, materials, tmp_path)
+    assert ended.code != 0 and "Traceback" not in ended.said, ended.said[-3000:]
+    assert len(ended.errors) == 1, ended.said[-3000:]
+    assert not list(root.glob("**/*.safetensors"))
+
+
+def test_pairs_of_one_option_are_not_asked_for() -> None:
+    assert all(len(pair) == 2 for pair in itertools.chain(refused(), allowed_pairs()))
