@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_aigc.errors import ConfigError
+from lightning_aigc.errors import ConfigError, DataError, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if args.picture is not None:
         check_picture(args.picture)
     records = [read_run(folder) for folder in dict.fromkeys(args.runs)]
-    text = as_markdown(records)
     is_single = len(records) == 1
     try:
+        text = as_markdown(records)
         if args.output is not None:
             write_text(args.output, render_run_page(records[0]) if is_single else render_comparison_page(records))
         if args.markdown is not None:
@@ -48,6 +48,13 @@ def run(args: argparse.Namespace) -> int:
             if chart is None:
                 raise ConfigError(f"there is nothing to draw in {args.picture}: the runs have no losses and no scores")
             write_picture(chart, args.picture)
+    except UserError:
+        raise
+    except (ValueError, LookupError, ArithmeticError) as error:
+        raise DataError(
+            f"the report.json of {' or '.join(map(str, args.runs))} has values that do not fit together"
+            f" ({type(error).__name__}: {error}): it was edited; leave that run out, or run it again"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}; name another file") from error
     print(text)

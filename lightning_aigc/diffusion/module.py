@@ -171,7 +171,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
             self.ema = EMAModel(self.trainable_parameters(), decay=args.ema_decay, use_ema_warmup=True, power=3 / 4)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move to a device. Dtypes stay as `configure_model` chose them: a precision plugin would round what is trained."""
+        """Move to a device; dtypes stay as `configure_model` chose them."""
         if trains_half_weights(self):
             return super().to(*args, **kwargs)
         device, _, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,20 @@ def table_rows(records: Sequence[RunRecord]) -> list[list[str]]:
 def markdown_table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     """A table that a pull request shows."""
     lines = [head, ["---"] * len(head), *cells]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(as_text(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def as_text(value: str) -> str:
+    """A value of a record as one line of Markdown without HTML."""
+    return html.escape(" ".join(value.split()), quote=False)
 
 
 def as_markdown(records: Sequence[RunRecord]) -> str:
     """The table of the runs, their verdicts, and the config keys in which they differ."""
     names = run_names(records)
     parts = [markdown_table(HEAD, table_rows(records))]
-    parts.append("\n".join(f"- {name}: {judge(record).sentence}" for name, record in zip(names, records, strict=True)))
+    verdicts = [judge(record).sentence for record in records]
+    parts.append("\n".join(f"- {as_text(n)}: {as_text(v)}" for n, v in zip(names, verdicts, strict=True)))
     differing = config_differences(records)
     if differing:
         cells = [[f"`{key}`", *values] for key, values in differing.items()]

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 
 from lightning_aigc.report.comparison import HEAD, comparison_chart, config_differences, run_names, table_rows
-from lightning_aigc.report.page import note, picture_figure, picture_figures, render_page, section, table
+from lightning_aigc.report.page import image, note, picture_figure, picture_figures, render_page, section, table
 from lightning_aigc.report.record import RunRecord
 from lightning_aigc.report.theme import RUN_COLOURS
 from lightning_aigc.report.vega import chart_html, scripts
@@ -39,7 +39,7 @@ def render_comparison_page(records: Sequence[RunRecord]) -> str:
         section("After training, same prompts and seeds", _pictures(records, names)),
         section("Config keys that differ", table(keys, ("key", *names)) if keys else same),
     ]
-    return render_page(f"{len(records)} runs: comparison", parts, scripts() if chart is not None else "")
+    return render_page(f"{len(records)} runs: comparison", parts, scripts() if chart is not None else ())
 
 
 def _named(name: str, place: int) -> str:
@@ -54,16 +54,11 @@ def _pictures(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     figures = []
     for prompt in dict.fromkeys(prompt for prompt, _ in shared):
         seeds = [seed for found, seed in shared if found == prompt][:MOST_SEEDS]
-        name = html.escape(prompt)
-        cells = ['<span class="when">before</span>' + "".join(_image(drawn[0][prompt, s].before, name) for s in seeds)]
+        cells = ['<span class="when">before</span>' + "".join(image(drawn[0][prompt, s].before, prompt) for s in seeds)]
         for place, pictures in enumerate(drawn):
-            row = "".join(_image(pictures[prompt, seed].after, name) for seed in seeds)
+            row = "".join(image(pictures[prompt, seed].after, prompt) for seed in seeds)
             cells.append(f'<span class="when">{_named(names[place], place)}</span>{row}')
         cells.append('<span class="when">seed</span>' + "".join(f"<span>{seed}</span>" for seed in seeds))
         style = f'style="--columns:{len(seeds)};--label:5.5rem"'
-        figures.append(picture_figure(name, cells, style))
+        figures.append(picture_figure(html.escape(prompt), cells, style))
     return picture_figures(figures)
-
-
-def _image(uri: str, name: str) -> str:
-    return f'<img src="{uri}" alt="{name}">' if uri else "<span>-</span>"

@@ -9,7 +9,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.errors import DataError
@@ -52,7 +52,7 @@ class Picture:
 class GuardResult:
     """What CLIPConvergenceGuard scored and decided."""
 
-    metric: str
+    metric: Literal["clip_t", "clip_i", "mean"]
     checks: list[Check] = field(default_factory=list)
     best_step: int | None = None
     best_file: str | None = None
@@ -77,7 +77,7 @@ class HealthAlert:
     step: int
     check: str
     layer: str
-    level: str
+    level: Literal["info", "warning", "error"]
     message: str
     cause: str
     remedy: str
@@ -93,7 +93,7 @@ class Health:
     steps: list[int] = field(default_factory=list)
     norms: dict[str, list[float]] = field(default_factory=dict)
     """By layer or block, one for each of `steps`."""
-    rows_are: str = "layer"
+    rows_are: Literal["layer", "block"] = "layer"
 
 
 @dataclass(frozen=True)
@@ -247,6 +247,10 @@ def _built(wanted: Any, value: Any) -> Any:
         return wanted(**{name: _built(hints[name], item) for name, item in value.items() if name in hints})
     if isinstance(wanted, types.UnionType):
         return None if value is None else _built(arguments[0], value)
+    if typing.get_origin(wanted) is Literal:
+        if value not in arguments:
+            raise TypeError(f"got {value!r}, wanted one of {', '.join(arguments)}")
+        return value
     if typing.get_origin(wanted) is list:
         return [_built(arguments[0], item) for item in value]
     if typing.get_origin(wanted) is dict:

@@ -13,6 +13,7 @@ from lightning_aigc.report.page import (
     details,
     facts_strip,
     heading,
+    image,
     note,
     picture_figure,
     picture_figures,
@@ -56,7 +57,7 @@ def render_run_page(record: RunRecord) -> str:
         section("Config", details("the whole config", code(record.config)) if record.config else ""),
     ]
     has_charts = any('class="chart"' in part for part in parts)
-    return render_page(f"{record.name}: report", parts, scripts() if has_charts else "")
+    return render_page(f"{record.name}: report", parts, scripts() if has_charts else ())
 
 
 def cost(record: RunRecord) -> dict[str, str]:
@@ -83,7 +84,7 @@ def cost(record: RunRecord) -> dict[str, str]:
 
 def sheet_html(title: str, uri: str) -> str:
     """A sheet of pictures, as wide as the page at the most."""
-    return f'<img src="{uri}" alt="{html.escape(title)}" style="max-width:100%;image-rendering:pixelated">'
+    return image(uri, title, "max-width:100%;image-rendering:pixelated")
 
 
 def pictures_html(pictures: Sequence[Picture]) -> str:
@@ -93,16 +94,15 @@ def pictures_html(pictures: Sequence[Picture]) -> str:
         of_prompts.setdefault(picture.prompt, []).append(picture)
     figures = []
     for prompt, found in of_prompts.items():
-        name = html.escape(prompt)
         cells = []
         for when in ("before", "after"):
             uris = [getattr(picture, when) for picture in found]
             if any(uris):
-                images = [f'<img src="{uri}" alt="{when}: {name}">' if uri else "<span>-</span>" for uri in uris]
-                cells.append(f'<span class="when">{when}</span>{"".join(images)}')
+                images = "".join(image(uri, f"{when}: {prompt}") for uri in uris)
+                cells.append(f'<span class="when">{when}</span>{images}')
         cells.append('<span class="when">seed</span>' + "".join(f"<span>{picture.seed}</span>" for picture in found))
         style = f'style="--columns:{len(found)}"'
-        figures.append(picture_figure(name, cells, style))
+        figures.append(picture_figure(html.escape(prompt), cells, style))
     return picture_figures(figures)
 
 
@@ -146,7 +146,7 @@ def _health(record: RunRecord) -> str:
         + (chart_html(timeline, "alerts by step") if timeline is not None else "")
         + details("the alerts", alert_table(health.alerts, MOST_ALERTS))
         + (
-            f"<h3>Gradient norm by {health.rows_are} and step</h3>" + chart_html(heat, "gradient norms")
+            f"<h3>Gradient norm by {html.escape(health.rows_are)} and step</h3>" + chart_html(heat, "gradient norms")
             if heat is not None
             else ""
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import shlex
 from pathlib import Path
 
 from lightning_aigc.report.page import code, note
@@ -25,10 +27,13 @@ def usage_html(lora: LoRAFile, prompt: str) -> str:
         parts += [
             "<h3>ComfyUI</h3>",
             note(f"Copy the file to ComfyUI/models/loras/, add the node “Load LoRA”, weight {WEIGHT} to begin with."),
-            code(f"cp {file} ComfyUI/models/loras/\nprompt: {prompt}"),
+            code(f"cp {shlex.quote(str(file))} ComfyUI/models/loras/\nprompt: {prompt}"),
             "<h3>A1111</h3>",
             note("Copy the file to stable-diffusion-webui/models/Lora/; the weight stands in the prompt."),
-            code(f"cp {file} stable-diffusion-webui/models/Lora/\nprompt: {prompt} <lora:{file.stem}:{WEIGHT}>"),
+            code(
+                f"cp {shlex.quote(str(file))} stable-diffusion-webui/models/Lora/\n"
+                f"prompt: {prompt} <lora:{file.stem}:{WEIGHT}>"
+            ),
         ]
     return "".join(parts)
 
@@ -36,19 +41,25 @@ def usage_html(lora: LoRAFile, prompt: str) -> str:
 def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
     """Python that draws a picture with this file."""
     file, base = Path(lora.file), lora.base_model or "PATH_OR_HUB_ID_OF_THE_BASE_MODEL"
-    loads, embedded = f'"{base}"', ""
+    loads, embedded = quoted(base), ""
     if base.startswith(EMBEDDED):
         embedded = "from lightning_aigc.tiny.embedded import resolve\n"
-        loads = f'resolve("{base}")'
+        loads = f"resolve({quoted(base)})"
     loader = "from_single_file" if base.endswith((".safetensors", ".ckpt")) else "from_pretrained"
     pipeline = "DiffusionPipeline" if loader == "from_pretrained" else "StableDiffusionPipeline"
     return (
         f"from diffusers import {pipeline}\n{embedded}\n"
         f"pipe = {pipeline}.{loader}({loads})\n"
-        f'pipe.load_lora_weights("{file.parent}", weight_name="{file.name}", adapter_name="{file.stem}")\n'
-        f'pipe.set_adapters("{file.stem}", {WEIGHT})\n'
+        f"pipe.load_lora_weights({quoted(file.parent)}, weight_name={quoted(file.name)},"
+        f" adapter_name={quoted(file.stem)})\n"
+        f"pipe.set_adapters({quoted(file.stem)}, {WEIGHT})\n"
         f'pipe({prompt!r}).images[0].save("picture.png")'
     )
+
+
+def quoted(value: object) -> str:
+    """A value as a Python string literal, in double quotes."""
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def _with_trigger(prompt: str, word: str | None) -> str:

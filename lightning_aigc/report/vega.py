@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +49,7 @@ def chart_html(chart: Chart, label: str, least_px: int = 0) -> str:
     spec = json.dumps(spec_of(chart)).replace("<", "\\u003c")
     return (
         f'<div class="chart"><script type="application/json">{spec}</script>'
-        f'<div role="img" aria-label="{label}"{style}></div></div>'
+        f'<div role="img" aria-label="{html.escape(label)}"{style}></div></div>'
     )
 
 
@@ -61,9 +62,9 @@ def spec_of(chart: Chart) -> dict[str, Any]:
     }
 
 
-def scripts() -> str:
-    """What draws all charts of a page: Vega itself, some 900 KB, and a few lines."""
-    return f"<script>{bundle()}</script><script>{DRAW}</script>"
+def scripts() -> tuple[str, str]:
+    """The scripts that draw all charts of a page: Vega itself, some 900 KB, and a few lines."""
+    return bundle(), DRAW
 
 
 @functools.cache

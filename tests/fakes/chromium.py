@@ -40,6 +40,7 @@ class Opened:
     chart_width: float = 0.0
     """Of the widest chart."""
     text: str = ""
+    title: str = ""
     background: str = ""
     screenshot: bytes = b""
 
@@ -113,6 +114,7 @@ class Chromium:
             scroll_px=value("document.documentElement.scrollWidth-document.documentElement.clientWidth"),
             chart_width=value("Math.max(0,...[...document.querySelectorAll('.chart svg')].map(s=>s.clientWidth))"),
             text=value("document.body.innerText"),
+            title=value("document.title"),
             background=value("getComputedStyle(document.body).backgroundColor"),
         )
         tall = value("document.documentElement.scrollHeight")

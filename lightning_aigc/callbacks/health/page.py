@@ -56,7 +56,7 @@ def render_health_page(title: str, alerts: Sequence[Alert], history: NormHistory
         section("Loss", chart_html(losses, "loss by step") if losses is not None else ""),
     ]
     has_charts = any(chart is not None for chart in (timeline, heat, losses))
-    return render_page(f"{title}: health", parts, scripts() if has_charts else "")
+    return render_page(f"{title}: health", parts, scripts() if has_charts else ())
 
 
 def tone(alerts: Sequence[Alert]) -> str:
