@@ -22,7 +22,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 STRATEGIES: dict[str, Any] = {
     "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
 }
-BASES: dict[str, Any] = {"whole": None, "budget": {"target_mib": 1.0}}
+SHARE_OF_BYTES = 0.2
+"""Of a base's files, for a budget: less than half, which is all that bfloat16 takes."""
+RATES: dict[str, Any] = {
+    "cosine": "cosine",
+    "plateau": {"class_path": "lightning.pytorch.cli.ReduceLROnPlateau", "init_args": {"monitor": "loss"}},
+}
 KIND = {
     ("lora", True): "StableDiffusionLoRA", ("lora", False): "DiffusionLoRA",
     ("full", True): "StableDiffusionFineTuning", ("full", False): "DiffusionFineTuning",
@@ -62,10 +67,10 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
         "pretrained_model_name_or_path": str(base),
         "max_train_steps": STEPS,
         "optimizer": OPTIMIZERS[row["optimizer"]],
-        "lr_scheduler": "cosine" if row["rate"] == "cosine" else "constant",
+        "lr_scheduler": RATES.get(row["rate"], "constant"),
         "use_ema": row["ema"],
         "gradient_checkpointing": row["checkpointing"],
-        "base_quantization": BASES.get(row["base"], row["base"]),
+        "base_quantization": _quantization(row, base),
         "validation_prompts": ["a zorp cup"],
         "validation_steps": 2,
         "num_validation_images": 1,
@@ -92,14 +97,31 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
     }
 
 
+def _quantization(row: Row, base: Path) -> Any:
+    if row["base"] != "budget":
+        return None if row["base"] == "whole" else row["base"]
+    folders = ("unet", "transformer", "text_encoder*")
+    bytes_ = sum(file.stat().st_size for name in folders for file in base.glob(f"{name}/*.safetensors"))
+    return {"target_mib": SHARE_OF_BYTES * bytes_ / 2**20}
+
+
+def precision_of(row: Row) -> dict[str, Any]:
+    """The trainer's entries for precision and memory."""
+    if row["memory"] == "stock":
+        return {"precision": row["precision"]}
+    memory = {"kept": 0.5} if row["memory"] == "budget" else row["memory"]
+    options = {"precision": row["precision"], "memory": memory}
+    return {"plugins": {"class_path": "FusedBackwardPrecision", "init_args": options}}
+
+
 def _trainer(row: Row, root: Path) -> dict[str, Any]:
     callbacks: list[dict[str, Any]] = [{"class_path": "GradientHealthMonitor"}]
     if row["guard"]:
         guard = {"every_n_steps": 2, "num_images": 2, "clip_model": "embedded:clip"}
         callbacks.append({"class_path": "CLIPConvergenceGuard", "init_args": guard})
     if row["rate"] == "adaptive":
-        callbacks.append({"class_path": "AdaptiveLR"})
-    trainer: dict[str, Any] = {
+        callbacks.append({"class_path": "AdaptiveLR", "init_args": {"search": "auto"}})
+    return {
         "default_root_dir": str(root),
         "accelerator": "cpu",
         "devices": 1 if row["strategy"] == "auto" else 2,
@@ -108,14 +130,8 @@ def _trainer(row: Row, root: Path) -> dict[str, Any]:
         "gradient_clip_val": row["clipping"],
         "log_every_n_steps": 1,
         "callbacks": callbacks,
+        **precision_of(row),
     }
-    if row["memory"] == "stock":
-        trainer["precision"] = row["precision"]
-    else:
-        memory = {"kept": 0.5} if row["memory"] == "budget" else row["memory"]
-        options = {"precision": row["precision"], "memory": memory}
-        trainer["plugins"] = {"class_path": "FusedBackwardPrecision", "init_args": options}
-    return trainer
 
 
 def _data(row: Row, images: Path, class_images: Path, shards: Path, root: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ FACTORS: dict[str, list[Any]] = {
     "memory": ["stock", "off", "balanced", "lean", "max", "budget"],
     "base": ["whole", "int8", "nf4", "budget"],
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
-    "rate": ["constant", "cosine", "adaptive"],
+    "rate": ["constant", "cosine", "adaptive", "plateau"],
     "caches": ["none", "latents", "both"],
     "source": ["folder", "shards"],
     "class_images": [False, True],
@@ -50,6 +50,10 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "text_encoder": True}
         if family in NO_CONTROLNET:
             yield from ({"family": family, "method": method} for method in CONTROL)
+    for base in ("int8", "nf4", "budget"):
+        yield {"method": "dora", "base": base}
+        yield {"method": "full", "base": base}
+    yield from ({"method": method, "guard": True} for method in CONTROL)
 
 
 def without_effect() -> Iterator[Row]:

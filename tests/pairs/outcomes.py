@@ -1,4 +1,4 @@
-"""Train by the command line, and look at the end of the run as a user would: with plain diffusers, or at one sentence."""
+"""Train by the command line and check the end of the run as a user would: with plain diffusers, or by one sentence."""
 
 from __future__ import annotations
 

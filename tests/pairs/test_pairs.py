@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pairs.configs import folder_data, kind_of, make_base, make_config, make_images
+from pairs.configs import folder_data, kind_of, make_base, make_config, make_images, precision_of
 from pairs.options import PLAIN, Row, allowed_pairs, covering_array, refused
 from pairs.outcomes import Ended, check_export, check_result, run, train
 
@@ -47,19 +47,20 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             elif key[0] == "images":
                 made[key] = make_images(folder / "images", key[1], 8)
             else:
-                made[key] = _encode(key[1], key[2], get, folder)
+                made[key] = _encode(*key[1:], get, folder)
         return made[key]
 
     return get
 
 
-def _encode(family: str, method: str, get: Callable[..., Path], folder: Path) -> Path:
-    row = PLAIN | {"family": family, "method": method}
+def _encode(family: str, method: str, precision: str, get: Callable[..., Path], folder: Path) -> Path:
+    row = PLAIN | {"family": family, "method": method, "precision": precision}
     data = folder_data(row, get("images", "zorp"), get("images", "plain"), folder)
     model: dict[str, Any] = {"pretrained_model_name_or_path": str(get("base", family))}
     if "controlnet" in method:
         model["conditions"] = "canny"
     config = {
+        "trainer": {"accelerator": "cpu", **precision_of(row)},
         "model": {"class_path": kind_of(row), "init_args": model},
         "data": {"class_path": "ImageCaptionData", "init_args": data},
     }
@@ -72,7 +73,7 @@ def _encode(family: str, method: str, get: Callable[..., Path], folder: Path) ->
 def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended, Path, Path]:
     base, root = materials("base", row["family"]), folder / "run"
     method = "controlnet" if "controlnet" in row["method"] else "lora"
-    shards = materials("shards", row["family"], method) if row["source"] == "shards" else folder
+    shards = materials("shards", row["family"], method, row["precision"]) if row["source"] == "shards" else folder
     config = make_config(row, base, materials("images", "zorp"), materials("images", "plain"), shards, root)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return train(row, folder / "config.yaml", root), base, root
