@@ -8,6 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from lightning_aigc.secrets import redact
+
 RESULTS = (
     "clip_t_after",
     "clip_i_after",
@@ -32,7 +34,7 @@ def announce_hyperparameters(trainer: Trainer, pl_module: LightningModule) -> No
         if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
             from torch.utils.tensorboard.summary import hparams
 
-            flat = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in given.items()}
+            flat = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in redact(given).items()}
             writer = logger.experiment._get_file_writer()  # as Lightning does: the public door makes another run
             metrics = {_name(result): 0.0 for result in RESULTS}
             for message in hparams(flat, metrics):  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.protocols import DeclaresSnapshotArguments, WritesFinalFiles
+from lightning_aigc.secrets import redact
 from lightning_aigc.sharding.own_class import own_class
 
 TRAINER_KEYS = (
@@ -42,14 +43,14 @@ def training_config(trainer: Trainer, module: LightningModule, data: Any = None)
     written = next((c for c in trainer.callbacks if isinstance(c, SaveConfigCallback)), None)  # type: ignore[attr-defined]
     if written is not None:
         config = yaml.safe_load(written.parser.dump(written.config, skip_none=False))
-        return relevant(config, ignored)
+        return relevant(redact(config), ignored)
     found: dict[str, Any] = {
         "trainer": {name: getattr(trainer, name) for name in TRAINER_KEYS if hasattr(trainer, name)},
         "model": {"class_path": own_class(module).__qualname__, "init_args": dict(module.hparams)},
         "data": {"class_path": type(data).__qualname__, "init_args": dict(data.hparams)} if data is not None else {},
         "optimizer": [_settings(optimizer) for optimizer in trainer.optimizers],
     }
-    return relevant(found, ignored)
+    return relevant(redact(found), ignored)
 
 
 def relevant(config: dict[str, Any], ignored: Mapping[str, Collection[str]]) -> dict[str, Any]:

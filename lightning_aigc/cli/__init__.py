@@ -10,6 +10,7 @@ import os
 import sys
 
 from lightning_aigc.errors import UserError
+from lightning_aigc.secrets import redact_text
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict")
 OWN_VERBS = {
@@ -66,7 +67,7 @@ def _run_own_verb(verb: str, arguments: list[str]) -> int:
         status: int = own.run(parser.parse_args(arguments))
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact_text(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `lightning doctor | head`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

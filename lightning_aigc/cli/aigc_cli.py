@@ -32,6 +32,7 @@ from lightning_aigc.cli.where_to_look import where_to_look
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
+from lightning_aigc.secrets import redact, redact_text, refuse_hidden
 
 KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry", UNTRAINED)  # keywords for ckpt_path
 
@@ -42,7 +43,7 @@ class AIGCArgumentParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"error: {readable_config_error(message, self)}", file=sys.stderr)
+        print(f"error: {redact_text(readable_config_error(message, self))}", file=sys.stderr)
         raise SystemExit(2)
 
     def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,13 @@ class AIGCArgumentParser(LightningArgumentParser):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Saves the whole config of a fit in `default_root_dir`, not only in the logger's folder."""
+    """Saves the config of a fit, without its secrets, in `default_root_dir` and in the logger's folder."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Any, *args: Any, **kwargs: Any) -> None:
+        shared = config.clone()
+        for key, value in config.items():
+            shared[key] = redact(value, key.rpartition(".")[2])
+        super().__init__(parser, shared, *args, **kwargs)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # validate would replace the run's config.yaml by one that fit cannot read
@@ -191,7 +198,9 @@ class AIGCCLI(LightningCLI):
             refuse_nulls(callback, f"trainer.callbacks[{at}]")
         for key in ("model", "data"):
             refuse_nulls(self._get(self.config, key), key)
-        refuse_placeholders({key: self._get(self.config, key) for key in ("trainer", "model", "data")})
+        blocks = {key: self._get(self.config, key) for key in ("trainer", "model", "data")}
+        refuse_placeholders(blocks)
+        refuse_hidden(blocks)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning 2.6 would silently override the config by the checkpoint's hyperparameters.

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 import lightning_aigc
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import DescribesTrainingData
+from lightning_aigc.secrets import redact
 
 PACKAGES = ("torch", "torch_npu", "lightning", "diffusers", "peft", "transformers")
 PER_NODE = frozenset(
@@ -70,10 +71,10 @@ def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, st
     if not isinstance(seed, bool):  # true draws a seed
         yield "seed_everything", repr(seed)
     for key in ("model", "data"):
-        yield from _flat(config.get(key), key)
+        yield from _flat(redact(config.get(key)), key)
     trainer_config = config.get("trainer") or {}
     for key in TRAINER:
-        yield from _flat(trainer_config.get(key), f"trainer.{key}")
+        yield from _flat(redact(trainer_config.get(key), key), f"trainer.{key}")
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, DescribesTrainingData):
         for name, value in data.lora_metadata().items():

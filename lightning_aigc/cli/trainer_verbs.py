@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from lightning_aigc.cli.config_errors import first_sentence
 from lightning_aigc.errors import UserError
+from lightning_aigc.secrets import redact_text
 
 UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
 
@@ -84,7 +85,7 @@ def _refused(sentence: str) -> int:
     """Print an error, tell it to ranks that wait for this one, and return the exit status."""
     from lightning_aigc.strategies.roll_call import tell_others
 
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
     tell_others(sentence)
     return 1
 

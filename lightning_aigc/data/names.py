@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import unicodedata
 
+from lightning_aigc.secrets import redact_text
+
 
 def printable(text: object) -> str:
     """Escape bytes of a file name that are not valid characters."""
@@ -17,6 +19,7 @@ def comparable(name: str) -> str:
 
 
 def print_anywhere(text: str) -> None:
-    """Print text, escaping characters outside the terminal's encoding."""
+    """Print text without secrets, escaping characters outside the terminal's encoding."""
+    text = redact_text(text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
