@@ -35,9 +35,11 @@ def lora_config(
     dropout: float = 0.0,
     use_dora: bool = False,
     use_rslora: bool = False,
+    unread: Sequence[str] = (),
 ) -> LoraConfig:
     """The peft configuration for these layer groups.
 
+    Args: unread: modules that are left out, because no loss reads their output and DDP would wait for their gradients.
     Raises: ModelError for an unknown group, or a rank below 1.
     """
     table = TEXT_ENCODER_LAYERS if is_text_encoder else UNET_LAYERS
@@ -49,6 +51,7 @@ def lora_config(
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
+        exclude_modules=list(unread) or None,
         target_modules=[layer for target in targets for layer in table[target]],
         lora_dropout=dropout,
         use_dora=use_dora,

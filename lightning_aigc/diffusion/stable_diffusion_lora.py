@@ -11,6 +11,7 @@ from lightning_aigc.diffusion.arguments import check_lora
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
 from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
+from lightning_aigc.diffusion.trained_parts import named_parts, unread_names
 from lightning_aigc.diffusion.unet_training import UNetTraining
 
 
@@ -59,8 +60,15 @@ class StableDiffusionLoRA(UNetTraining):
         parts.denoiser.add_adapter(lora_config(args.lora_targets, args.rank, self.lora_alpha, **options))
         if args.train_text_encoder:
             targets = [t for t in args.lora_targets if t != "convolutions"] or ["attention"]
-            for encoder in parts.text_encoders:
-                encoder.add_adapter(lora_config(targets, args.rank, self.lora_alpha, is_text_encoder=True, **options))  # type: ignore[operator]
+            names = unread_names(parts)
+            for part, encoder in named_parts(parts).items():
+                if part == "unet":
+                    continue
+                unread = [name for name, _ in encoder.named_modules() if f"{part}.{name}.weight" in names]
+                config = lora_config(
+                    targets, args.rank, self.lora_alpha, is_text_encoder=True, unread=unread, **options
+                )
+                encoder.add_adapter(config)  # type: ignore[operator]
             self.text_encoders.extend(parts.text_encoders)
         self.recompute_text_encoders()
 

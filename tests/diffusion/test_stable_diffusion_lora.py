@@ -716,3 +716,14 @@ def test_ranks_draw_noise_of_their_own(sd: str, monkeypatch: pytest.MonkeyPatch,
 def test_a_local_model_that_is_not_there_is_refused_on_construction(name: str) -> None:
     with pytest.raises(ModelError, match=r"pretrained_model_name_or_path.*does not exist"):
         StableDiffusionLoRA(name)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_every_weight_of_sdxl_with_text_encoders_gets_a_gradient(sdxl: str, use_dora: bool) -> None:
+    # DDP ends at the second step where one gets none.
+    module = StableDiffusionLoRA(
+        sdxl, rank=2, train_text_encoder=True, use_dora=use_dora, lora_targets=["attention", "feed_forward"]
+    )
+    module.configure_model()
+    module.example_losses(make_batch()).mean().backward()
+    assert [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
