@@ -15,8 +15,10 @@ from lightning_aigc.callbacks.sampling.pairs import Pair, sample_on_all_ranks
 from lightning_aigc.callbacks.sampling.thumbnail import data_uri, thumbnail
 from lightning_aigc.errors import SamplingTooSlow, UserError
 from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.metrics.clip_similarity import recognition
+from lightning_aigc.metrics.image_problems import find_ruined
 from lightning_aigc.protocols import HasPackedBase, SupportsSampling
-from lightning_aigc.report.record import Paired, Picture
+from lightning_aigc.report.record import Looks, Paired, Picture
 
 WHENS = ("before", "after")
 
@@ -38,6 +40,10 @@ class BeforeAfter:
         """Thumbnails by kind and time, such as `prior_before`."""
         self.scores: dict[str, list[float]] = {}
         """Of each picture, such as `clip_t_before`."""
+        self.ruined: dict[str, list[str]] = {}
+        """A word for each ruined image, by kind and time."""
+        self.recognition = (math.nan, math.nan)
+        """Of the images of before, by `metrics.recognition`; on rank zero."""
         self.full_base: dict[str, Paired] = {}
         """Scores after training on a packed base and on the full-precision one, by name."""
 
@@ -55,16 +61,25 @@ class BeforeAfter:
         """
         if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self.images):
             return
+        everything = list(dict.fromkeys(prompt for prompts in self.prompts.values() for prompt in prompts))
+        similarities, own = [], []
         for kind, prompts in self.prompts.items():
             try:
                 sampled = sample_on_all_ranks(trainer, pl_module, self.pairs(prompts), judge)
             except SamplingTooSlow as slow:
                 note(str(slow))
                 return
+            if trainer.is_global_zero:
+                self.ruined[kind + when] = list(find_ruined(sampled.images).values())
+            if judge is not None and when == "before" and trainer.is_global_zero:
+                similarities.append(judge.similarity(sampled.images.to(judge.device), everything))
+                own += [everything.index(prompt) for prompt, _ in self.pairs(prompts)]
             self.images[kind + when] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
             for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
                 if scores_N is not None and bool(scores_N.isfinite().all()):
                     self.scores[f"{kind}{metric}_{when}"] = scores_N.tolist()
+        if similarities:
+            self.recognition = recognition(torch.cat(similarities), torch.tensor(own))
 
     def measure_full_base(
         self, trainer: Trainer, pl_module: LightningModule, judge: CLIPSimilarity, note: Callable[[str], None]
@@ -113,6 +128,22 @@ class BeforeAfter:
         found = {name: Paired(*(self.scores.get(f"{name}_{when}", []) for when in WHENS)) for name in names}
         return found | self.full_base
 
+    def looks(self) -> Looks:
+        """What the images show without a score."""
+        words = {when: [word for kind in self.prompts for word in self.ruined.get(kind + when, ())] for when in WHENS}
+        count = sum(len(self.pairs(prompts)) for prompts in self.prompts.values())
+        changed = self._changed(""), self._changed("prior_")
+        return Looks(*self.recognition, *changed, count, words["before"], words["after"])
+
+    def _changed(self, kind: str) -> float:
+        """Pixel distance between before and after, over the mean distance between two images of before."""
+        before, after = (self.images.get(kind + when) for when in WHENS)
+        if before is None or after is None or len(before) < 2:
+            return math.nan
+        before, after = before.float().flatten(1), after.float().flatten(1)
+        apart = torch.pdist(before).mean()
+        return float((before - after).norm(dim=1).mean() / apart) if apart > 0 else math.nan
+
     def pictures(self) -> list[Picture]:
         """The pictures that the page shows, of both times."""
         found = []
@@ -130,8 +161,16 @@ class BeforeAfter:
     def images_before(self) -> dict[str, Tensor]:
         return {kind: self.images[f"{kind}before"] for kind in self.prompts if f"{kind}before" in self.images}
 
-    def load(self, images_before: Mapping[str, Tensor], scores: Mapping[str, Any]) -> None:
+    def looks_before(self) -> dict[str, Any]:
+        return {"recognition": list(self.recognition), "ruined": dict(self.ruined)}
+
+    def load(
+        self, images_before: Mapping[str, Tensor], scores: Mapping[str, Any], looks: Mapping[str, Any] | None = None
+    ) -> None:
         """Load a checkpoint's; older ones have a mean where newer ones have a score for each picture."""
+        if looks is not None:
+            self.recognition = (float(looks["recognition"][0]), float(looks["recognition"][1]))
+            self.ruined = {key: list(words) for key, words in looks["ruined"].items()}
         self.images = {f"{kind}before": images for kind, images in images_before.items()}
         self.scores = {name: as_list(found) for name, found in scores.items()}
 

@@ -229,6 +229,7 @@ class RunReport(Callback):
             "asked": self._asked(),
             "before": self._pictures.images_before(),
             "measured": self._pictures.scores,
+            "looks": self._pictures.looks_before(),
             "losses": self._curves.loss_state(),
             "curves": self._curves.state_dict(),
             "scores": [[grid.step, grid.clip_t, grid.clip_i] for grid in self._grids],
@@ -262,7 +263,7 @@ class RunReport(Callback):
         if state["asked"] != self._asked():
             self._note(f"before was measured at step {trainer.global_step}: other pictures were asked for until there")
             return False
-        self._pictures.load(state["before"], state["measured"])
+        self._pictures.load(state["before"], state["measured"], state.get("looks"))
         return True
 
     def _seconds(self) -> float:
@@ -283,6 +284,7 @@ class RunReport(Callback):
         record.seconds, record.peak_memory_mib = self._seconds(), self._peak_mib(pl_module.device)
         record.curves, record.grids, record.notes = self._curves.record(), list(self._grids), list(self._notes)
         record.scores, record.pictures = self._pictures.paired_scores(), self._pictures.pictures()
+        record.looks = self._pictures.looks() if record.pictures else None
         record.lora = result_file(trainer, pl_module)
         if record.snapshots is not None and self._snapshots is not None and self._snapshots.resumed_step >= 0:
             taken = len(self._blocked_ms()) + 1  # and the one that this fit goes on from

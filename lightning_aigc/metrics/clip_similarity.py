@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,29 @@ def clip_similarity(
         mean_D = normalize(reference_embeddings_MD, dim=-1).mean(dim=0)
         scores["clip_i"] = cosine_similarity(image_embeddings_ND, mean_D[None], dim=-1)
     return scores
+
+
+def recognition(similarity_NP: Tensor, own_N: Tensor) -> tuple[float, float]:
+    """How far images score above chance on their own prompt: the mean over the prompts, and its standard error.
+
+    A prompt's value is the mean score of its own images, minus that of the other prompts' images on it: what shuffled
+    prompts would score. It is near 0 where the judge knows neither the words nor what the images show.
+
+    similarity_NP: cosine of each image to each prompt. own_N: the column of each image's own prompt.
+    Returns: NaN and NaN for fewer than two prompts.
+
+    >>> recognition(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 1]))
+    (0.5, 0.0)
+    """
+    gains = [
+        similarity_NP[own_N == p, p].mean() - similarity_NP[own_N != p, p].mean()
+        for p in sorted(set(own_N.tolist()))
+        if bool((own_N != p).any())
+    ]
+    if len(gains) < 2:
+        return math.nan, math.nan
+    gains_P = torch.stack(gains)
+    return float(gains_P.mean()), float(gains_P.std() / len(gains) ** 0.5)
 
 
 class CLIPSimilarity(Metric):
@@ -117,6 +141,12 @@ class CLIPSimilarity(Metric):
         embeddings_ND = clip.embed_images(images, self.batch_size)
         scores = clip_similarity(embeddings_ND, self._texts(prompts), self._references())
         return {"clip_i": torch.full_like(scores["clip_t"], torch.nan)} | scores
+
+    def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Cosine of each image [N, 3, H, W] to each of P prompts, float32 [N, P] on the CPU."""
+        embeddings_ND = self._clip().embed_images(images, self.batch_size)
+        texts_PD = self._texts(prompts)
+        return cosine_similarity(embeddings_ND[:, None], texts_PD[None], dim=-1).float().cpu()
 
     def update(self, images: Tensor, prompts: Sequence[str]) -> None:
         """Count pictures [N, 3, H, W] in 0..1 with their N prompts."""

@@ -49,6 +49,24 @@ class Picture:
 
 
 @dataclass(frozen=True)
+class Looks:
+    """What the images of before and after show without a score, and whether the judge knew those of before."""
+
+    recognition: float = math.nan
+    """Score of the base's own images above that of shuffled prompts; NaN where it was not measured."""
+    recognition_stderr: float = math.nan
+    changed: float = math.nan
+    """Pixel distance between before and after, over that between two images of before; of the trained prompts."""
+    others_changed: float = math.nan
+    """Of the unrelated prompts."""
+    images: int = 0
+    """Images of each time."""
+    ruined_before: list[str] = field(default_factory=list)
+    """Noise, flat, saturated, black ...: one word for each such image."""
+    ruined_after: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class GuardResult:
     """What CLIPConvergenceGuard scored and decided."""
 
@@ -170,6 +188,7 @@ class RunRecord:
     pictures: list[Picture] = field(default_factory=list)
     grids: list[Check] = field(default_factory=list)
     """The scores of the sample grids."""
+    looks: Looks | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     """`loss`, `lr`, `val_loss`, `sync_mb`, `sync_ratio`; those that were there."""
     guard: GuardResult | None = None

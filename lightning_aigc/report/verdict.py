@@ -9,15 +9,23 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_aigc.report.paired_scores import improvement
-from lightning_aigc.report.record import Curve, Paired, RunRecord
+from lightning_aigc.report.record import Curve, GuardResult, Paired, RunRecord
 
-Kind = Literal["learned", "no gain", "worse", "forgotten", "memorised", "diverged", "not scored", "running"]
+Kind = Literal[
+    "learned", "no gain", "worse", "forgotten", "memorised", "diverged", "ruined", "no usable file", "cannot tell",
+    "not scored", "running",
+]  # fmt: skip
 Tone = Literal["good", "mixed", "bad", "unknown"]
 
 CLEAR = 2.0
 """Standard errors of the paired difference beyond which a change is no noise: about 95 %."""
 FORGOTTEN_SHARE = 0.1
 """A fall of the other prompts' score by more than this share, and beyond the noise, is forgetting."""
+MOST_CHANGED = 0.6
+"""Pixel distance of the other prompts' images to those of before, over that between two images, above which they are
+others: 0.24 in the demo, which forgets nothing, and 0.75 in a training that ended as noise."""
+RUINED_SHARE = 0.25
+"""Share of images that became noise, flat, saturated or black from which a training has ruined the model."""
 END_SHARE = 0.1
 """Share of the losses at either end that are compared for divergence."""
 DIVERGED_FACTOR = 2.0
@@ -73,13 +81,20 @@ def change(paired: Paired | None) -> Change | None:
 
 
 def judge(record: RunRecord) -> Verdict:
-    """The verdict on a run. What is worst comes first: divergence, memorising, forgetting, no gain."""
+    """The verdict on a run: the worst of what is known.
+
+    In this order: divergence, ruined images, no usable file, a judge that does not recognise the images, memorising,
+    forgetting, a fall, no gain.
+    """
     text, image = change(record.scores.get("clip_t")), change(record.scores.get("clip_i"))
     other = change(record.scores.get("prior_clip_t"))
     if _has_diverged(record):
         return Verdict("diverged", "bad", f"Diverged: {_divergence(record)}. Lower the learning rate{_kept(record)}.")
     if not record.is_finished:
         return Verdict("running", "unknown", f"Not finished: this is step {record.steps}{_kept(record)}.")
+    ruined = _ruined(record)
+    if ruined:
+        return Verdict("ruined", "bad", f"Ruined: {ruined}{_kept(record)}. Lower the learning rate and look at step 0.")
     if text is None:
         return Verdict("not scored", "unknown", f"Not scored: {_why_unscored(record)}.")
     if math.isnan(text.stderr):
@@ -87,6 +102,15 @@ def judge(record: RunRecord) -> Verdict:
             "not scored", "unknown",
             f"Not decided: CLIP-T {text.numbers()} on one picture, whose noise is unknown; raise RunReport.num_images.",
         )  # fmt: skip
+    unknown = _unrecognised(record)
+    if record.guard is not None and record.guard.best_step == 0 and len(record.guard.checks) > 1:
+        return Verdict(
+            "no usable file", "bad",
+            "No usable file: no check scored better than step 0, the untrained model"
+            f" ({_guard_scores(record.guard)}){f'; {unknown}' if unknown else ''}.",
+        )  # fmt: skip
+    if unknown:
+        return Verdict("cannot tell", "unknown", f"Cannot tell what it learned: {unknown}; look at the images.")
     memory = _memory(record, other)
     if image is not None and image.is_rise and text.is_fall:
         return Verdict(
@@ -94,7 +118,7 @@ def judge(record: RunRecord) -> Verdict:
             f"Memorised: pictures grow like the training pictures (CLIP-I {image.numbers()}) and follow the prompt less"
             f" (CLIP-T {text.numbers()}){_kept(record)}.",
         )  # fmt: skip
-    if other is not None and _is_forgotten(other):
+    if other is not None and _is_forgotten(other, record):
         start = f"{_learned(record, text, image)}, but forgot" if text.is_rise or _rises(image) else "Forgot"
         return Verdict("forgotten", "bad", f"{start} other things: their CLIP-T {other.numbers()}{_kept(record)}.")
     if text.is_fall:
@@ -121,8 +145,45 @@ def _rises(image: Change | None) -> bool:
     return image is not None and image.is_rise
 
 
-def _is_forgotten(other: Change) -> bool:
-    return other.is_fall and other.difference < -FORGOTTEN_SHARE * abs(other.before)
+def _is_forgotten(other: Change, record: RunRecord) -> bool:
+    is_large = other.difference < -FORGOTTEN_SHARE * abs(other.before)
+    return other.is_fall and (is_large or _are_others_changed(record))
+
+
+def _are_others_changed(record: RunRecord) -> bool:
+    return record.looks is not None and record.looks.others_changed > MOST_CHANGED  # never with NaN
+
+
+def _ruined(record: RunRecord) -> str:
+    """Which images became noise, flat, saturated or black, if many did."""
+    looks = record.looks
+    if looks is None or len(looks.ruined_after) - len(looks.ruined_before) < max(1, RUINED_SHARE * looks.images):
+        return ""
+    kinds = " or ".join(dict.fromkeys(looks.ruined_after))
+    return f"{len(looks.ruined_after)} of {looks.images} images are {kinds}, {len(looks.ruined_before)} were before"
+
+
+def _unrecognised(record: RunRecord) -> str:
+    """Why the scores say little, if the judge did not tell the base's own images from shuffled prompts."""
+    looks = record.looks
+    if looks is None or not math.isfinite(looks.recognition):
+        return ""
+    if looks.recognition > CLEAR * looks.recognition_stderr:
+        return ""
+    changed = ""
+    if _are_others_changed(record):
+        changed = f", and the other prompts' images changed by {looks.others_changed:.0%} of the distance between two"
+    return (
+        "the judge does not recognise the untrained model's own images (they score"
+        f" {looks.recognition:+.2f}{noise(looks.recognition_stderr)} above shuffled prompts), so its scores say"
+        f" little{changed}"
+    )
+
+
+def _guard_scores(guard: GuardResult) -> str:
+    """`clip_t -0.34, then -0.39 at best`"""
+    first, *others = (check.mean(guard.metric) for check in guard.checks)
+    return f"{guard.metric} {first:.2f}, then {max(others):.2f} at best"
 
 
 def _memory(record: RunRecord, other: Change | None) -> str:
@@ -130,7 +191,7 @@ def _memory(record: RunRecord, other: Change | None) -> str:
     if other is None:
         return ""
     if not other.is_fall:
-        return "; nothing forgotten"
+        return "; nothing forgotten" + (", though other prompts' images changed" * _are_others_changed(record))
     return f"; other prompts hardly lower (CLIP-T {other.numbers()})"
 
 
@@ -146,9 +207,9 @@ def _kept(record: RunRecord) -> str:
     guard = record.guard
     if guard is None or guard.best_step is None or len(guard.checks) < 2:
         return ""
-    kept = ", kept" if guard.best_file else ""
     if guard.best_step == 0:
         return "; no check was better than step 0"
+    kept = ", kept" if guard.best_file else ""
     last = guard.checks[-1]
     best = next((check for check in guard.checks if check.step == guard.best_step), last)
     difference, stderr = improvement(last.scores(guard.metric), best.scores(guard.metric))

@@ -8,11 +8,13 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 import copy
 import doctest
 import json
+import math
 import pickle
 from pathlib import Path
 
 import open_clip
 import pytest
+import skimage.data
 import torch
 import torch.multiprocessing as mp
 from PIL import Image
@@ -25,7 +27,8 @@ from lightning_aigc.errors import DataError, ImageWarning, ModelError
 from lightning_aigc.metrics import CLIPSimilarity, clip_similarity
 from lightning_aigc.metrics import clip_similarity as clip_similarity_function
 from lightning_aigc.metrics.clip_model import preprocess
-from lightning_aigc.metrics.image_problems import find_image_problems
+from lightning_aigc.metrics.clip_similarity import recognition
+from lightning_aigc.metrics.image_problems import find_image_problems, find_ruined
 
 PROMPTS = ["a red cup", "two blue cats", "zorp", "a very long prompt " * 40]
 CONFIG = {
@@ -256,3 +259,27 @@ def test_the_documented_example_holds() -> None:
     module = __import__("lightning_aigc.metrics.clip_similarity", fromlist=["clip_similarity"])
     assert clip_similarity is clip_similarity_function
     assert doctest.testmod(module).failed == 0
+
+
+def test_recognition_is_what_own_prompts_score_above_shuffled_ones() -> None:
+    own = torch.tensor([0, 0, 1, 1, 2, 2])
+    knows = torch.nn.functional.one_hot(own, 3) * 0.5 + 0.1
+    assert recognition(knows, own) == pytest.approx((0.5, 0.0))
+    blind = torch.tensor([0.1, 0.3, -0.2]).repeat(6, 1)  # a prompt scores alike whatever the image shows
+    assert recognition(blind, own) == pytest.approx((0.0, 0.0))
+    assert all(math.isnan(value) for value in recognition(knows[:2], own[:2]))  # one prompt has nothing to shuffle
+
+
+def test_ruined_images_are_named_and_photographs_are_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    photographs = [skimage.data.coffee(), skimage.data.chelsea(), skimage.data.gravel()[..., None].repeat(3, -1)]
+    sides = [torch.tensor(image).permute(2, 0, 1)[None].float() / 255 for image in photographs]
+    whole = [torch.nn.functional.interpolate(image, (64, 64), mode="area") for image in sides]
+    noise = torch.rand(1, 3, 64, 64, generator=generator)
+    flat = torch.rand(1, 3, 64, 64, generator=generator) * 0.01 + 0.5
+    pure = torch.zeros(1, 3, 64, 64)
+    pure[:, 0, :40] = 1
+    white = torch.ones(1, 3, 64, 64)  # a product on white is white for the most part
+    white[:, :, 24:40, 24:40] = torch.rand(1, 3, 1, 1, generator=generator)
+    found = find_ruined(torch.cat([*whole, white, noise, flat, pure, torch.zeros(1, 3, 64, 64)]))
+    assert found == {4: "noise", 5: "flat", 6: "saturated", 7: "black"}

@@ -13,6 +13,7 @@ from lightning_aigc.report.record import (
     FineTuneFinding,
     FineTuneResult,
     GuardResult,
+    Looks,
     LoRAFile,
     Paired,
     Picture,
@@ -107,3 +108,49 @@ def test_without_a_score_it_says_why() -> None:
 
 def test_a_run_that_has_not_ended_has_no_verdict() -> None:
     assert judge(record(HIGH, is_finished=False)).kind == "running"
+
+
+def looks(recognition: float = 0.4, changed: float = 0.2, ruined: int = 0, stderr: float = 0.05) -> Looks:
+    return Looks(recognition, stderr, 0.9, changed, 8, [], ["noise"] * ruined)
+
+
+def test_step_0_as_the_best_is_no_usable_file_whatever_rose() -> None:
+    # 18 photographs on the tiny base: CLIP-I rose over coloured noise, and the page said "Learned".
+    made = record(SAME, scores={"clip_i": Paired(LOW, HIGH)}, looks=looks())
+    made.guard = GuardResult("clip_t", [Check(0, LOW, LOW), Check(70, SAME, HIGH), Check(140, SAME, HIGH)], 0)
+    found = judge(made)
+    assert (found.kind, found.tone) == ("no usable file", "bad")
+    assert "no check scored better than step 0, the untrained model (clip_t 0.32, then 0.32 at best)" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("recognition", "kind"), [(0.4, "learned"), (0.11, "learned"), (0.09, "cannot tell"), (-0.2, "cannot tell")]
+)
+def test_a_judge_that_does_not_tell_the_base_s_images_from_shuffled_prompts_cannot_tell(
+    recognition: float, kind: str
+) -> None:
+    found = judge(record(HIGH, scores={"clip_i": Paired(LOW, HIGH)}, looks=looks(recognition)))
+    assert found.kind == kind
+    if kind == "cannot tell":
+        assert found.tone == "unknown" and "Learned" not in found.sentence
+        assert f"they score {recognition:+.2f} ± 0.05 above shuffled prompts" in found.sentence
+
+
+def test_a_judge_that_was_not_tried_is_believed() -> None:
+    assert judge(record(HIGH, looks=looks(math.nan))).kind == "learned"
+
+
+def test_images_that_became_noise_are_named_before_any_score() -> None:
+    found = judge(record(HIGH, looks=looks(ruined=2)))
+    assert (found.kind, found.tone) == ("ruined", "bad") and "2 of 8 images are noise, 0 were before" in found.sentence
+    assert judge(record(HIGH, looks=looks(ruined=1))).kind == "learned"  # one of eight may be chance
+    before = Looks(0.4, 0.05, 0.9, 0.2, 8, ["flat"] * 4, ["flat"] * 4)  # a base that draws flat images itself
+    assert judge(record(HIGH, looks=before)).kind == "learned"
+
+
+def test_other_prompts_that_fell_a_little_and_changed_in_every_pixel_are_forgotten() -> None:
+    fell = {"prior_clip_t": Paired([0.9] * 4, [0.88, 0.879, 0.88, 0.881])}
+    assert judge(record(HIGH, scores=dict(fell), looks=looks(changed=0.75))).kind == "forgotten"
+    assert judge(record(HIGH, scores=dict(fell), looks=looks(changed=0.3))).kind == "learned"
+    kept = judge(record(HIGH, scores={"prior_clip_t": KEPT}, looks=looks(changed=0.75)))
+    assert kept.kind == "learned" and "nothing forgotten, though other prompts' images changed" in kept.sentence

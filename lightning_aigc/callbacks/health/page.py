@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from lightning_aigc.callbacks.health.alerts import Alert
 from lightning_aigc.callbacks.health.norm_history import NormHistory, block_norms
@@ -25,7 +26,8 @@ LAYERS_PX = 900
 
 def health_of(alerts: Sequence[Alert], history: NormHistory, most_rows: int = MOST_ROWS_IN_REPORT) -> Health:
     """Alerts and norms as the report keeps them, by block where there are more layers than `most_rows`."""
-    norms, rows_are = history.norms(), "layer"
+    norms = history.norms()
+    rows_are: Literal["layer", "block"] = "layer"
     if len(norms) > most_rows:
         norms, rows_are = _by_block(norms), "block"
     return Health([HealthAlert(**dataclasses.asdict(a)) for a in alerts], list(history.steps), norms, rows_are)
