@@ -222,8 +222,13 @@ def unknown_key(name: str, class_path: str | None, where: str, parser: argparse.
     if last in OTHER_DIALECTS and (OTHER_DIALECTS[last] in known or not _looks_local(OTHER_DIALECTS[last])):
         return f"{owner} has no key {name!r}; it is called {OTHER_DIALECTS[last]} here"
     for block, owner_class in BLOCKS.items():
-        if class_path is not None and last in _init_args(owner_class) and last not in known:
+        if class_path is not None and _room(class_path) != _room(owner_class) and last in _init_args(owner_class):
             return f"{owner} has no key {name!r}; it is {block}.init_args.{last}"
+    siblings = [sibling for sibling in _siblings(class_path) if last in _init_args(sibling)]
+    if siblings:
+        have = "has" if len(siblings) == 1 else "have"
+        names = " and ".join(sibling.rpartition(".")[2] for sibling in siblings)
+        return f"{owner} has no key {name!r}, which {names} {have}; leave it out, or train with that class"
     first, dot, _ = name.partition(".")
     if not class_path and dot and first not in known:
         name = first  # `modle.init_args.rank`: the block's name is wrong, not the key's
@@ -247,6 +252,19 @@ def _init_args(class_path: str) -> list[str]:
         return [p for p in inspect.signature(cls).parameters if p not in ("self", "args", "kwargs")]
     except (ImportError, AttributeError, ValueError, TypeError):
         return []
+
+
+def _room(class_path: str) -> str:
+    """The package of ours that a class is in, such as lightning_aigc.diffusion."""
+    return ".".join(class_path.split(".")[:2])
+
+
+def _siblings(class_path: str | None) -> list[str]:
+    """The public classes of the room that a class of ours is in."""
+    if class_path is None or not class_path.startswith("lightning_aigc."):
+        return []
+    room = _room(class_path)
+    return [f"{room}.{name}" for name in getattr(importlib.import_module(room), "__all__", ())]
 
 
 def option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:

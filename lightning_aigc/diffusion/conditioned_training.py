@@ -19,7 +19,7 @@ from lightning_aigc.diffusion.objectives import example_losses
 from lightning_aigc.diffusion.sampling import Control
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
 from lightning_aigc.errors import ModelError
-from lightning_aigc.protocols import HasHeldOutBatches
+from lightning_aigc.protocols import HasExampleBatch, HasHeldOutBatches
 
 SHOWN_CONDITIONS = 16
 """Held-out pictures whose conditions the sample pictures follow."""
@@ -177,10 +177,13 @@ class ConditionedTraining(WholeModelTraining):
     def _held_out_conditions(self) -> Tensor:
         if self._shown is None:
             data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
-            if not isinstance(data, HasHeldOutBatches):
+            if isinstance(data, HasHeldOutBatches):
+                batch = next(iter(data.held_out_loader(SHOWN_CONDITIONS)))
+            elif isinstance(data, HasExampleBatch):  # a stream of encoded images
+                batch = data.example_batch(SHOWN_CONDITIONS)
+            else:
                 raise ModelError(
-                    "a ControlNet draws what it is shown; give `sample` the conditions, [N, 3, H, W] in 0..1"
+                    "sampling from a ControlNet needs condition images; pass `conditions` [N, C, H, W] in 0..1"
                 )
-            batch = next(iter(data.held_out_loader(SHOWN_CONDITIONS)))
             self._shown = self.conditioning(batch).cpu()
         return self._shown

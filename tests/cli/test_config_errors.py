@@ -62,6 +62,11 @@ ON_THE_LINE = {
         "--model.init_args.resolution=512",
         "StableDiffusionLoRA has no key 'resolution'; it is data.init_args.resolution",
     ),
+    "a key of a sibling": (
+        "--model.init_args.timestep_sampling=mode",
+        "StableDiffusionLoRA has no key 'timestep_sampling', which DiffusionControlNet and DiffusionFineTuning and"
+        " DiffusionLoRA have; leave it out, or train with that class",
+    ),
     "a value that trips the parser": ("--seed_everything=?", "seed_everything: this value cannot be read"),
     "text for a whole number": (
         "--model.init_args.rank=three",

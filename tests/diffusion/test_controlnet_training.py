@@ -151,5 +151,5 @@ def test_a_controlnet_of_another_family_or_autoencoder_is_one_sentence(sd: str, 
 
 
 def test_without_conditions_to_show_a_sample_is_refused(sd: str) -> None:
-    with pytest.raises(ModelError, match="draws what it is shown"):
+    with pytest.raises(ModelError, match="needs condition images; pass `conditions`"):
         ControlNetTraining(sd, **QUICK).sample(["a red cup"], [0])

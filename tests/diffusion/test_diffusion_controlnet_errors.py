@@ -54,7 +54,7 @@ def test_a_condition_without_files_or_pictures_is_one_sentence(transformers: Fol
     module = make_module(transformers("sd3"), conditions="folder")
     with pytest.raises(ModelError, match=r"the batch has no conditions; set data\.init_args\.conditioning_data_dir"):
         module.example_losses(make_batch(CAPTIONS))
-    with pytest.raises(ModelError, match="draws what it is shown"):
+    with pytest.raises(ModelError, match="needs condition images; pass `conditions`"):
         make_module(transformers("sd3")).sample(["a red cup"], [0])
 
 

@@ -75,7 +75,7 @@ def check_result(row: Row, base: Path, root: Path) -> None:
         kind = getattr(diffusers, _controlnet_class(row["family"]))
         controlnet = kind.from_pretrained(root / "zorp")
         assert _largest(_zero_weights(controlnet)) > 0, "the ControlNet's zero layers did not move"
-        pipeline_kind = getattr(diffusers, CONTROLLED[row["family"]].controlnet_pipeline)
+        pipeline_kind = getattr(diffusers, FAMILIES[row["family"]].controlnet_pipeline)
         pipeline = pipeline_kind.from_pretrained(base, **optional, controlnet=controlnet)
         name = "image" if row["family"] in U_NETS else "control_image"
         extra[name] = torch.rand(1, 3, SIDE, SIDE)
@@ -116,7 +116,7 @@ def _draws(pipeline: Any, extra: dict[str, Any]) -> None:
     pipeline.set_progress_bar_config(disable=True)
     size = {} if extra else {"height": SIDE, "width": SIDE}
     with torch.no_grad():
-        drawn = pipeline("a zorp cup", num_inference_steps=2, output_type="pt", **size, **extra).images
+        drawn = pipeline(prompt="a zorp cup", num_inference_steps=2, output_type="pt", **size, **extra).images
     assert drawn.shape[-2:] == (SIDE, SIDE) and drawn.isfinite().all()
     assert float(drawn.float().std()) > 0, "a flat image"
 
