@@ -235,6 +235,15 @@ class HasReferenceImages(Protocol):
 
 
 @runtime_checkable
+class ScoresImages(Protocol):
+    """Scores images while training; AdaptiveLR lowers a raised rate where they get worse."""
+
+    checks: list[Any]
+    """Scores of each check, `report.paired_scores.Check`."""
+    metric: str
+
+
+@runtime_checkable
 class HasExampleBatch(Protocol):
     """Provides a few training examples, on which a base's bits are chosen."""
 

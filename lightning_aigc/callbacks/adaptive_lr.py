@@ -12,12 +12,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc.callbacks.harm import HarmWatch
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
 from lightning_aigc.sharding.own_class import own_class
+
+ADAPTER_EVERY = 25
+"""Optimizer steps between two looks at a LoRA's size."""
 
 
 class AdaptiveLR(Callback):
@@ -27,7 +31,9 @@ class AdaptiveLR(Callback):
     until steps begin to overshoot. Then the schedule continues, multiplied by the factor found: a rate 30 times too
     high is lowered, a rate too low is raised, and without evidence against it the configured rate is kept. Later, a
     peak of the gradient norm multiplies the rate by `recovery_factor`; the rate recovers in `recovery_steps`, without
-    another cut until then. Only a loss that diverges lowers the rate found itself. The schedule is never written to.
+    another cut until then. A loss that diverges lowers the rate found itself, and so does harm, down to the configured
+    rate: `val_loss` above the untrained model's, a guard's images clearly below step 0, a LoRA that is large beside the
+    weights. The schedule is never written to.
 
     Args:
         search: whether to search for the rate, which takes a copy of the trainable weights until it ends; `auto` leaves
@@ -48,7 +54,7 @@ class AdaptiveLR(Callback):
         relative: bool = True,
         recovery_factor: float = 0.5,
         recovery_steps: int = 50,
-        max_raise: float = 30.0,
+        max_raise: float = 5.0,
     ) -> None:
         if search not in (True, False, "auto"):
             raise ConfigError(f"AdaptiveLR search must be true, false or auto, got {search!r}")
@@ -63,6 +69,7 @@ class AdaptiveLR(Callback):
         """Of the batches since the last optimizer step, as backward gets them, under the loss scale."""
         self._states: list[dict[str, Any]] = []
         self._is_resumed = False
+        self._harm = HarmWatch()
 
     @property
     def factor(self) -> float:
@@ -79,7 +86,7 @@ class AdaptiveLR(Callback):
             )
         self._rates = [AdaptiveRate(optimizer, self._settings_for(optimizer)) for optimizer in optimizers]
         if not self._is_resumed:
-            self.changes = []
+            self.changes, self._harm = [], HarmWatch()
             return
         self._is_resumed = False
         if len(self._states) != len(self._rates):
@@ -125,13 +132,7 @@ class AdaptiveLR(Callback):
 
         change = rate.apply(mean_over_ranks if trainer.world_size > 1 else None, self._loss(trainer))
         if change is not None:
-            self.changes.append(change)
-            which = "" if len(self._rates) == 1 else f" of optimizer {self._rates.index(rate)}"
-            now = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
-            rank_zero_info(
-                f"AdaptiveLR: step {change.step}, rate{which} now {now}, {change.factor:.3g} times the schedule's: "
-                f"{change.reason}"
-            )
+            self._tell(rate, change)
         if rate.steps % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             suffix = "" if len(self._rates) == 1 else f"_{self._rates.index(rate)}"
             numbers = {
@@ -140,6 +141,35 @@ class AdaptiveLR(Callback):
             }
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._heed(self._harm.held_out(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not any(rate.control.top > 1 for rate in self._rates):
+            return
+        self._heed(self._harm.scores(trainer))
+        if self._rates[0].steps % ADAPTER_EVERY == 0:
+            self._heed(self._harm.adapter(pl_module))
+
+    def _heed(self, harm: str | None) -> None:
+        """Take back a part of what the search raised, if there is a sign of harm."""
+        for rate in self._rates if harm is not None else ():
+            assert harm is not None
+            reason = rate.control.heed(harm)
+            if reason is not None:
+                self._tell(rate, Change(rate.steps, rate.control.factor, reason))
+
+    def _tell(self, rate: AdaptiveRate, change: Change) -> None:
+        self.changes.append(change)
+        which = "" if len(self._rates) == 1 else f" of optimizer {self._rates.index(rate)}"
+        now = ", ".join(f"{scheduled * change.factor:.3g}" for scheduled in rate.scheduled_rates())
+        rank_zero_info(
+            f"AdaptiveLR: step {change.step}, rate{which} now {now}, {change.factor:.3g} times the schedule's: "
+            f"{change.reason}"
+        )
 
     def report_entries(self) -> dict[str, Any]:
         """The changes of the rate, for RunReport's page."""
@@ -154,9 +184,15 @@ class AdaptiveLR(Callback):
     def state_dict(self) -> dict[str, Any]:
         states = [rate.state_dict() for rate in self._rates] or self._states
         losses = [loss.cpu() for loss in self._losses]  # a checkpoint may be saved amid an accumulation window
-        return {"rates": states, "changes": [list(change) for change in self.changes], "losses": losses}
+        return {
+            "rates": states,
+            "changes": [list(change) for change in self.changes],
+            "losses": losses,
+            "harm": self._harm.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._states, self._is_resumed = list(state_dict["rates"]), True
+        self._harm.load_state_dict(state_dict.get("harm", {}))
         self._losses = list(state_dict.get("losses", []))  # older checkpoints have none
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]

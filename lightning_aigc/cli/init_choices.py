@@ -17,6 +17,7 @@ FEWEST_STEPS, MOST_STEPS = 400, 3000
 FEW_PICTURES = 10
 HELD_OUT_FROM, HELD_OUT = 20, 0.1
 CHECKS = 6
+EMBEDDED_GUIDANCE = 3.0
 """About how many times a run is looked at."""
 
 
@@ -68,6 +69,7 @@ def choose(
         for callback in ("RunReport", "CLIPConvergenceGuard", "FineTuneCheck"):
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_pretrained", None, "its own weights"))
+        chosen.append(Choice("model.init_args.guidance_scale", EMBEDDED_GUIDANCE, "as in the embedded models' demo"))
     return chosen
 
 

@@ -98,6 +98,24 @@ class RateControl:
             self.factor = self.top * self.settings.recovery_factor
         return peak
 
+    def heed(self, harm: str) -> str | None:
+        """Take back half of what the search raised, down to the configured rate.
+
+        Args: harm: a sign that the model gets worse, which gradients do not show.
+        Returns: why the factor changed; None where there is nothing to take back, or it was lowered just now.
+        """
+        if self.top <= 1 or self._steps_since_lowered < self.settings.recovery_steps:
+            return None
+        self._steps_since_lowered = 0
+        if self.search is not None:
+            self.search.end_below(harm)
+            self.found, self.search = max(1.0, self.search.rate), None
+            self.top = self.factor = self.found
+        else:
+            self.top = max(1.0, self.top * self.settings.recovery_factor)
+            self.factor = min(self.factor, self.top)
+        return f"the raised rate does harm: {harm}"
+
     def _search_on(
         self, search: RateSearch, last_step: LastStep | None, peak: str | None, has_diverged: bool
     ) -> str | None:
