@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from lightning_aigc.cli.init_base import Base, is_embedded
 from lightning_aigc.cli.init_cards import Card, CardValues
+from lightning_aigc.cli.init_config import Choice, read_shipped
 from lightning_aigc.cli.init_folder import FolderLook, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data.buckets import BucketSettings, bucket_shapes, place
 from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word
@@ -17,17 +16,11 @@ FEWEST_STEPS, MOST_STEPS = 400, 3000
 FEW_PICTURES = 10
 HELD_OUT_FROM, HELD_OUT = 20, 0.1
 CHECKS = 6
-EMBEDDED_GUIDANCE = 3.0
 """About how many times a run is looked at."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A value for a dotted key; callbacks are named by their class: `trainer.callbacks.RunReport.clip_model`."""
-
-    key: str
-    value: Any
-    reason: str
+EMBEDDED_DEMOS = {"sd": "sd_lora_demo.yaml", "sd3": "sd3_lora_demo.yaml"}
+"""The config in which an embedded model was measured, by family."""
+FROM_THE_DEMO = ("lora_targets", "learning_rate", "guidance_scale")
+"""Arguments that the tiny models need as in their demos: by its attention alone the tiny U-Net draws no photograph."""
 
 
 def choose(
@@ -69,8 +62,9 @@ def choose(
         for callback in ("RunReport", "CLIPConvergenceGuard", "FineTuneCheck"):
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_pretrained", None, "its own weights"))
-        chosen.append(Choice("model.init_args.guidance_scale", EMBEDDED_GUIDANCE, "as in the embedded models' demo"))
-    return chosen
+        measured = read_shipped(EMBEDDED_DEMOS[base.family])["model"]["init_args"]
+        chosen += [Choice(f"model.init_args.{key}", measured[key], "as in the demo") for key in FROM_THE_DEMO]
+    return list({choice.key: choice for choice in chosen}.values())
 
 
 def _schedule(look: FolderLook, pictures_a_step: int) -> list[Choice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,18 @@ from ruamel.yaml.representer import RoundTripRepresenter
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from yaml import YAMLError, safe_load
 
-from lightning_aigc.cli.init_choices import Choice
-
 SHIPPED = Path(__file__).parents[1] / "configs"
 COLUMN = 36
 """Where the comments of the shipped configs begin."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A value for a dotted key; callbacks are named by their class: `trainer.callbacks.RunReport.clip_model`."""
+
+    key: str
+    value: Any
+    reason: str
 
 
 def read_shipped(name: str) -> CommentedMap:

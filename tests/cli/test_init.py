@@ -15,8 +15,7 @@ import yaml
 from PIL import Image
 
 from lightning_aigc.cli.init_cards import CARDS, CONFIGS, MEMORY, TRANSFORMER_CONFIGS
-from lightning_aigc.cli.init_choices import Choice
-from lightning_aigc.cli.init_config import SHIPPED, read_shipped, render
+from lightning_aigc.cli.init_config import SHIPPED, Choice, read_shipped, render
 from lightning_aigc.cli.init_folder import is_rare, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.diffusion.families import U_NETS
 from lightning_aigc.tiny.drawing import draw_brand

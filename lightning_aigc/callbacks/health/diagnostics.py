@@ -231,7 +231,7 @@ class Diagnostics:
         if reading.is_norm_exact:
             reading.history.all_norms.add(reading.norm)
         if reading.is_due:
-            reading.history.take_weights()
+            reading.history.take_weights(stats)
 
     def _layer_norms_of(self, name: str) -> History:
         if name not in self.layer_norms:

@@ -62,6 +62,10 @@ class History:
             self._logs.append(log)
             bisect.insort(self._sorted, log)
 
+    def oldest(self) -> float:
+        """The first value that is still kept; NaN before one."""
+        return math.exp(self._logs[0]) if self._logs else math.nan
+
     def median(self) -> float:
         return math.exp(self._middle()) if self._logs else math.nan
 

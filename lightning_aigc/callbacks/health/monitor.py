@@ -58,7 +58,8 @@ class GradientHealthMonitor(Callback):
         on_error: What an error does: warn says it; skip_step leaves out a step that would do harm; stop does so too and
             ends the training. With several ranks the last two cost a small collective a step.
         page: Write health.html at the end.
-        dirpath: Where health.jsonl and health.html go; unset means the Trainer's default_root_dir.
+        dirpath: Where health.jsonl and health.html go; unset means the Trainer's default_root_dir, or where that is the
+            working folder, the logger's folder. Without either there are no files, only log lines and `alerts`.
         norms_in_logger: Gradient norms that go to the logger at each look: all of them together (`all`), by block, by
             layer, or none (`off`); auto is by block where there is a logger.
 
@@ -119,10 +120,11 @@ class GradientHealthMonitor(Callback):
                 " trained, or add the LoRA in __init__ or configure_model"
             )
         if all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):  # None to Lightning
-            raise ConfigError(
-                f"{own_class(pl_module).__name__}.configure_optimizers returned no optimizer, so nothing would be"
-                " trained; return one, or run trainer.validate instead of fit"
+            rank_zero_warn(
+                f"GradientHealthMonitor stays off: {own_class(pl_module).__name__}.configure_optimizers returned no"
+                " optimizer, so nothing is trained; return one, or run trainer.validate instead of fit"
             )
+            return
         if self.norms_in_logger not in ("auto", "off") and not trainer.loggers:
             rank_zero_warn(
                 f"GradientHealthMonitor.norms_in_logger is {self.norms_in_logger}, and there is no logger to write to;"
@@ -134,11 +136,22 @@ class GradientHealthMonitor(Callback):
         if not self._is_on:
             return
         self._diagnostics.attach(pl_module, trainer.optimizers)
-        if not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
-            self._log.files = HealthFiles(Path(self.dirpath or trainer.default_root_dir))
+        folder = self._folder(trainer)
+        if folder is not None and not trainer.fast_dev_run and trainer.is_global_zero:  # type: ignore[attr-defined]
+            self._log.files = HealthFiles(folder)
             self._log.files.begin(self.alerts)
         found = check_optimizers(self._diagnostics.named, trainer.optimizers)
         self._log.report(trainer.global_rank, self._diagnostics.track(trainer.global_step, NOT_IN_OPTIMIZER, found))
+
+    def _folder(self, trainer: Trainer) -> Path | None:
+        """Where the files go; None where nobody named a folder, so that nothing lies about in the working folder."""
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        root = Path(trainer.default_root_dir)
+        if root.absolute() != Path.cwd():
+            return root
+        logged = getattr(trainer.logger, "log_dir", None)
+        return Path(logged) if isinstance(logged, (str, Path)) else None
 
     # A step ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.health.history import History, RecentValues
 from lightning_aigc.callbacks.health.loss_history import LossHistory
-from lightning_aigc.callbacks.health.parameter_stats import Named
+from lightning_aigc.callbacks.health.parameter_stats import Named, ParameterStats
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.callbacks.health.training_stage import StageTracker
 from lightning_aigc.callbacks.health.weight_samples import WeightSamples
@@ -38,18 +38,23 @@ class OptimizerHistory:
         self.ratios: Tensor | None = None
         """How far the last step moved each weight, still on the device."""
         self.moving: list[bool] = []
-        """Which of the sampled weights had a gradient at that step."""
+        """Which of the sampled weights had a gradient at that step, where they were sampled."""
 
     def attach(self, named: Named) -> None:
         """Sample the parameters as they are when training starts."""
         self.named = named
         self.samples = WeightSamples(named) if named else None
 
-    def take_weights(self) -> None:
-        """Sample the weights before a step, to measure how far it moves them."""
+    def take_weights(self, stats: ParameterStats | None) -> None:
+        """Sample the weights before a step, to measure how far it moves them.
+
+        Args: stats: the step's; a weight whose sampled gradient is all zero, such as a kernel of which one tap has one,
+            is not expected to move where it is sampled.
+        """
         if self.samples is not None:
             self.samples.take()
-            self.moving = [p.grad is not None for _, p in self.samples.named]
+            zeros = stats.by_name(stats.zero_share) if stats is not None else {}
+            self.moving = [p.grad is not None and zeros.get(name) != 1 for name, p in self.samples.named]
 
     def measure_step(self) -> None:
         """Measure how far the step went, if the weights were sampled before it. Waits for nothing."""

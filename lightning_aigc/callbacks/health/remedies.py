@@ -16,6 +16,8 @@ from lightning_aigc.schedulers.adaptive_rate import HeldRate
 from lightning_aigc.schedulers.rate_search import SEARCH_START
 from lightning_aigc.sharding.own_class import own_class
 
+LARGEST_FACTOR = 10.0
+"""By how much a remedy changes a learning rate at most."""
 NEAR = 0.9
 """Ratio from which two rates count as the same."""
 LOW_SHARE = 0.01
@@ -59,7 +61,11 @@ class Remedies:
         )
 
     def learning_rate(self, factor: float) -> str:
-        """Multiply the learning rate, in the place that decides it: the config, the schedule, or what adapts it."""
+        """Multiply the learning rate, in the place that decides it: the config, the schedule, or what adapts it.
+
+        Args: factor: it is limited to a tenth and to ten times, since one measurement says no more.
+        """
+        factor = min(max(factor, 1 / LARGEST_FACTOR), LARGEST_FACTOR)
         key = "model.init_args.learning_rate" if "learning_rate" in self.model_keys else "learning_rate"
         elsewhere = self._more_elsewhere() if factor > 1 else self._less_elsewhere(factor, key)
         if elsewhere is not None:

@@ -29,6 +29,8 @@ class TrainingStage:
     gradient_fall: float = 1.0
     """Norm of all gradients over their first norm, where it came down together with the loss; else 1."""
     is_fitted: bool = False
+    has_learned: bool = False
+    """The loss lies clearly below the first ones."""
 
 
 class StageTracker:
@@ -75,7 +77,7 @@ class StageTracker:
         if self.has_learned and self._first_norms:
             start = statistics.median(self._first_norms)
             fall = self._level / start if self._level < SMALL_SHARE * start else 1.0
-        return TrainingStage(first, fall, first > 0 and 0 <= loss <= FITTED * first)
+        return TrainingStage(first, fall, first > 0 and 0 <= loss <= FITTED * first, self.has_learned)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -305,11 +305,21 @@ def test_without_a_trainable_parameter_the_fit_ends_before_it_starts(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None.")
-def test_without_an_optimizer_the_fit_ends_before_it_starts(tmp_path: Path) -> None:
+def test_without_an_optimizer_it_stays_off_and_says_so(tmp_path: Path) -> None:
     module = Denoiser()
-    vars(module)["configure_optimizers"] = lambda: None
-    with pytest.raises(ConfigError, match="configure_optimizers returned no optimizer"):
+    vars(module)["configure_optimizers"] = lambda: None  # Lightning allows it
+    with pytest.warns(
+        UserWarning, match="GradientHealthMonitor stays off: .*configure_optimizers returned no optimizer"
+    ):
         fit(module, [GradientHealthMonitor()], default_root_dir=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_where_nobody_named_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monitor = GradientHealthMonitor(every_n_steps=1)
+    fit(Denoiser(), [monitor], steps=3)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_norms_for_a_logger_that_is_not_there_are_warned_about(tmp_path: Path) -> None:

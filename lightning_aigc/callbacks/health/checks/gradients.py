@@ -10,7 +10,7 @@ from lightning_aigc.callbacks.health.alerts import Finding, Level, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
 from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.parameter_names import HINT, lora_pairs, zero_convolution_gates
+from lightning_aigc.callbacks.health.parameter_names import HINT, lora_pairs, lora_part, zero_convolution_gates
 from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepReading
@@ -23,6 +23,14 @@ YOUNG_CONVOLUTION = 0.03
 """Gain of a zero convolution below which gradients behind it, which are proportional to it, may be as small."""
 SHIFTED_LOOKS = (3, 5, 7)
 """Numbers of last looks whose median shows a lasting rise that single looks hide in their spread."""
+SPIKE_SHARE = 0.1
+"""Share of the norm of all gradients below which one layer's spike is not worth a word: a bias before a norm."""
+START_LOOKS, GROWN = 10, 2.0
+"""Looks after which a gradient that began below the limit must have grown by this factor, if nothing was learned."""
+SPARE_SHARE = 0.01
+"""Share of the trained values that may never have a gradient."""
+SURELY_EXPLODING = 1000.0
+"""Times the limit above which a gradient explodes whatever the run began with."""
 NORM_PER_LOSS = 5.0
 """Norm that a gradient may have for each unit of the first loss: a loss that is summed has large gradients."""
 
@@ -68,10 +76,12 @@ def check_gradients(
         a for a, b in lora_pairs(stats.names).values() if not weights[b] > YOUNG_LORA * weights[a]
     }  # A's gradient is zero while B is
     young |= _behind_young_convolutions(stats)
+    total = math.sqrt(sum(norm * norm for norm in stats.gradient_norm if math.isfinite(norm)))
     findings = []
     for i, name in enumerate(stats.names):
+        history = (histories or {}).get(name)
         if stats.is_missing[i]:
-            findings.append(_missing(name))
+            findings.append(_missing(name, "info" if _is_spare(stats, i, histories) else "error"))
         elif stats.gradient_norm[i] == 0:
             if name not in young and stats.sizes[i]:
                 is_idle = stage.is_fitted or _is_beside_a_weight(name, gradients, above=0.0)
@@ -79,11 +89,11 @@ def check_gradients(
         elif not math.isfinite(stats.gradient_norm[i]):
             pass  # non_finite reports it
         else:
-            # A hint embedding's gradient grows a hundredfold when control appears: no outlier of its earlier norms.
-            history = None if f".{HINT}." in f".{name}" else (histories or {}).get(name)
             if name not in young:
-                findings += _too_small(stats, i, limits, remedies, stage, gradients)
-            findings += _too_large(stats, i, limits, remedies, stage, history)
+                findings += _too_small(stats, i, limits, remedies, stage, gradients, history)
+            # A hint embedding's gradient grows a hundredfold when control appears: no outlier of its earlier norms.
+            earlier = None if f".{HINT}." in f".{name}" else history
+            findings += _too_large(stats, i, limits, remedies, stage, earlier, total)
             findings += _of_values(stats, i, limits, remedies)
     return findings
 
@@ -101,11 +111,17 @@ def _behind_young_convolutions(stats: ParameterStats) -> set[str]:
     return {name for name, before in gates.items() if before and all(is_young(gate) for gate in before)}
 
 
-def _missing(name: str) -> Finding:
+def _is_spare(stats: ParameterStats, i: int, histories: Mapping[str, History] | None) -> bool:
+    """Whether it is a small part of the model that never had a gradient, such as a mask token without a use."""
+    had_one = histories is None or (stats.names[i] in histories and len(histories[stats.names[i]]) > 0)
+    return not had_one and lora_part(stats.names[i]) is None and stats.sizes[i] < SPARE_SHARE * sum(stats.sizes)
+
+
+def _missing(name: str, level: Level) -> Finding:
     return Finding(
         "no_gradient",
         name,
-        "error",
+        level,
         "it is trainable, and its gradient is None",
         "it is not used in the loss, or what it goes through has no backward (a detach, a kernel without one)",
         f"{name}.requires_grad_(False), or use it in the loss",
@@ -138,16 +154,22 @@ def _too_small(
     remedies: Remedies,
     stage: TrainingStage,
     gradients: Mapping[str, float],
+    history: History | None,
 ) -> list[Finding]:
     name, norm = stats.names[i], stats.gradient_norm[i]
     limit = limits.vanishing_norm * stage.gradient_fall
     if not norm < limit:
         return []
+    # A layer behind a scale that starts near zero begins below the limit, and grows with the scale.
+    has_fallen = history is None or norm < history.oldest() / limits.exploding_ratio
+    is_old = history is not None and len(history) >= START_LOOKS and not stage.has_learned
+    is_stuck = is_old and history is not None and not norm > GROWN * history.oldest()
+    is_harmless = not (has_fallen or is_stuck) or _is_beside_a_weight(name, gradients, above=limit)
     return [
         Finding(
             "vanishing",
             name,
-            "info" if _is_beside_a_weight(name, gradients, above=limit) else "warning",
+            "info" if is_harmless else "warning",
             f"its gradient's norm is {norm:.2g}, below {limit:.2g}",
             "the loss hardly depends on it: a saturated activation, a scale near zero, a loss that is too small",
             remedies.learning_rate(2),
@@ -162,11 +184,16 @@ def _too_large(
     remedies: Remedies,
     stage: TrainingStage,
     history: History | None,
+    total: float,
 ) -> list[Finding]:
     norm, limit = stats.gradient_norm[i], max(limits.exploding_norm, NORM_PER_LOSS * stage.first_loss)
-    if norm > limit:
+    # A network that is trained from scratch may have large gradients from its first step on, and be healthy.
+    usual = history.oldest() if history is not None else math.nan
+    if norm > min(max(limit, limits.exploding_ratio * usual), SURELY_EXPLODING * limit) or (
+        norm > limit and history is None
+    ):
         said = f"its gradient's norm is {norm:.3g}, above {limit:.3g}"
-    elif stage.is_fitted or history is None:
+    elif stage.is_fitted or history is None or norm < SPIKE_SHARE * total:
         return []
     elif history.is_spike(norm, limits.exploding_z, limits.exploding_ratio):
         said = f"its gradient's norm is {norm:.3g}, {norm / history.median():.0f} times its median"
@@ -174,18 +201,22 @@ def _too_large(
         said = f"its gradient's norm is {norm:.3g}, and at the last looks it was far above its median before"
     else:
         return []
-    return [exploding(stats.names[i], said, remedies)]
+    return [exploding(stats.names[i], said, remedies, usual)]
 
 
-def exploding(layer: str, said: str, remedies: Remedies) -> Finding:
-    """The finding of a gradient that is too large."""
+def exploding(layer: str, said: str, remedies: Remedies, usual: float = math.nan) -> Finding:
+    """The finding of a gradient that is too large.
+
+    Args: usual: the norm that the run had until then; clipping far below it would change a healthy step.
+    """
+    clip = float(f"{usual:.1g}") if usual > 1 else 1.0
     return Finding(
         "exploding",
         layer,
         "warning",
         said,
         "a learning rate that is too high, or a batch unlike the others",
-        remedies.clipping(1.0) if not remedies.clip else remedies.learning_rate(0.5),
+        remedies.clipping(clip) if not remedies.clip else remedies.learning_rate(0.5),
     )
 
 
@@ -193,7 +224,7 @@ def spike_of_all(stats: ParameterStats, norm: float, history: History, remedies:
     """The finding where no single gradient is too large, but all together are; it names the largest."""
     largest = max(zip(stats.gradient_norm, stats.names, strict=True), key=lambda pair: pair[0] if pair[0] > 0 else 0)
     said = f"the norm of all gradients is {norm:.3g}, {norm / history.median():.0f} times its median"
-    return exploding(largest[1], said, remedies)
+    return exploding(largest[1], said, remedies, history.median())
 
 
 def _of_values(stats: ParameterStats, i: int, limits: HealthThresholds, remedies: Remedies) -> list[Finding]:

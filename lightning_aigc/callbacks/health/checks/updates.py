@@ -19,7 +19,10 @@ USUAL_RATIO = 3e-3
 class UpdateCheck(Check):
     """Judges the step before this one, whose update is read from the device together with this step's numbers."""
 
-    policies: ClassVar = {"update_ratio": Policy(escalate_after=10), "no_update": Policy(confirm=2, escalate_after=10)}
+    policies: ClassVar = {
+        "update_ratio": Policy(confirm=2, escalate_after=10),
+        "no_update": Policy(confirm=2, escalate_after=10),
+    }
     runs_on_bad_steps: ClassVar = True
 
     def run(self, reading: StepReading) -> Findings | None:
