@@ -17,6 +17,7 @@ from pathlib import Path
 
 from lightning_aigc.cli import doctor_versions as versions
 from lightning_aigc.cli.doctor_host import Check, Findings, Host
+from lightning_aigc.cli.doctor_network import check_network
 from lightning_aigc.cluster import env_settings, ranktable, topology
 
 VARIABLES = re.compile(
@@ -225,6 +226,7 @@ CHECKS: dict[str, Check] = {
     "gradient sync": check_gradient_sync,
     "sharding": check_sharding,
     "environment": check_environment,
+    "network": check_network,
     "threads": check_threads,
     "command": check_command,
 }

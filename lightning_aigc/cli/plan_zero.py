@@ -22,6 +22,16 @@ def zero_strategy(config: Mapping[str, Any]) -> str | None:
     return strategy if isinstance(strategy, str) and strategy in STAGES else None
 
 
+USUAL_TENSORS = 686
+"""Weights of Stable Diffusion 1.5's U-Net, into which parameters are divided that were not counted."""
+
+
+def _usual_shapes(parameters: int, ranks: int) -> list[tuple[int]]:
+    """Equal tensors of so many parameters; stage 1 deals whole tensors out, so one alone would stay with one rank."""
+    count = max(USUAL_TENSORS // ranks, 1) * ranks
+    return [(parameters // count + (place < parameters % count),) for place in range(count)]
+
+
 @dataclass(frozen=True)
 class Sharing:
     """A model shared out by a ZeRO stage, beside DDP; with AdamW and float32 weights."""
@@ -41,8 +51,8 @@ class Sharing:
     def of(cls, strategy: str, job: Job, shape: Shape, shapes: Sequence[Sequence[int]]) -> Sharing:
         """Args: shapes: of the trained parameters; empty where they were not counted."""
         stage, ranks = STAGES[strategy], shape.ranks
-        known = shapes or ((int(job.trainable),),)  # not counted: as one row of values, cut evenly
-        each = range(ranks if shapes else 1)
+        known = shapes or _usual_shapes(int(job.trainable), ranks)
+        each = range(ranks if shapes else 1)  # equal tensors: the first rank has as much as any
         return cls(
             strategy,
             ranks,
