@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--to",
         choices=("kohya", "diffusers"),
-        help="kohya: for ComfyUI, A1111 and diffusers; diffusers: for diffusers alone, exact for DoRA too",
+        help="kohya: for ComfyUI, A1111 and diffusers, with DoRA for ComfyUI alone; diffusers: for diffusers",
     )
     target.add_argument("--merge_into", type=Path, metavar="PIPELINE_DIR", help="a diffusers pipeline folder")
     parser.add_argument("--base_model", help="whose LoRA it is, such as flux or sdxl, where the file does not tell")

@@ -1,8 +1,8 @@
 """Write, read and convert LoRA files that diffusers, ComfyUI and A1111 load.
 
 All three load the kohya layout, with DoRA as the exception: diffusers 0.42 drops `dora_scale` from kohya files, ComfyUI
-divides by the base weight's norm and A1111 normalises over inputs. So a trained DoRA is exact only in diffusers' layout
-(`layout="diffusers"`), or merged into a pipeline.
+divides by the base weight's norm and A1111 normalises over inputs. So a DoRA's kohya file holds ComfyUI's magnitudes
+and is for ComfyUI alone, diffusers' layout (`layout="diffusers"`) is for diffusers, and A1111 needs a merged pipeline.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.diffusion import (
+    dora_magnitudes,
     lora_base_model,
     lora_layers,
     lora_layouts,
@@ -59,13 +60,14 @@ class LoRAFile:
         base_model: whose LoRA it is; None takes it from the header, else from names and sizes.
         Raises: ModelError for weights that are not LoRA or DoRA, or layers of no known model.
         """
-        return lora_reading.read_layers(
+        layers = lora_reading.read_layers(
             self.state,
             self.metadata,
             json.loads(self.metadata.get(ADAPTER_METADATA_KEY) or "{}"),
             base_model=base_model,
             layers_per_block=_layers_per_block(self.metadata),
         )
+        return dora_magnitudes.from_header(layers, self.metadata)
 
 
 def save_lora(
@@ -155,8 +157,11 @@ def convert(
         raise ModelError(f"{path_in}: {error}") from error
 
 
-def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str], layout: str) -> Path:
-    header = {key: value for key, value in header.items() if key not in (*HASH_KEYS, ADAPTER_METADATA_KEY)}
+def _write_layers(
+    path: Path, layers: list[LoRALayer], header: Mapping[str, str], layout: Literal["kohya", "diffusers"]
+) -> Path:
+    written_anew = (*HASH_KEYS, ADAPTER_METADATA_KEY, dora_magnitudes.TRAINED_KEY, dora_magnitudes.COMFYUI_KEY)
+    header = {key: value for key, value in header.items() if key not in written_anew}
     if layout == "diffusers":
         state, header[ADAPTER_METADATA_KEY] = lora_layouts.to_diffusers(layers)
     elif layout == "kohya":
@@ -170,12 +175,15 @@ def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str]
             state |= lora_original_names.to_original(of_transformer, family)
         if any(layer.magnitude is not None for layer in layers):
             warnings.warn(
-                f"{path} holds DoRA in the kohya layout: diffusers ignores its magnitudes, ComfyUI and A1111 apply "
-                f"them differently. For exact pictures run `lightning export {path} --to diffusers --output FILE`",
+                f"{path} holds DoRA in the kohya layout, for ComfyUI alone: diffusers ignores its magnitudes, and "
+                "A1111 takes them over inputs, which wrecks the model. For diffusers run "
+                f"`lightning export {path} --to diffusers --output FILE`, for A1111 "
+                f"`lightning export {path} --merge_into PIPELINE_DIR --output FOLDER`",
                 stacklevel=3,
             )
     else:
         raise ModelError(f"got layout {layout!r}; wanted 'kohya' or 'diffusers'")
+    header |= dora_magnitudes.to_header(layers, layout)
     write_atomically(path, serialize(state, header))
     return path
 
@@ -190,14 +198,14 @@ def _layout_of(path: Path, state: Mapping[str, Tensor]) -> Layout:
 
 
 def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
-    magnitude = None if layer.magnitude is None else layer.magnitude.to(dtype)
+    magnitude = None if layer.magnitude is None else layer.magnitude.float()  # a half would round away what was learned
     cast = dataclasses.replace(layer, down=layer.down.to(dtype), up=layer.up.to(dtype), magnitude=magnitude)
     weights = [cast.down, cast.up] if magnitude is None else [cast.down, cast.up, magnitude]
     if not all(weight.isfinite().all() for weight in weights):
         trained = layer.down.isfinite().all() and layer.up.isfinite().all()
         remedy = "save with dtype=torch.float32" if trained else "the training diverged: use an earlier checkpoint"
         raise ModelError(f"got values that are not finite in {dtype} in {layer.component}.{layer.module}; {remedy}")
-    return cast
+    return dora_magnitudes.with_comfyui_magnitude(cast)
 
 
 def _network_summary(layers: Sequence[LoRALayer]) -> dict[str, Any]:

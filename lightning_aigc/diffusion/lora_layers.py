@@ -33,7 +33,11 @@ class LoRALayer:
     alpha: float
     """The layer's scale is alpha / rank."""
     magnitude: Tensor | None = None
-    """DoRA's magnitude of each output row, [out]."""
+    """DoRA's magnitude of each output row, [out], as peft trains it."""
+    comfyui_magnitude: Tensor | None = None
+    """The same as ComfyUI applies it, float32 [out]; None where it is not known."""
+    base: Tensor | None = None
+    """The base's own weight, of a DoRA that was just trained; no file holds it."""
 
     @property
     def rank(self) -> int:
@@ -83,6 +87,7 @@ def collect_layers(component: str, model: nn.Module, adapter_name: str = "defaul
                 up.detach(),
                 alpha * math.sqrt(rank) if config.use_rslora else alpha,
                 None if magnitude is None else magnitude.detach().flatten(),
+                base=None if magnitude is None else module.get_base_layer().weight.detach(),
             )
         )
     if state:

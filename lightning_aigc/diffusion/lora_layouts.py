@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.diffusion import lora_names
+from lightning_aigc.diffusion.dora_magnitudes import comfyui_magnitude
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.diffusion.lora_names import DENOISERS
 
@@ -20,7 +21,10 @@ ADAPTER_METADATA_KEY = "lora_adapter_metadata"  # diffusers.loaders.lora_base.LO
 
 
 def to_kohya(layers: Iterable[LoRALayer], *, sdxl: bool, layers_per_block: int) -> dict[str, Tensor]:
-    """A state dict in sd-scripts' layout; alpha is float32, so that half-precision files keep the exact scale."""
+    """A state dict in sd-scripts' layout; alpha is float32, so that half-precision files keep the exact scale.
+
+    DoRA's magnitudes are those that ComfyUI applies, float32 too: rounded, they would outweigh what was learned.
+    """
     state = {}
     for layer in layers:
         name = lora_names.to_kohya_name(layer.component, layer.module, sdxl=sdxl, layers_per_block=layers_per_block)
@@ -28,7 +32,7 @@ def to_kohya(layers: Iterable[LoRALayer], *, sdxl: bool, layers_per_block: int) 
         state[f"{name}.lora_up.weight"] = layer.up
         state[f"{name}.alpha"] = torch.tensor(layer.alpha, dtype=torch.float32)
         if layer.magnitude is not None:
-            state[f"{name}.dora_scale"] = layer.magnitude.reshape(-1, *[1] * (layer.down.ndim - 1))
+            state[f"{name}.dora_scale"] = comfyui_magnitude(layer).reshape(-1, *[1] * (layer.down.ndim - 1))
     return state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,10 @@ class StableDiffusionLoRA(UNetTraining):
         self.recompute_text_encoders()
 
     def save_lora(self, path: Any, **metadata: Any) -> None:
-        """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any."""
+        """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any.
+
+        With DoRA this file is for ComfyUI alone, and `.diffusers.safetensors` beside it for diffusers and merging.
+        """
         args, parts = self.args, self.loaded()
         assert self.schedule is not None
         kind = self.schedule.config.prediction_type
@@ -80,9 +82,8 @@ class StableDiffusionLoRA(UNetTraining):
         }
         described = LoRAMetadata(**(facts | metadata))
         encoders = tuple(self.text_encoders)
-        with self.averaged_weights(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*DoRA.*", category=UserWarning)  # the second file is exact
+        with self.averaged_weights():
             save_lora(path, unet=parts.denoiser, text_encoders=encoders, metadata=described)
-            if args.use_dora:  # ComfyUI and A1111 approximate DoRA; diffusers' layout is exact
+            if args.use_dora:  # the first is for ComfyUI alone
                 exact = Path(path).with_suffix(".diffusers.safetensors")
                 save_lora(exact, unet=parts.denoiser, text_encoders=encoders, metadata=described, layout="diffusers")
