@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from torch import nn
 
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
+from lightning_aigc.diffusion.saved_schedule import of_single_file
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -283,6 +284,8 @@ def _load_single_file(path: Path, family: FamilyName, dtypes: Mapping[str, torch
     pipeline_class = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
     pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
     pipeline.vae.to(dtype=dtypes["vae"])
+    scheduler = pipeline.scheduler
+    pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **of_single_file(path)))
     return pipeline
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_aigc.diffusion import lora_base_model, lora_bytes, lora_file, lora_layouts
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora_layers import LoRALayer
+from lightning_aigc.diffusion.saved_schedule import merged_scheduler
 from lightning_aigc.errors import ModelError
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -49,11 +50,13 @@ def merge_into_pipeline(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32)
+        absent = _absent_parts(pipeline_dir)
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32, **absent)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
     _check_fit(lora_path, layers, pipeline)
     _fuse(pipeline, layers, strength)
+    pipeline.register_modules(scheduler=merged_scheduler(lora.metadata, pipeline))
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
             component.to(_stored_dtype(pipeline_dir / name))
@@ -69,6 +72,12 @@ def merge_into_pipeline(
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another folder") from error
     return output_dir
+
+
+def _absent_parts(pipeline_dir: Path) -> dict[str, None]:
+    """Parts that a folder's index has as null; diffusers 0.42 wants these named where its pipeline has no default."""
+    index = json.loads((pipeline_dir / "model_index.json").read_text(encoding="utf-8"))
+    return {name: None for name, value in index.items() if value == [None, None]}
 
 
 def _family_of(pipeline_dir: Path) -> str | None:

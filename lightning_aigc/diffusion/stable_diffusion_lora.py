@@ -10,6 +10,7 @@ from lightning_aigc.diffusion.arguments import check_lora
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
 from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
+from lightning_aigc.diffusion.saved_schedule import scheduler_json
 from lightning_aigc.diffusion.unet_training import UNetTraining
 
 
@@ -75,6 +76,7 @@ class StableDiffusionLoRA(UNetTraining):
             "base_model_name": args.pretrained_model_name_or_path,
             "base_model_hash": self.base_model_hash(),
             "prediction_type": "v_prediction" if kind == "v_prediction" else "epsilon",
+            "scheduler": scheduler_json(parts.family, self.sampling_config()),
             "learning_rate": args.learning_rate,
             "text_encoder_lr": args.text_encoder_lr,
             "snr_gamma": args.snr_gamma,
