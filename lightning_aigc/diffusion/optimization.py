@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.diffusion.averaging import is_schedule_free
 from lightning_aigc.errors import ModelError
+from lightning_aigc.schedulers.deepspeed_rates import DeepSpeedSchedule
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 
@@ -43,7 +44,15 @@ def build_schedule(
     Raises: ModelError if the schedule needs an end and `total_steps` is infinite, or if the optimizer is schedule-free.
     """
     if not isinstance(scheduler, str):
-        return scheduler(optimizer)
+        made = scheduler(optimizer)
+        if isinstance(made, DeepSpeedSchedule):
+            made.take_run(warmup_steps, total_steps)
+            if made.needs_end:
+                raise ModelError(
+                    f"model.init_args.lr_scheduler: {type(made).__name__} needs an end; set its total_num_steps, or"
+                    " model.init_args.max_train_steps"
+                )
+        return made
     if is_schedule_free(optimizer):
         if scheduler != "constant" or warmup_steps:
             raise ModelError(
