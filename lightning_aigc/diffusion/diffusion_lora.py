@@ -34,6 +34,8 @@ class DiffusionLoRA(TransformerTraining):
         kwargs: Arguments of `TransformerTraining`, `DenoiserTraining` and `DiffusionModule`.
     """
 
+    same_weights_advice = "use the rank and lora_targets that it was trained with"
+
     def __init__(
         self,
         pretrained_model_name_or_path: str,

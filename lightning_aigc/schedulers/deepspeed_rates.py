@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,6 +64,11 @@ class DeepSpeedSchedule(LRScheduler):
         return (
             math.log(iteration + 1) / math.log(self._warmup) if self.warmup_type == "log" else iteration / self._warmup
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's own state; numbers of steps are the config's or the run's, which may have grown."""
+        own = ("warmup_num_steps", "total_num_steps", "warmup_type")
+        return {key: value for key, value in super().state_dict().items() if key not in own}
 
     def _rates(self, value: Rates) -> list[float]:
         return list(value) if isinstance(value, Sequence) else [value] * len(self.optimizer.param_groups)
