@@ -19,8 +19,10 @@ LDM = "ldm.modules"
 
 
 def write_a1111_config(path: Path, parts: Components, schedule: Mapping[str, Any]) -> None:
-    """Write the YAML at `path`."""
+    """Write the YAML at `path`; nothing for widths that are no multiples of the first, which the original code lacks."""
     unet, vae, encoder = parts.denoiser.config, parts.vae.config, parts.text_encoders[0].config
+    if any(width % net.block_out_channels[0] for net in (unet, vae) for width in net.block_out_channels):
+        return
     is_open_clip = encoder.hidden_act == "gelu"  # type: ignore[union-attr]
     channels, vae_channels = unet.block_out_channels, vae.block_out_channels
     heads = unet.attention_head_dim  # diffusers' name of the number of heads

@@ -14,7 +14,13 @@ import pytest
 import safetensors
 import torch
 import yaml
-from diffusers import DiffusionPipeline, PNDMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DiffusionPipeline,
+    PNDMScheduler,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
 from torch import Tensor, nn
 
 from fakes.pipelines import SIDE
@@ -29,6 +35,7 @@ from lightning_aigc.diffusion.lora_file import convert, read_lora
 from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
 from lightning_aigc.diffusion.lora_sampling import base_of_run
 from lightning_aigc.diffusion.saved_schedule import of_single_file
+from lightning_aigc.tiny.embedded import resolve
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "epsilon": {"prediction_type": "epsilon"},
@@ -199,3 +206,20 @@ def test_a_single_file_is_marked_and_read_back(u_net_folder: str, objective: str
     for key in ("prediction_type", "timestep_spacing"):
         assert read[key] == module.sampling_config()[key]
     assert read["rescale_betas_zero_snr"] == is_zero
+
+
+def test_embedded_sd3_and_what_is_made_of_it_load_in_plain_diffusers(tmp_path: Path) -> None:
+    """Nothing is named, which diffusers wants for a part that the index has as null."""
+    module = DiffusionFineTuning("embedded:sd3", flow_shift=2.0, num_inference_steps=3, sample_resolution=SIDE)
+    module.configure_model()
+    assert len(module.loaded().tokenizers) == 2  # the T5 that answers zeros is not loaded here
+    assert module.transformer is not None
+    changed(module, module.transformer)
+    tuned, _ = module.save_model(tmp_path / "tuned.safetensors")
+    lora = DiffusionLoRA("embedded:sd3", rank=2)
+    lora.configure_model()
+    lora.save_lora(tmp_path / "zorp.safetensors")
+    merged = merge_into_pipeline(tmp_path / "zorp.safetensors", resolve("embedded:sd3"), tmp_path / "merged")
+    for folder in (resolve("embedded:sd3"), tuned, merged):
+        assert StableDiffusion3Pipeline.from_pretrained(folder).text_encoder_3 is not None
+    torch.testing.assert_close(plain_picture(tuned), own_picture(module), rtol=0, atol=1e-4)
