@@ -19,7 +19,7 @@ LDM = "ldm.modules"
 
 
 def write_a1111_config(path: Path, parts: Components, schedule: Mapping[str, Any]) -> None:
-    """Write the YAML at `path`; nothing for widths that are no multiples of the first, which the original code lacks."""
+    """Write the YAML at `path`; nothing for widths that are no multiples of the first, as the original code wants."""
     unet, vae, encoder = parts.denoiser.config, parts.vae.config, parts.text_encoders[0].config
     if any(width % net.block_out_channels[0] for net in (unet, vae) for width in net.block_out_channels):
         return

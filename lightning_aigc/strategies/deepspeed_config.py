@@ -167,12 +167,15 @@ def _take(key: str, value: Any, given: dict[str, Any], found: Imported, path: Pa
             if str(value).lower() not in ("avg", "mean", "average"):
                 raise ConfigError(f"{path}: {key} {value} is not built: gradients are averaged over ranks; take it out")
             found.lines.append(f"{key}: an average, as here")
-        case ["bf16" | "bfloat16" | "fp16" | "torch_autocast", "enabled"]:
+        case ["bf16" | "bfloat16" | "fp16" | "amp" | "torch_autocast", "enabled"]:
             if _is_off(value):
                 found.lines.append(f"{key}: off")
             else:
                 taken("FusedBackwardPrecision", found.precision, "precision", "bf16-mixed")
-                if "float16" in (_dtype(given, "torch_autocast"), "float16" if key == "fp16.enabled" else ""):
+                if "float16" in (
+                    _dtype(given, "torch_autocast"),
+                    "float16" if key in ("fp16.enabled", "amp.enabled") else "",
+                ):
                     found.lines[-1] += ", in place of float16 and its loss scale"
         case ["zero_optimization"]:  # as DeepSpeed once wrote stage 1
             taken("ZeROStrategy", found.strategy, "stage", 1 if value is True else 0)

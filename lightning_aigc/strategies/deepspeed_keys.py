@@ -13,7 +13,7 @@ from collections.abc import Mapping
 AUTO = "auto"
 TAKEN = (
     "gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size",
-    "bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "zero_optimization.stage",
+    "bf16.enabled", "fp16.enabled", "amp.enabled", "torch_autocast.enabled", "zero_optimization.stage",
     "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device",
     "activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing", "optimizer.type",
     "scheduler.type", "gradient_allreduce_op",
@@ -97,7 +97,7 @@ NO_EFFECT = {
     "fp16.fp16_master_weights_and_grads": "weights and gradients stay float32",
     "fp16.*": NO_LOSS_SCALE,
     "torch_autocast.*": "autocast's dtype is bfloat16, for torch's own list of operations",
-    "amp.*": "belongs to apex",
+    "amp.*": "bfloat16 needs none of apex's levels",
     "activation_checkpointing.contiguous_memory_optimization": "kept tensors are few",
     "activation_checkpointing.number_checkpoints": "every block",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing to wait for",
@@ -106,7 +106,6 @@ NO_EFFECT = {
     "optimizer.legacy_fusion": "torch's optimizer is used",
 }
 REFUSED = {
-    "amp": "NVIDIA apex; use bf16",
     "elasticity": "a stopped run resumes on another number of ranks with --resume",
     "curriculum_learning": "lengths of sequences are not changed on the way",
     "data_efficiency": "curriculum and random token drops are not built",

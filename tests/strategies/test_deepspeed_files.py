@@ -160,6 +160,15 @@ def test_what_a_missing_key_stands_for_is_said(tmp_path: Path) -> None:
         ZeROStrategy(deepspeed_config=str(written(tmp_path, {"gradient_clipping": 1.0})))
 
 
+@pytest.mark.parametrize("section", ["fp16", "bf16", "amp", "torch_autocast"])
+def test_every_half_precision_is_bfloat16_mixed(tmp_path: Path, section: str) -> None:
+    found = import_file(written(tmp_path, of_stage_2(**{section: {"enabled": True}})))
+    assert found.precision == {"precision": "bf16-mixed"}
+    assert ("in place of float16" in found.lines[-1]) == (section in ("fp16", "amp"))
+    off = import_file(written(tmp_path, of_stage_2(**{section: {"enabled": False}})))
+    assert off.precision == {}
+
+
 def test_comments_and_commas_at_the_end_are_read_as_hjson(tmp_path: Path) -> None:
     text = """{
       // ZeRO
