@@ -59,7 +59,7 @@ def is_other_layer(name: str, family: TransformerFamily) -> bool:
 
 
 def likely(families: Sequence[TransformerFamily], shapes: Iterable[tuple[str, int]]) -> list[TransformerFamily]:
-    """Those of the families whose published models have this width and depth; all where the sizes tell nothing.
+    """The families whose published models have this width and depth; all where the sizes tell nothing.
 
     shapes: module and inputs of each layer, under diffusers' names.
     """

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.devices import autocast_dtype, dtype_named
+from lightning_aigc.diffusion import optimization
 from lightning_aigc.diffusion.arguments import check_shared_arguments
 from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
 from lightning_aigc.diffusion.components import Components, Part, check_source, load_components
@@ -34,16 +35,6 @@ from lightning_aigc.diffusion.evaluation import EvaluatedModule
 from lightning_aigc.diffusion.families import U_NETS
 from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
-from lightning_aigc.diffusion.optimization import (
-    build_schedule,
-    check_schedule_name,
-    follow_new_end,
-    lightning_config,
-    limit_steps,
-    parameter_groups,
-    steps_to_train,
-    warn_of_rate,
-)
 from lightning_aigc.diffusion.packed_base import check_base_quantization, pack_base, with_full_precision
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
 from lightning_aigc.diffusion.trained_weights import KeepsTrainedWeights
@@ -162,7 +153,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         check_shared_arguments(self.args)
         check_base_quantization(self.args)
         if isinstance(lr_scheduler, str):
-            check_schedule_name(lr_scheduler)  # before weights are read
+            optimization.check_schedule_name(lr_scheduler)  # before weights are read
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -233,7 +224,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         if stage != "fit":
             return
         self.schedule_validation()
-        limit_steps(self.trainer, self.args.max_train_steps)
+        optimization.limit_steps(self.trainer, self.args.max_train_steps)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         loss_B = self.example_losses(batch)
@@ -249,7 +240,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
-        return parameter_groups([self.trainable_parameters()], [self.args.learning_rate])
+        return optimization.parameter_groups([self.trainable_parameters()], [self.args.learning_rate])
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer of the trained weights."""
@@ -258,10 +249,14 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer()
-        warn_of_rate(optimizer)
-        steps = steps_to_train(self.trainer) if self._trainer is not None else math.inf
-        schedule = build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
-        return optimizer if schedule is None else lightning_config(optimizer, schedule, self.args.validation_steps)
+        optimization.warn_of_rate(optimizer)
+        steps = optimization.steps_to_train(self.trainer) if self._trainer is not None else math.inf
+        schedule = optimization.build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
+        return (
+            optimizer
+            if schedule is None
+            else optimization.lightning_config(optimizer, schedule, self.args.validation_steps)
+        )
 
     def configure_callbacks(self) -> list[Callback]:
         return default_callbacks(self.trainer, self._run_settings(), self.result_saver())
@@ -288,8 +283,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
         self.validate_untrained()
-        for scheduler_config in self.trainer.lr_scheduler_configs:
-            follow_new_end(scheduler_config.scheduler)
+        optimization.follow_new_end(self.trainer)
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:

@@ -103,7 +103,7 @@ def steps_to_train(trainer: Trainer) -> float:
 
 
 def lightning_config(optimizer: Optimizer, schedule: Any, validation_steps: int) -> dict[str, Any]:
-    """What `configure_optimizers` returns: a schedule steps with the optimizer, a plateau is looked for when it may be.
+    """The answer of `configure_optimizers`: the schedule steps with the optimizer, a plateau every `validation_steps`.
 
     A ReduceLROnPlateau without a `monitor` of its own, as torch's, looks at the loss.
     """
@@ -125,19 +125,21 @@ def warn_of_rate(optimizer: Optimizer) -> None:
         )
 
 
-def follow_new_end(schedule: Any) -> None:
-    """Set the rates of a schedule that a longer run resumes, which its old end left in the optimizer for one more step.
+def follow_new_end(trainer: Trainer) -> None:
+    """Set the rates of schedules that a longer run resumes: their old end left its own in the optimizer for one step.
 
     Rates that something else has set since stay.
     """
-    if not isinstance(schedule, LambdaLR | DeepSpeedSchedule):  # whose rates are a function of the step alone
-        return
-    groups = schedule.optimizer.param_groups
-    if [float(group["lr"]) for group in groups] == [float(rate) for rate in schedule.get_last_lr()]:
-        now = schedule.get_lr()
-        for group, rate in zip(groups, now, strict=True):
+    for config in trainer.lr_scheduler_configs:
+        schedule: Any = config.scheduler
+        if not isinstance(schedule, LambdaLR | DeepSpeedSchedule):  # whose rates are a function of the step alone
+            continue
+        groups = schedule.optimizer.param_groups
+        if [float(group["lr"]) for group in groups] != [float(rate) for rate in schedule.get_last_lr()]:
+            continue
+        schedule._last_lr = list(schedule.get_lr())
+        for group, rate in zip(groups, schedule._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(float(rate))
             else:
                 group["lr"] = rate
-        schedule._last_lr = list(now)

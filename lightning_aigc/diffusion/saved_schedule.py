@@ -53,7 +53,7 @@ def markers_of(config: Mapping[str, Any]) -> dict[str, DeferredTensor]:
 
 
 def of_single_file(path: Path) -> dict[str, Any]:
-    """What a single file's markers and header change in a U-Net's scheduler config."""
+    """Settings of a U-Net's scheduler config that a single file's markers and header change."""
     if path.suffix != ".safetensors":
         return {}
     with safetensors.safe_open(path, framework="pt") as file:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.strategies.deepspeed_imported import Imported
 from lightning_aigc.strategies.deepspeed_json import read_json
 from lightning_aigc.strategies.deepspeed_keys import (
     ACCELERATE_NO_EFFECT,
@@ -24,38 +24,6 @@ from lightning_aigc.strategies.deepspeed_training import take_optimizer, take_sc
 
 CLIPPING = 1.0
 """Where a file does not name gradient_clipping, in DeepSpeed 0.19; older versions do not clip then."""
-
-
-@dataclass
-class Imported:
-    """What a file says, as a config of ours, and a line for each of its keys."""
-
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    """Arguments of ZeROStrategy."""
-    precision: dict[str, Any] = field(default_factory=dict)
-    """Arguments of FusedBackwardPrecision."""
-    model: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-    """One for each key."""
-    notes: list[str] = field(default_factory=list)
-    """One for each default of DeepSpeed that a missing key stands for."""
-
-    def as_config(self) -> dict[str, Any]:
-        """The YAML's nested mapping."""
-        trainer = dict(self.trainer)
-        stage = self.strategy.get("stage", 2)
-        zero = {"class_path": "ZeROStrategy", "init_args": {"stage": stage, **self.strategy}}
-        trainer["strategy"] = zero if stage else "ddp"
-        if self.precision:
-            trainer["plugins"] = {"class_path": "FusedBackwardPrecision", "init_args": dict(self.precision)}
-        config: dict[str, Any] = {"trainer": trainer}
-        if self.model:
-            config["model"] = {"init_args": dict(self.model)}
-        if self.data:
-            config["data"] = {"init_args": dict(self.data)}
-        return config
 
 
 def import_file(path: str | Path) -> Imported:
@@ -137,7 +105,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _take_defaults(given: dict[str, Any], found: Imported) -> None:
-    """What DeepSpeed does where a ds_config.json does not name a key."""
+    """Take DeepSpeed's defaults of the keys that a ds_config.json does not name."""
     if "stage" not in found.strategy:
         found.strategy["stage"] = 0
         found.notes.append("zero_optimization: not in the file: stage 0, as in DeepSpeed: strategy ddp")
@@ -176,7 +144,7 @@ def _take(key: str, value: Any, given: dict[str, Any], found: Imported, path: Pa
                     _dtype(given, "torch_autocast"),
                     "float16" if key in ("fp16.enabled", "amp.enabled") else "",
                 ):
-                    found.lines[-1] += ", in place of float16 and its loss scale"
+                    found.lines[-1] += ", which replaces float16 and its loss scale"
         case ["zero_optimization"]:  # as DeepSpeed once wrote stage 1
             taken("ZeROStrategy", found.strategy, "stage", 1 if value is True else 0)
         case ["zero_optimization", "stage"]:

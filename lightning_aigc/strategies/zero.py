@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.strategies.deepspeed_config import Imported, import_file
+from lightning_aigc.strategies.deepspeed_config import import_file
+from lightning_aigc.strategies.deepspeed_imported import Imported
 
 Stage = Literal[1, 2, 3]
 BetweenNodes = Literal["int8", "int4", "int3"]

@@ -54,8 +54,8 @@ def changed(module: Any, networks: nn.Module) -> Any:
     return module
 
 
-def plain_picture(folder: Path, scale: str = "guidance_scale", **arguments: Any) -> Tensor:
-    """What diffusers alone draws with a folder; parts that its index has as null are named, as diffusers wants."""
+def plain_image(folder: Path, scale: str = "guidance_scale", **arguments: Any) -> Tensor:
+    """Draw with a folder by diffusers alone; parts that its index has as null are named, as diffusers wants."""
     index = json.loads((folder / "model_index.json").read_text())
     absent = {name: None for name, value in index.items() if value == [None, None]}
     pipeline = DiffusionPipeline.from_pretrained(folder, **absent)
@@ -68,7 +68,7 @@ def plain_picture(folder: Path, scale: str = "guidance_scale", **arguments: Any)
     return drawn
 
 
-def own_picture(module: Any) -> Tensor:
+def own_image(module: Any) -> Tensor:
     drawn: Tensor = module.sample(["a red cup"], [4], num_inference_steps=3, guidance_scale=3.0)
     return drawn
 
@@ -91,7 +91,7 @@ def test_a_u_nets_folder_draws_in_plain_diffusers_what_the_run_drew(
     wanted = {key: module.sampling_config()[key] for key in ("prediction_type", "timestep_spacing")}
     assert saved.items() >= wanted.items()
     assert saved["rescale_betas_zero_snr"] == (objective == "zero_terminal_snr")
-    torch.testing.assert_close(plain_picture(folder), own_picture(module), rtol=0, atol=0)
+    torch.testing.assert_close(plain_image(folder), own_image(module), rtol=0, atol=0)
 
 
 def test_a_base_of_another_sampler_is_saved_with_the_one_that_the_run_drew_with(sd: str, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_base_of_another_sampler_is_saved_with_the_one_that_the_run_drew_with(
     module.configure_model()
     folder, _ = module.save_model(tmp_path / "tuned.safetensors")
     assert json.loads((folder / "model_index.json").read_text())["scheduler"] == ["diffusers", "DDIMScheduler"]
-    torch.testing.assert_close(plain_picture(folder), own_picture(module), rtol=0, atol=0)
+    torch.testing.assert_close(plain_image(folder), own_image(module), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", list(TRANSFORMERS))
@@ -121,8 +121,8 @@ def test_a_transformers_folder_draws_in_plain_diffusers_what_the_run_drew(
         assert shift == "auto" or file.metadata()["ss_discrete_flow_shift"] == "1.7"
     # SD 3 without T5 runs equal text tokens as one, which changes the order of a sum; a run unscales latents itself.
     tolerance = 1e-5 if family == "sd3" else 1e-6
-    found = plain_picture(folder, SCALES.get(family, "guidance_scale"))
-    torch.testing.assert_close(found, own_picture(module), rtol=0, atol=tolerance)
+    found = plain_image(folder, SCALES.get(family, "guidance_scale"))
+    torch.testing.assert_close(found, own_image(module), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
@@ -141,7 +141,7 @@ def test_a_merged_u_net_draws_what_its_lora_was_trained_for(u_net_folder: str, o
     merged = merge_into_pipeline(lora, u_net_folder, tmp_path / "merged")
     saved = json.loads((merged / "scheduler" / "scheduler_config.json").read_text())
     assert saved["prediction_type"] == module.sampling_config()["prediction_type"]
-    torch.testing.assert_close(plain_picture(merged), own_picture(module), rtol=0, atol=2e-4)
+    torch.testing.assert_close(plain_image(merged), own_image(module), rtol=0, atol=2e-4)
 
 
 def _rounded(module: nn.Module) -> None:
@@ -164,8 +164,8 @@ def test_a_merged_transformer_has_the_shift_of_its_lora(
     module.transformer.float().apply(_rounded)
     assert read_lora(tmp_path / "zorp.safetensors").metadata["ss_discrete_flow_shift"] == "1.7"
     merged = merge_into_pipeline(tmp_path / "zorp.safetensors", folder, tmp_path / "merged")
-    found = plain_picture(merged, SCALES.get(family, "guidance_scale"))
-    torch.testing.assert_close(found, own_picture(module), rtol=0, atol=2e-4)
+    found = plain_image(merged, SCALES.get(family, "guidance_scale"))
+    torch.testing.assert_close(found, own_image(module), rtol=0, atol=2e-4)
     _, config = base_of_run({"pretrained_model_name_or_path": folder, "flow_shift": 1.7}, "32-true")
     assert (config["shift"], config["use_dynamic_shifting"]) == (1.7, False)  # `lightning sample` draws with it too
 
@@ -222,4 +222,4 @@ def test_embedded_sd3_and_what_is_made_of_it_load_in_plain_diffusers(tmp_path: P
     merged = merge_into_pipeline(tmp_path / "zorp.safetensors", resolve("embedded:sd3"), tmp_path / "merged")
     for folder in (resolve("embedded:sd3"), tuned, merged):
         assert StableDiffusion3Pipeline.from_pretrained(folder).text_encoder_3 is not None
-    torch.testing.assert_close(plain_picture(tuned), own_picture(module), rtol=0, atol=1e-4)
+    torch.testing.assert_close(plain_image(tuned), own_image(module), rtol=0, atol=1e-4)

@@ -164,7 +164,7 @@ def test_what_a_missing_key_stands_for_is_said(tmp_path: Path) -> None:
 def test_every_half_precision_is_bfloat16_mixed(tmp_path: Path, section: str) -> None:
     found = import_file(written(tmp_path, of_stage_2(**{section: {"enabled": True}})))
     assert found.precision == {"precision": "bf16-mixed"}
-    assert ("in place of float16" in found.lines[-1]) == (section in ("fp16", "amp"))
+    assert ("which replaces float16" in found.lines[-1]) == (section in ("fp16", "amp"))
     off = import_file(written(tmp_path, of_stage_2(**{section: {"enabled": False}})))
     assert off.precision == {}
 
