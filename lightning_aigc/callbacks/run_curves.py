@@ -30,7 +30,8 @@ class RunCurves:
         """Take the rate of the coming step; call it after AdaptiveLR has set it."""
         if optimizer is trainer.optimizers[0]:
             rate = optimizer.param_groups[0]["lr"]  # a tensor is written to in place
-            self._curves["lr"].add(trainer.global_step + 1, rate.clone() if isinstance(rate, Tensor) else rate)
+            if rate is not None:  # transformers' Adafactor finds its rate in the step and shows it nowhere
+                self._curves["lr"].add(trainer.global_step + 1, rate.clone() if isinstance(rate, Tensor) else rate)
 
     def after_batch(self, trainer: Trainer) -> None:
         loss = trainer.callback_metrics.get("loss")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -68,9 +70,10 @@ class Layout:
         begin: int = self.entries[name]["data_offsets"][0]
         return begin
 
-    def header(self) -> bytes:
+    def header(self, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:
         """The bytes before the data: their length in 8 bytes, and JSON padded to a multiple of 8."""
-        text = json.dumps({"__metadata__": {"format": "pt"}} | self.entries, separators=(",", ":")).encode()
+        named = {"__metadata__": {"format": "pt", **metadata}}
+        text = json.dumps(named | self.entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.strategies.deepspeed_config import import_file
 
     imported = import_file(args.file)
-    for line in imported.lines:
+    for line in (*imported.lines, *imported.notes):
         print(line, file=sys.stderr)
     text = f"# From {args.file.name}: lightning fit -c <your config> -c <this file>\n"
     text += yaml.safe_dump(imported.as_config(), sort_keys=False)

@@ -12,6 +12,7 @@ from lightning_aigc.data.cache import Entry, FillResult
 from lightning_aigc.data.crop import Sample
 from lightning_aigc.data.encoded import EmbeddingCache, LatentCache
 from lightning_aigc.data.encoder import Encoder, can_cache_captions, require_encoder
+from lightning_aigc.data.frozen_text import frozen_text_setting
 from lightning_aigc.data.machine import memory_bytes
 from lightning_aigc.data.names import print_anywhere
 from lightning_aigc.data.report import DataReport
@@ -87,8 +88,8 @@ class EncodedCaches:
         encoder = require_encoder(trainer.lightning_module)
         if self.wants_text and not can_cache_captions(encoder):
             raise DataError(
-                "model.init_args.train_text_encoder changes the embeddings at every step, so they cannot be"
-                " cached; set data.init_args.cache_text_embeddings: false"
+                "this model trains its text encoder, which changes the embeddings at every step, so they cannot be"
+                f" cached; set data.init_args.cache_text_embeddings: false, or {frozen_text_setting(encoder)}"
             )
         lines = self.fill(encoder, samples, report, trainer.global_rank, trainer.world_size)
         if trainer.is_global_zero:

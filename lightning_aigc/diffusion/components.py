@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusio
 from torch import nn
 
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
+from lightning_aigc.diffusion.saved_schedule import of_single_file
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -38,6 +39,8 @@ DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)
 """In the names of models that draw in a few steps, which a plain LoRA would undo."""
 U_NET_CHECKPOINTS = ("v1", "v2", "xl", "inpainting", "playground", "instruct-pix2pix", "upscale")
 """How diffusers' names of the kinds of single files begin that hold a U-Net, which is what it takes others for."""
+ANSWERS_ZEROS = "answers_zeros"
+"""In the config of a T5 that is there for diffusers, which loads no folder without one."""
 KEY = "model.init_args.pretrained_model_name_or_path"
 
 
@@ -133,7 +136,8 @@ def _load(
             pipeline_class = getattr(diffusers, _class_name(path, name_or_path))
             known = (*FAMILIES[family].folders, *FAMILIES[family].optional_folders)
             extras = {part: None for part in extras if part in known}
-            extras |= {part: None for part in FAMILIES[family].optional_folders if not (path / part).is_dir()}
+            absent = [part for part in FAMILIES[family].optional_folders if not (path / part).is_dir()]
+            extras |= dict.fromkeys(absent + _parts_of_zeros(path, name_or_path))
         if not path.is_dir() or family in U_NETS:
             extras["feature_extractor"] = None
         if not path.is_dir() or family == "sd":
@@ -190,6 +194,12 @@ def _check_folder(path: Path, families: Sequence[str], name: str, others: str | 
         files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
         check_not_distilled(family, name, *(_config(path / file, name) for file in files))
     return family
+
+
+def _parts_of_zeros(path: Path, name: str) -> list[str]:
+    """A T5 that answers zeros, and its tokenizer: the pipeline takes zeros without it, and equal tokens run as one."""
+    answers_zeros = _config(path / "text_encoder_3" / "config.json", name).get(ANSWERS_ZEROS)
+    return ["text_encoder_3", "tokenizer_3"] if answers_zeros else []
 
 
 def _class_name(path: Path, name: str) -> str:
@@ -283,6 +293,8 @@ def _load_single_file(path: Path, family: FamilyName, dtypes: Mapping[str, torch
     pipeline_class = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
     pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
     pipeline.vae.to(dtype=dtypes["vae"])
+    scheduler = pipeline.scheduler
+    pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **of_single_file(path)))
     return pipeline
 
 

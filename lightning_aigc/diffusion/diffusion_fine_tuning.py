@@ -53,6 +53,6 @@ class DiffusionFineTuning(WholeModelTraining, TransformerTraining):
         path, parts = Path(path), self.loaded()
         folder = path.with_suffix("")
         with self.averaged_weights():
-            save_folder(folder, parts, self.parts_trained, self.save_dtype)
-            save_transformer(path, parts.denoiser, self.save_dtype)
+            save_folder(folder, parts, self.parts_trained, self.save_dtype, self.sampling_config())
+            save_transformer(path, parts.denoiser, self.save_dtype, self.sampling_config())
         return [folder, path]

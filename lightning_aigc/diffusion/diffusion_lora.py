@@ -12,6 +12,7 @@ from lightning_aigc.diffusion.arguments import check_rank
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
+from lightning_aigc.diffusion.saved_schedule import scheduler_json
 from lightning_aigc.diffusion.transformer_training import TransformerTraining
 
 TransformerLoRATarget = Literal["attention", "feed_forward"]
@@ -32,6 +33,8 @@ class DiffusionLoRA(TransformerTraining):
         use_rslora: Scale by `alpha / sqrt(rank)`, steadier at high ranks (rsLoRA).
         kwargs: Arguments of `TransformerTraining`, `DenoiserTraining` and `DiffusionModule`.
     """
+
+    same_weights_advice = "use the rank and lora_targets that it was trained with"
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class DiffusionLoRA(TransformerTraining):
             "base_model_name": args.pretrained_model_name_or_path,
             "base_model_hash": self.base_model_hash(),
             "prediction_type": None,
+            "scheduler": scheduler_json(parts.family, self.sampling_config()),
             "learning_rate": args.learning_rate,
             "noise_offset": args.noise_offset,
         }

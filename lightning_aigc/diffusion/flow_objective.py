@@ -52,8 +52,7 @@ class FlowObjective:
         patch_size: int = 2,
         mu: Callable[[Mapping[str, Any], int], float] | None = None,
     ) -> None:
-        own: dict[str, Any] = {} if flow_shift == "auto" else {"shift": flow_shift, "use_dynamic_shifting": False}
-        self.schedule = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config, **own)
+        self.schedule = build_flow_schedule(scheduler_config, flow_shift)
         self.num_train_timesteps = int(self.schedule.config.num_train_timesteps)
         self.timestep_sampling, self.loss_weighting = timestep_sampling, loss_weighting
         self.logit_mean, self.logit_std, self.mode_scale = logit_mean, logit_std, mode_scale
@@ -123,6 +122,14 @@ class FlowObjective:
 
     def _sigmas_of(self, timesteps_B: Tensor) -> Tensor:
         return (timesteps_B / self.num_train_timesteps)[:, None, None, None]
+
+
+def build_flow_schedule(
+    config: Mapping[str, Any], flow_shift: float | Literal["auto"]
+) -> FlowMatchEulerDiscreteScheduler:
+    """The schedule of a pipeline's scheduler config with this shift; `auto` is the config's own."""
+    own: dict[str, Any] = {} if flow_shift == "auto" else {"shift": flow_shift, "use_dynamic_shifting": False}
+    return FlowMatchEulerDiscreteScheduler.from_config(config, **own)
 
 
 def check_flow(args: Any) -> None:

@@ -1,8 +1,8 @@
 """Write, read and convert LoRA files that diffusers, ComfyUI and A1111 load.
 
 All three load the kohya layout, with DoRA as the exception: diffusers 0.42 drops `dora_scale` from kohya files, ComfyUI
-divides by the base weight's norm and A1111 normalises over inputs. So a trained DoRA is exact only in diffusers' layout
-(`layout="diffusers"`), or merged into a pipeline.
+divides by the base weight's norm and A1111 normalises over inputs. So a DoRA's kohya file holds ComfyUI's magnitudes
+and is for ComfyUI alone, diffusers' layout (`layout="diffusers"`) is for diffusers, and A1111 needs a merged pipeline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.diffusion import lora_layers, lora_layouts, lora_names, lora_original_names
+from lightning_aigc.diffusion import (
+    dora_magnitudes,
+    lora_base_model,
+    lora_layers,
+    lora_layouts,
+    lora_names,
+    lora_original_names,
+    lora_reading,
+)
 from lightning_aigc.diffusion.lora_bytes import HASH_KEYS, serialize, write_atomically
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.diffusion.lora_layouts import ADAPTER_METADATA_KEY
@@ -30,7 +38,8 @@ from lightning_aigc.errors import ModelError
 
 __all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lora"]
 
-Layout = Literal["kohya", "diffusers", "peft"]
+Layout = Literal["kohya", "diffusers", "other"]
+SDXL_TEXT_WIDTH = 2048
 _LAYERS_PER_BLOCK_KEY = "lightning_aigc.layers_per_block"  # written only if it differs from SDXL's 2
 
 
@@ -41,22 +50,24 @@ class LoRAFile:
     state: dict[str, Tensor]
     """Entries under the file's own names."""
     layout: Layout
+    """Whose names the entries have; `other` is read too."""
     metadata: dict[str, str]
     """The safetensors header."""
 
-    def layers(self) -> list[LoRALayer]:
-        """The file's layers in layout-independent form. Raises: ModelError for weights that are not LoRA or DoRA."""
-        if self.layout == "kohya":
-            family = lora_original_names.family_of(self.state, self.metadata.get("ss_base_model_version"))
-            if family is not None:
-                return lora_original_names.from_original(self.state, family)
-            return lora_layouts.from_kohya(self.state, _layers_per_block(self.metadata))
-        if self.layout == "peft":
-            raise ModelError(
-                "got a file in peft's layout, which does not hold its alpha; load it into the model with peft "
-                "and write it with save_lora"
-            )
-        return lora_layouts.from_diffusers(self.state, json.loads(self.metadata.get(ADAPTER_METADATA_KEY) or "{}"))
+    def layers(self, base_model: str | None = None) -> list[LoRALayer]:
+        """The file's layers in layout-independent form.
+
+        base_model: whose LoRA it is; None takes it from the header, else from names and sizes.
+        Raises: ModelError for weights that are not LoRA or DoRA, or layers of no known model.
+        """
+        layers = lora_reading.read_layers(
+            self.state,
+            self.metadata,
+            json.loads(self.metadata.get(ADAPTER_METADATA_KEY) or "{}"),
+            base_model=base_model,
+            layers_per_block=_layers_per_block(self.metadata),
+        )
+        return dora_magnitudes.from_header(layers, self.metadata)
 
 
 def save_lora(
@@ -89,6 +100,7 @@ def save_lora(
             layers += lora_layers.collect_layers(component, model, adapter_name)
     if not layers:
         raise ModelError("got no LoRA to save; wanted a unet or text encoder with a peft adapter")
+    layers = lora_layers.with_transformers_scale_one(layers)
     base_model = metadata.base_model or _base_model_of(unet, layers)
     header = {"format": "pt"} | metadata.to_header(base_model=base_model, **_network_summary(layers))
     config = getattr(getattr(unet, "_orig_mod", unet), "config", None)
@@ -120,45 +132,58 @@ def read_lora(path: str | Path) -> LoRAFile:
     return LoRAFile(state, _layout_of(path, state), metadata)
 
 
-def convert(path_in: str | Path, path_out: str | Path, layout: Literal["kohya", "diffusers"] = "kohya") -> Path:
+def convert(
+    path_in: str | Path,
+    path_out: str | Path,
+    layout: Literal["kohya", "diffusers"] = "kohya",
+    base_model: str | None = None,
+) -> Path:
     """Rewrite a LoRA file in another layout, with bit-identical weights and the same scales.
 
-    Per-layer alphas are kept. If they differ, diffusers reads its own layout correctly, but not kohya's.
-    Raises: ModelError as `read_lora` and `save_lora` do.
+    Per-layer alphas are kept. If they differ, diffusers reads its own layout correctly, but not kohya's. In diffusers'
+    layout a transformer's alpha is folded into its weights, because ComfyUI does not read the header.
+    base_model: whose LoRA it is, where the file does not tell.
+    Raises: ModelError as `read_lora` and `save_lora` do, and where the base model cannot be told.
     """
+    lora_base_model.check_base_model(base_model)
     file = read_lora(path_in)
+    header = file.metadata if base_model is None else {**file.metadata, "ss_base_model_version": base_model}
     try:
-        return _write_layers(Path(path_out), file.layers(), file.metadata, layout)
+        layers = file.layers(base_model)
+        if layout == "diffusers":
+            layers = lora_layers.with_transformers_scale_one(layers)
+        return _write_layers(Path(path_out), layers, header, layout)
     except ModelError as error:
         raise ModelError(f"{path_in}: {error}") from error
 
 
-def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str], layout: str) -> Path:
-    header = {key: value for key, value in header.items() if key not in (*HASH_KEYS, ADAPTER_METADATA_KEY)}
+def _write_layers(
+    path: Path, layers: list[LoRALayer], header: Mapping[str, str], layout: Literal["kohya", "diffusers"]
+) -> Path:
+    written_anew = (*HASH_KEYS, ADAPTER_METADATA_KEY, dora_magnitudes.TRAINED_KEY, dora_magnitudes.COMFYUI_KEY)
+    header = {key: value for key, value in header.items() if key not in written_anew}
     if layout == "diffusers":
         state, header[ADAPTER_METADATA_KEY] = lora_layouts.to_diffusers(layers)
     elif layout == "kohya":
-        if any(layer.component == TRANSFORMER for layer in layers):
-            family = lora_original_names.family_of_modules(layers, header.get("ss_base_model_version"))
-            if family is None:
-                raise ModelError(
-                    f"{path}: the LoRA of this transformer has diffusers' layout only, which ComfyUI reads too;"
-                    " leave out --to"
-                )
-            state = lora_original_names.to_original(layers, family)
-        else:
-            layers = lora_layers.with_out_proj(layers)
-            state = lora_layouts.to_kohya(
-                layers, sdxl=_is_sdxl(header, layers), layers_per_block=_layers_per_block(header)
-            )
+        of_transformer = [layer for layer in layers if layer.component == TRANSFORMER]
+        others = lora_layers.with_out_proj(layer for layer in layers if layer.component != TRANSFORMER)
+        is_sdxl = bool(of_transformer) or _is_sdxl(header, layers)  # CLIP is lora_te1_ beside a transformer too
+        state = lora_layouts.to_kohya(others, sdxl=is_sdxl, layers_per_block=_layers_per_block(header))
+        if of_transformer:
+            base_model = lora_base_model.named_base_model(header)
+            family = lora_original_names.family_to_write(of_transformer, base_model)
+            state |= lora_original_names.to_original(of_transformer, family)
         if any(layer.magnitude is not None for layer in layers):
             warnings.warn(
-                f"{path} holds DoRA in the kohya layout: diffusers ignores its magnitudes, ComfyUI and A1111 apply "
-                f"them differently. For exact pictures run `lightning export {path} --to diffusers --output FILE`",
+                f"{path} holds DoRA in the kohya layout, for ComfyUI alone: diffusers ignores its magnitudes, and "
+                "A1111 takes them over inputs, which wrecks the model. For diffusers run "
+                f"`lightning export {path} --to diffusers --output FILE`, for A1111 "
+                f"`lightning export {path} --merge_into PIPELINE_DIR --output FOLDER`",
                 stacklevel=3,
             )
     else:
         raise ModelError(f"got layout {layout!r}; wanted 'kohya' or 'diffusers'")
+    header |= dora_magnitudes.to_header(layers, layout)
     write_atomically(path, serialize(state, header))
     return path
 
@@ -166,24 +191,21 @@ def _write_layers(path: Path, layers: list[LoRALayer], header: Mapping[str, str]
 def _layout_of(path: Path, state: Mapping[str, Tensor]) -> Layout:
     if any(key.startswith(("lora_unet_", "lora_te")) for key in state):
         return "kohya"
-    if any("lora" in key for key in state):
-        return (
-            "diffusers"
-            if any(key.startswith(tuple(f"{component}." for component in COMPONENTS)) for key in state)
-            else "peft"
-        )
+    if any("lora" in key or key.startswith("lycoris_") for key in state):
+        is_diffusers = any(key.startswith(tuple(f"{component}." for component in COMPONENTS)) for key in state)
+        return "diffusers" if is_diffusers else "other"
     raise ModelError(f"got {path}, whose entries ({', '.join(sorted(state)[:2]) or 'none'}) are not LoRA weights")
 
 
 def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
-    magnitude = None if layer.magnitude is None else layer.magnitude.to(dtype)
+    magnitude = None if layer.magnitude is None else layer.magnitude.float()  # a half would round away what was learned
     cast = dataclasses.replace(layer, down=layer.down.to(dtype), up=layer.up.to(dtype), magnitude=magnitude)
     weights = [cast.down, cast.up] if magnitude is None else [cast.down, cast.up, magnitude]
     if not all(weight.isfinite().all() for weight in weights):
         trained = layer.down.isfinite().all() and layer.up.isfinite().all()
         remedy = "save with dtype=torch.float32" if trained else "the training diverged: use an earlier checkpoint"
         raise ModelError(f"got values that are not finite in {dtype} in {layer.component}.{layer.module}; {remedy}")
-    return cast
+    return dora_magnitudes.with_comfyui_magnitude(cast)
 
 
 def _network_summary(layers: Sequence[LoRALayer]) -> dict[str, Any]:
@@ -214,13 +236,14 @@ def _base_model_of(unet: nn.Module | None, layers: Sequence[LoRALayer]) -> BaseM
 
 
 def _is_sdxl(header: Mapping[str, str], layers: Sequence[LoRALayer]) -> bool:
-    version = header.get("ss_base_model_version") or header.get("modelspec.architecture")
-    if version is not None:
-        return version.startswith(("sdxl", "stable-diffusion-xl"))
+    named = lora_base_model.named_base_model(header)
+    if named is not None:
+        return named == "sdxl"
     return any(
         layer.component == TEXT_ENCODER_2
         or layer.module.startswith("add_embedding.")
         or ".transformer_blocks.1." in layer.module
+        or (layer.module.endswith(("attn2.to_k", "attn2.to_v")) and layer.down.shape[1] == SDXL_TEXT_WIDTH)
         for layer in layers
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.diffusion.lora_names import COMPONENTS, DENOISERS, TEXT_ENCODER, TEXT_ENCODER_2
+from lightning_aigc.diffusion.lora_names import COMPONENTS, DENOISERS, TEXT_ENCODER, TEXT_ENCODER_2, TRANSFORMER
 from lightning_aigc.errors import ModelError
 
 
@@ -33,7 +33,11 @@ class LoRALayer:
     alpha: float
     """The layer's scale is alpha / rank."""
     magnitude: Tensor | None = None
-    """DoRA's magnitude of each output row, [out]."""
+    """DoRA's magnitude of each output row, [out], as peft trains it."""
+    comfyui_magnitude: Tensor | None = None
+    """The same as ComfyUI applies it, float32 [out]; None where it is not known."""
+    base: Tensor | None = None
+    """The base's own weight, of a DoRA that was just trained; no file holds it."""
 
     @property
     def rank(self) -> int:
@@ -83,6 +87,7 @@ def collect_layers(component: str, model: nn.Module, adapter_name: str = "defaul
                 up.detach(),
                 alpha * math.sqrt(rank) if config.use_rslora else alpha,
                 None if magnitude is None else magnitude.detach().flatten(),
+                base=None if magnitude is None else module.get_base_layer().weight.detach(),
             )
         )
     if state:
@@ -100,6 +105,21 @@ def canonical_module(component: str, module: str) -> str:
     if component in DENOISERS or module.startswith(("text_model.", "text_projection")):
         return module
     return f"text_model.{module}"
+
+
+def with_transformers_scale_one(layers: Iterable[LoRALayer]) -> list[LoRALayer]:
+    """The same layers, those of a transformer with alpha equal to their rank; the scale is folded into `up`.
+
+    ComfyUI reads diffusers' layout of a transformer without its header, and so with scale 1.
+    """
+    return [
+        dataclasses.replace(
+            layer, alpha=float(layer.rank), up=(layer.up.float() * (layer.alpha / layer.rank)).to(layer.up.dtype)
+        )
+        if layer.component == TRANSFORMER and layer.alpha != layer.rank
+        else layer
+        for layer in layers
+    ]
 
 
 def with_one_alpha(layers: Iterable[LoRALayer]) -> list[LoRALayer]:

@@ -12,8 +12,10 @@ import safetensors
 import torch
 from torch import Tensor
 
-from lightning_aigc.diffusion import lora_bytes, lora_file, lora_layouts
+from lightning_aigc.diffusion import lora_base_model, lora_bytes, lora_file, lora_layouts
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora_layers import LoRALayer
+from lightning_aigc.diffusion.saved_schedule import merged_scheduler
 from lightning_aigc.errors import ModelError
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -21,11 +23,16 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F
 
 
 def merge_into_pipeline(
-    lora_path: str | Path, pipeline_dir: str | Path, output_dir: str | Path, strength: float = 1.0
+    lora_path: str | Path,
+    pipeline_dir: str | Path,
+    output_dir: str | Path,
+    strength: float = 1.0,
+    base_model: str | None = None,
 ) -> Path:
     """Write the pipeline with the LoRA added to its weights into `output_dir`; returns `output_dir`.
 
     strength: 0 is the base model, 1 the LoRA as trained; for DoRA too, values between interpolate the weights.
+    base_model: whose LoRA it is, where the file does not tell.
     The folder is written atomically. Each component keeps the precision of its file in `pipeline_dir`, and
     `from_pretrained` without a dtype loads all of them in float32, so that they fit together.
     Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline lacks.
@@ -33,17 +40,23 @@ def merge_into_pipeline(
     from diffusers import DiffusionPipeline
 
     pipeline_dir, output_dir = Path(pipeline_dir), Path(output_dir)
-    layers = lora_file.read_lora(lora_path).layers()
+    lora_base_model.check_base_model(base_model)
+    lora = lora_file.read_lora(lora_path)
     if not (pipeline_dir / "model_index.json").is_file():
         raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder with model_index.json")
+    if base_model is None and lora_base_model.named_base_model(lora.metadata) is None:
+        base_model = _family_of(pipeline_dir)
+    layers = lora.layers(base_model)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32)
+        absent = _absent_parts(pipeline_dir)
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32, **absent)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
     _check_fit(lora_path, layers, pipeline)
     _fuse(pipeline, layers, strength)
+    pipeline.register_modules(scheduler=merged_scheduler(lora.metadata, pipeline))
     for name, component in pipeline.components.items():
         if isinstance(component, torch.nn.Module):
             component.to(_stored_dtype(pipeline_dir / name))
@@ -59,6 +72,18 @@ def merge_into_pipeline(
     except (OSError, safetensors.SafetensorError) as error:
         raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another folder") from error
     return output_dir
+
+
+def _absent_parts(pipeline_dir: Path) -> dict[str, None]:
+    """Parts that a folder's index has as null; diffusers 0.42 wants these named where its pipeline has no default."""
+    index = json.loads((pipeline_dir / "model_index.json").read_text(encoding="utf-8"))
+    return {name: None for name, value in index.items() if value == [None, None]}
+
+
+def _family_of(pipeline_dir: Path) -> str | None:
+    """The family of a folder's transformer, which tells layers apart that several families name alike."""
+    pipeline = json.loads((pipeline_dir / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+    return next((name for name, family in TRANSFORMERS.items() if family.pipeline == pipeline), None)
 
 
 def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.saved_schedule import SCHEDULER_KEY, header_of
 from lightning_aigc.errors import ModelError
 
 BaseModel = Literal["sd1", "sd2", "sdxl", "sd3", "flux", "flux2", "z_image", "qwen_image"]
@@ -43,6 +44,8 @@ class LoRAMetadata:
     """sha256 of the base weights in hex, as `hash_base_model` returns."""
     prediction_type: Literal["epsilon", "v_prediction"] | None = "epsilon"
     """What the U-Net predicts; None for flow matching."""
+    scheduler: str | None = None
+    """Config of the scheduler that the run draws with, as JSON; merging gives it to the pipeline."""
     resolution: int | tuple[int, int] | None = None
     """Training size in pixels: one side, or (width, height)."""
     num_train_images: int | None = None
@@ -103,6 +106,8 @@ class LoRAMetadata:
         entries = (
             network | self._training_entries(base_model, is_v, size) | self._modelspec_entries(base_model, is_v, size)
         )
+        if self.scheduler is not None:
+            entries |= {**header_of(json.loads(self.scheduler)), SCHEDULER_KEY: self.scheduler}
         return {key: str(value) for key, value in entries.items() if value is not None} | dict(self.extra)
 
     def _training_entries(self, base_model: BaseModel, is_v: bool, size: tuple[int, int]) -> dict[str, Any]:

@@ -49,6 +49,17 @@ _OUTSIDE_BLOCKS = {
     "add_embedding.linear_2": "label_emb.0.2",
 }
 _RESNET_LAYERS_BACK = {original: name for name, original in _RESNET_LAYERS.items()}
+_UNET_MODULE = re.compile(
+    r"(?:(?:down|up)_blocks\.\d+|mid_block)\."
+    r"(?:attentions\.\d+\.(?:proj_in|proj_out|transformer_blocks\.\d+\."
+    r"(?:attn[12]\.(?:to_[qkv]|to_out\.0|(?:add_[qkv]_proj)|to_add_out)|ff\.net\.(?:0\.proj|2)))"
+    r"|resnets\.\d+\.(?:conv1|conv2|time_emb_proj|conv_shortcut)|(?:down|up)samplers\.\d+\.conv)"
+    r"|(?:class_embedding|encoder_hid_proj)(?:\.linear_[12])?"
+)
+_TEXT_MODULE = re.compile(
+    r"text_model\.(?:encoder\.layers\.\d+\.(?:self_attn\.(?:q|k|v|out)_proj|mlp\.fc[12])"
+    r"|embeddings\.(?:token|position)_embedding)|text_projection"
+)
 _OUTSIDE_BLOCKS_BACK = {original: name for name, original in _OUTSIDE_BLOCKS.items()}
 
 
@@ -64,7 +75,7 @@ def to_kohya_name(component: str, module: str, *, sdxl: bool, layers_per_block: 
 
 
 def from_kohya_name(name: str, *, layers_per_block: int = SDXL_LAYERS_PER_BLOCK) -> tuple[str, str]:
-    """The component and diffusers' dotted module name of an sd-scripts name.
+    """The component and diffusers' dotted module name of an sd-scripts name of a U-Net or text encoder.
 
     Raises: ModelError for a prefix other than lora_unet_, lora_te_, lora_te1_ and lora_te2_.
     """
@@ -75,9 +86,19 @@ def from_kohya_name(name: str, *, layers_per_block: int = SDXL_LAYERS_PER_BLOCK)
         ("lora_te_", TEXT_ENCODER),
     ):
         if name.startswith(prefix):
-            module = _split_segments(name.removeprefix(prefix))
+            module = with_dots(name.removeprefix(prefix))
             return component, from_original_unet(module, layers_per_block) if component == UNET else module
     raise ModelError(f"got a LoRA layer named {name!r}; wanted lora_unet_, lora_te_, lora_te1_ or lora_te2_ in front")
+
+
+def is_unet_module(module: str) -> bool:
+    """Whether a dotted name is that of a layer in diffusers' U-Net."""
+    return module in _OUTSIDE_BLOCKS or _UNET_MODULE.fullmatch(module) is not None
+
+
+def is_text_module(module: str) -> bool:
+    """Whether a dotted name is that of a layer in CLIP's text encoder."""
+    return _TEXT_MODULE.fullmatch(module) is not None
 
 
 def to_original_unet(module: str, layers_per_block: int = SDXL_LAYERS_PER_BLOCK) -> str:
@@ -136,8 +157,11 @@ def _within_block(kind: str, rest: str) -> str:
     return f"0.{_RESNET_LAYERS.get(rest, rest)}" if kind == "resnets" else f"1.{rest}"
 
 
-def _split_segments(underscored: str) -> str:
-    """Restore the dots between segments; the longest known segment wins."""
+def with_dots(name: str) -> str:
+    """Restore the dots between segments; the longest known segment wins. A name with dots is returned unchanged."""
+    if "." in name:
+        return name
+    underscored = name
     words, segments = underscored.split("_"), []
     while words:
         for length in range(min(_LONGEST_SEGMENT, len(words)), 0, -1):

@@ -9,11 +9,12 @@ Source: kohya-ss/sd-scripts networks/convert_flux_lora.py; diffusers reads it by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_aigc.diffusion import lora_base_model
 from lightning_aigc.diffusion.families import TRANSFORMERS, TransformerFamily
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.diffusion.lora_names import TRANSFORMER
@@ -33,57 +34,40 @@ def to_original(layers: Sequence[LoRALayer], family: TransformerFamily) -> dict[
     return state
 
 
-def from_original(state: Mapping[str, Tensor], family: TransformerFamily) -> list[LoRALayer]:
-    """The layers of a state dict in sd-scripts' layout; a layer without alpha has scale 1."""
-    layers = []
-    for name in _names(state):
-        modules = _modules_of(name, family)
-        assert modules is not None
-        try:
-            down, up = state[f"{name}.lora_down.weight"], state[f"{name}.lora_up.weight"]
-        except KeyError as error:
-            raise ModelError(f"got {name} without {error.args[0]}; the file is incomplete") from error
-        rank = down.shape[0]
-        alpha = float(state[f"{name}.alpha"].item()) if f"{name}.alpha" in state else float(rank)
-        layers += _apart(down, up, alpha / rank, modules, family)
-    return layers
+def family_to_write(layers: Sequence[LoRALayer], base_model: str | None) -> TransformerFamily:
+    """The family whose own names these layers get: `base_model`, else the one whose names and sizes they have.
+
+    Raises: ModelError if it has no names of its own, or several families would name the layers otherwise.
+    """
+    modules = [layer.module for layer in layers]
+    families = [TRANSFORMERS[base_model]] if base_model in TRANSFORMERS else _that_hold(modules)
+    if len({tuple(_names_of(modules, family)) for family in families}) > 1:
+        families = lora_base_model.likely(families, [(layer.module, layer.down.shape[1]) for layer in layers])
+        if len({tuple(_names_of(modules, family)) for family in families}) > 1:
+            raise lora_base_model.ambiguous(modules, families)
+    if not families or not families[0].original_layers:
+        raise ModelError(
+            f"the LoRA of {families[0].name if families else 'this transformer'} has diffusers' layout only, which "
+            "ComfyUI reads too: give --to diffusers"
+        )
+    return families[0]
 
 
-def family_of(state: Mapping[str, Tensor], base_model: str | None = None) -> TransformerFamily | None:
-    """The family whose original layers a file's names and sizes are, `base_model` if it is one; None for a U-Net's."""
-    names = _names(state)
-    found = [f for f in TRANSFORMERS.values() if names and all(_fits(name, state, f) for name in names)]
-    return next((family for family in found if family.name == base_model), found[0] if found else None)
+def _that_hold(modules: Sequence[str]) -> list[TransformerFamily]:
+    """The families that have all of these modules."""
+    names = [module.replace(".", "_") for module in modules]
+    return [f for f in TRANSFORMERS.values() if all(lora_base_model.modules_of(name, f) is not None for name in names)]
 
 
-def family_of_modules(layers: Sequence[LoRALayer], base_model: str | None = None) -> TransformerFamily | None:
-    """The family whose original layers hold all of these; `base_model` if that is one."""
-    templates = {re.sub(r"\d+", "{}", layer.module, count=1) for layer in layers}
-    known = {name: {part for parts in f.original_layers.values() for part in parts} for name, f in TRANSFORMERS.items()}
-    found = [name for name, modules in known.items() if templates <= modules]
-    return TRANSFORMERS[base_model if base_model in found else found[0]] if found else None
+def _names_of(modules: Sequence[str], family: TransformerFamily) -> Iterable[str]:
+    return _original_of(modules, family) if family.original_layers else ()
 
 
-def _names(state: Mapping[str, Tensor]) -> list[str]:
-    return list(dict.fromkeys(key.partition(".")[0] for key in state))
-
-
-def _fits(name: str, state: Mapping[str, Tensor], family: TransformerFamily) -> bool:
-    """Whether a layer is one of the family's, and holds as many outputs as its parts."""
-    modules = _modules_of(name, family)
-    down, up = state.get(f"{name}.lora_down.weight"), state.get(f"{name}.lora_up.weight")
-    if modules is None or len(modules) == 1 or down is None or up is None:
-        return modules is not None
+def holds(down: Tensor, up: Tensor, modules: Sequence[str], family: TransformerFamily) -> bool:
+    """Whether a layer has as many outputs as the family's modules have together, where that is known."""
+    if len(modules) == 1 and not modules[0].endswith(tuple(family.widening)):
+        return True
     return up.shape[0] == sum(_rows(module, down.shape[1], family) for module in modules)
-
-
-def _modules_of(name: str, family: TransformerFamily) -> tuple[str, ...] | None:
-    """diffusers' modules of an original layer's name in a file."""
-    for original, modules in family.original_layers.items():
-        pattern = re.escape(PREFIX + original.replace(".", "_")).replace(r"\{\}", r"(\d+)")
-        if match := re.fullmatch(pattern, name):
-            return tuple(module.format(match[1]) for module in modules)
-    return None
 
 
 def _original_of(modules: Iterable[str], family: TransformerFamily) -> dict[str, tuple[str, ...]]:
@@ -130,10 +114,8 @@ def _joined(
     return down, up, torch.tensor(scale * down.shape[0], dtype=torch.float32)
 
 
-def _apart(
-    down: Tensor, up: Tensor, scale: float, modules: Sequence[str], family: TransformerFamily
-) -> list[LoRALayer]:
-    """The layers that are joined in one; parts that are zeros are left out."""
+def apart(down: Tensor, up: Tensor, scale: float, modules: Sequence[str], family: TransformerFamily) -> list[LoRALayer]:
+    """The layers that are joined in one; parts that are zeros are left out. Raises: ModelError for other sizes."""
     count, rank = len(modules), down.shape[0] // len(modules)
     rows = [_rows(module, down.shape[1], family) for module in modules] if count > 1 else [up.shape[0]]
     if sum(rows) != up.shape[0]:
@@ -147,7 +129,7 @@ def _apart(
     for module, part, own in zip(modules, ups, columns, strict=True):
         if not part.any() and not (is_joined and down[own].any()):
             continue
-        own_down, own_up = (down[own], part[:, own].contiguous()) if is_joined else (down, part)
+        own_down, own_up = (down[own], part[:, own].contiguous()) if is_joined else (down.clone(), part)
         layers.append(LoRALayer(TRANSFORMER, module, own_down, own_up, scale * own_down.shape[0]))
     return layers
 

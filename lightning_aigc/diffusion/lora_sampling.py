@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.components import Components, load_components
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
+from lightning_aigc.diffusion.flow_objective import build_flow_schedule
 from lightning_aigc.diffusion.lora_file import read_lora
 from lightning_aigc.diffusion.lora_names import DENOISERS
 from lightning_aigc.diffusion.objectives import build_noise_schedule
@@ -93,7 +94,7 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
         variant=arguments.get("variant"),
     )
     if parts.family in TRANSFORMERS:
-        return parts, parts.scheduler_config
+        return parts, build_flow_schedule(parts.scheduler_config, arguments.get("flow_shift") or "auto").config
     terminal, prediction = bool(arguments.get("zero_terminal_snr")), arguments.get("prediction_type")
     return parts, build_noise_schedule(parts.scheduler_config, prediction, zero_terminal_snr=terminal).config
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.devices import autocast_dtype, dtype_named
+from lightning_aigc.diffusion import optimization
 from lightning_aigc.diffusion.arguments import check_shared_arguments
 from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
 from lightning_aigc.diffusion.components import Components, Part, check_source, load_components
@@ -35,7 +36,6 @@ from lightning_aigc.diffusion.families import U_NETS
 from lightning_aigc.diffusion.half_precision import check_precision, computed_in_half, trains_half_weights
 from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
-from lightning_aigc.diffusion.optimization import build_schedule, check_schedule_name, parameter_groups
 from lightning_aigc.diffusion.packed_base import check_base_quantization, pack_base, with_full_precision
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
 from lightning_aigc.diffusion.trained_weights import KeepsTrainedWeights
@@ -55,9 +55,11 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         learning_rate: Replaces the optimizer's rate; unset keeps it.
         optimizer: Any optimizer by class path; AdamW by default.
         lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
-            cosine, cosine_with_restarts, polynomial.
+            cosine, cosine_with_restarts, polynomial. A ReduceLROnPlateau looks at its `monitor` (loss, if it has none)
+            every `validation_steps`.
         lr_warmup_steps: Optimizer steps of warm-up for a scheduler given by name.
-        max_train_steps: Optimizer steps to train; `trainer.max_steps`, if given, overrides it.
+        max_train_steps: Optimizer steps to train; `trainer.max_steps`, if given, overrides it, and `trainer.max_epochs`
+            ends the run if it comes first.
         prior_loss_weight: Weight of the class pictures (`data.init_args.class_data_dir`) beside the user's.
         use_ema: Average the trainable weights; pictures and files then use the average.
         ema_decay: Decay of that average.
@@ -152,7 +154,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         check_shared_arguments(self.args)
         check_base_quantization(self.args)
         if isinstance(lr_scheduler, str):
-            check_schedule_name(lr_scheduler)  # before weights are read
+            optimization.check_schedule_name(lr_scheduler)  # before weights are read
 
     # Loading ---------------------------------------------------------------------------------------------------------
 
@@ -233,10 +235,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         if stage != "fit":
             return
         self.schedule_validation()
-        loop = self.trainer.fit_loop
-        if loop.max_steps == -1 and self.args.max_train_steps is not None:
-            loop.epoch_loop.max_steps = self.args.max_train_steps
-            loop.max_epochs = -1
+        optimization.limit_steps(self.trainer, self.args.max_train_steps)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         with computed_in_half(self):
@@ -253,7 +252,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups."""
-        return parameter_groups([self.trainable_parameters()], [self.args.learning_rate])
+        return optimization.parameter_groups([self.trainable_parameters()], [self.args.learning_rate])
 
     def make_optimizer(self) -> Optimizer:
         """The optimizer of the trained weights."""
@@ -262,11 +261,14 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer()
-        steps = self.trainer.estimated_stepping_batches if self._trainer is not None else math.inf
-        schedule = build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
-        if schedule is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        optimization.warn_of_rate(optimizer)
+        steps = optimization.steps_to_train(self.trainer) if self._trainer is not None else math.inf
+        schedule = optimization.build_schedule(optimizer, self.build_lr_scheduler, self.args.lr_warmup_steps, steps)
+        return (
+            optimizer
+            if schedule is None
+            else optimization.lightning_config(optimizer, schedule, self.args.validation_steps)
+        )
 
     def configure_callbacks(self) -> list[Callback]:
         return default_callbacks(self.trainer, self._run_settings(), self.result_saver())
@@ -293,6 +295,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         for optimizer in filter(is_schedule_free, self.trainer.optimizers):
             optimizer.train()  # type: ignore[attr-defined]
         self.validate_untrained()
+        optimization.follow_new_end(self.trainer)
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:

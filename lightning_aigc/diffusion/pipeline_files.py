@@ -14,9 +14,11 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc.diffusion.a1111_config import write_a1111_config
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.lora_merge import DTYPES, load_in_float32
 from lightning_aigc.diffusion.sampling import make_pipeline
+from lightning_aigc.diffusion.saved_schedule import V_PREDICTION, header_of, markers_of
 from lightning_aigc.diffusion.single_file_names import (
     UNET,
     VAE,
@@ -35,22 +37,24 @@ from lightning_aigc.tiny.embedded import resolve
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 
 
-def save_folder(folder: Path, parts: Components, trained: Mapping[str, nn.Module], dtype: torch.dtype | None) -> None:
+def save_folder(
+    folder: Path,
+    parts: Components,
+    trained: Mapping[str, nn.Module],
+    dtype: torch.dtype | None,
+    schedule: Mapping[str, Any] | None = None,
+) -> None:
     """Write a pipeline folder, replacing one of that name; parts that were not trained keep their files.
 
     dtype: of the trained parts' weights; None keeps theirs.
+    schedule: config of the scheduler that the run draws with; None is the pipeline's own.
     Raises: ModelError if it cannot be written.
     """
-    pipeline = make_pipeline(parts, parts.scheduler_config)
+    pipeline = make_pipeline(parts, schedule or parts.scheduler_config)
     source = resolve(parts.source)
     with replaced_folder(folder) as unfinished:
         for name, component in pipeline.components.items():
-            if name == "scheduler":
-                if (source / name).is_dir():
-                    shutil.copytree(source / name, unfinished / name)
-                else:
-                    component.save_pretrained(unfinished / name)
-            elif isinstance(component, nn.Module):
+            if isinstance(component, nn.Module):
                 if name not in trained and (source / name).is_dir():
                     shutil.copytree(source / name, unfinished / name)
                 else:
@@ -60,7 +64,10 @@ def save_folder(folder: Path, parts: Components, trained: Mapping[str, nn.Module
             elif (source / name).is_dir():  # text encoders that have left memory
                 shutil.copytree(source / name, unfinished / name)
         if (source / "model_index.json").is_file():
-            shutil.copyfile(source / "model_index.json", unfinished / "model_index.json")
+            index = json.loads((source / "model_index.json").read_text(encoding="utf-8"))
+            index["scheduler"] = ["diffusers", type(pipeline.scheduler).__name__]
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (unfinished / "model_index.json").write_text(text, encoding="utf-8")
         else:
             pipeline.save_config(unfinished)
         load_in_float32(unfinished)
@@ -88,19 +95,30 @@ def _name_own_class(config: Path, component: nn.Module) -> None:
         config.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def save_transformer(path: Path, transformer: nn.Module, dtype: torch.dtype | None) -> None:
+def save_transformer(
+    path: Path, transformer: nn.Module, dtype: torch.dtype | None, schedule: Mapping[str, Any]
+) -> None:
     """Write a transformer alone under diffusers' names; ComfyUI reads those of SD 3 and FLUX.1 as a diffusion model."""
-    write_tensors(path, deferred(transformer, dtype))
+    write_tensors(path, deferred(transformer, dtype), header_of(schedule))
 
 
 def save_single_file(
-    path: Path, parts: Components, trained: Mapping[str, nn.Module], dtype: torch.dtype | None
+    path: Path,
+    parts: Components,
+    trained: Mapping[str, nn.Module],
+    dtype: torch.dtype | None,
+    schedule: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint under the names of the original code, as ComfyUI, A1111 and `from_single_file` read them.
 
     dtype: of all weights; None keeps theirs, of parts that were not trained those of their files.
+    schedule: config of the scheduler that the run draws with, for the markers of v-prediction and zero terminal SNR.
     """
-    write_tensors(path, dict(single_file_tensors(parts, trained, dtype)))
+    schedule = parts.scheduler_config if schedule is None else schedule
+    markers = markers_of(schedule)
+    write_tensors(path, dict(single_file_tensors(parts, trained, dtype)) | markers, header_of(schedule))
+    if V_PREDICTION in markers and parts.family == "sd":
+        write_a1111_config(path.with_suffix(".yaml"), parts, schedule)
 
 
 def single_file_tensors(

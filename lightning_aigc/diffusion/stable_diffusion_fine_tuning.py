@@ -59,6 +59,6 @@ class StableDiffusionFineTuning(WholeModelTraining, UNetTraining):
         path, parts = Path(path), self.loaded()
         folder = path.with_suffix("")
         with self.averaged_weights():
-            save_folder(folder, parts, self.parts_trained, self.save_dtype)
-            save_single_file(path, parts, self.parts_trained, self.save_dtype)
+            save_folder(folder, parts, self.parts_trained, self.save_dtype, self.sampling_config())
+            save_single_file(path, parts, self.parts_trained, self.save_dtype, self.sampling_config())
         return [folder, path]

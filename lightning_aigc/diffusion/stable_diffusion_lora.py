@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from lightning_aigc.diffusion.arguments import check_lora
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.lora_file import LoRAMetadata, save_lora
 from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
+from lightning_aigc.diffusion.saved_schedule import scheduler_json
 from lightning_aigc.diffusion.trained_parts import named_parts, unread_names
 from lightning_aigc.diffusion.unet_training import UNetTraining
 
@@ -73,7 +73,10 @@ class StableDiffusionLoRA(UNetTraining):
         self.recompute_text_encoders()
 
     def save_lora(self, path: Any, **metadata: Any) -> None:
-        """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any."""
+        """Write the LoRA as one `.safetensors` that diffusers, ComfyUI and A1111 load; averaged weights if any.
+
+        With DoRA this file is for ComfyUI alone, and `.diffusers.safetensors` beside it for diffusers and merging.
+        """
         args, parts = self.args, self.loaded()
         assert self.schedule is not None
         kind = self.schedule.config.prediction_type
@@ -81,6 +84,7 @@ class StableDiffusionLoRA(UNetTraining):
             "base_model_name": args.pretrained_model_name_or_path,
             "base_model_hash": self.base_model_hash(),
             "prediction_type": "v_prediction" if kind == "v_prediction" else "epsilon",
+            "scheduler": scheduler_json(parts.family, self.sampling_config()),
             "learning_rate": args.learning_rate,
             "text_encoder_lr": args.text_encoder_lr,
             "snr_gamma": args.snr_gamma,
@@ -88,9 +92,8 @@ class StableDiffusionLoRA(UNetTraining):
         }
         described = LoRAMetadata(**(facts | metadata))
         encoders = tuple(self.text_encoders)
-        with self.averaged_weights(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*DoRA.*", category=UserWarning)  # the second file is exact
+        with self.averaged_weights():
             save_lora(path, unet=parts.denoiser, text_encoders=encoders, metadata=described)
-            if args.use_dora:  # ComfyUI and A1111 approximate DoRA; diffusers' layout is exact
+            if args.use_dora:  # the first is for ComfyUI alone
                 exact = Path(path).with_suffix(".diffusers.safetensors")
                 save_lora(exact, unet=parts.denoiser, text_encoders=encoders, metadata=described, layout="diffusers")

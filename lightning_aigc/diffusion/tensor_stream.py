@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -29,16 +30,19 @@ class DeferredTensor:
         return cls(tuple(tensor.shape), kept, lambda: tensor)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, DeferredTensor]) -> None:
+def write_tensors(
+    path: Path, tensors: Mapping[str, DeferredTensor], metadata: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a safetensors file atomically; host memory holds one tensor at a time, beside the model's.
 
+    metadata: entries of the header.
     Raises: ModelError if the disk is full or the folder cannot be written.
     """
     described = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     layout = Layout.of(described)
     try:
         with atomic_file(path, durable=False) as file:
-            file.write(layout.header())
+            file.write(layout.header(metadata))
             for name in layout.entries:  # in the order of their offsets
                 wanted = tensors[name]
                 # A copy: numpy fixes the size of a storage that it reads, which FSDP frees later.

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.strategies.deepspeed_config import Imported, import_file
+from lightning_aigc.strategies.deepspeed_config import import_file
+from lightning_aigc.strategies.deepspeed_imported import Imported
 
 Stage = Literal[1, 2, 3]
 BetweenNodes = Literal["int8", "int4", "int3"]
@@ -126,7 +127,7 @@ class ZeROStrategy(_OfStage, ParallelStrategy):
     def setup_environment(self) -> None:
         """Take a DeepSpeed config's precision and activation checkpointing, before anything is built with them."""
         if self.imported is not None:
-            for line in self.imported.lines:
+            for line in (*self.imported.lines, *self.imported.notes):
                 rank_zero_info(f"deepspeed_config: {line}")
             if self.imported.precision:
                 self._take_precision(self.imported.precision)
@@ -174,7 +175,15 @@ def _imported(path: str | None) -> Imported | None:
 def _stage(stage: Stage | None, imported: Imported | None) -> Stage:
     if stage is not None:
         return stage
-    return 3 if imported is None else imported.strategy.get("stage", 2)
+    if imported is None:
+        return 3
+    found: Stage | Literal[0] = imported.strategy["stage"]
+    if found == 0:
+        raise ConfigError(
+            "deepspeed_config has ZeRO stage 0, which is strategy ddp: set trainer.strategy: ddp, or give the stage "
+            "here, such as stage: 2"
+        )
+    return found
 
 
 # No object is of this class itself, and a command line refuses an abstract one.

@@ -1,6 +1,6 @@
 """Train the tiny Stable Diffusion 3: a transformer on the latents and text encoder of the tiny Stable Diffusion.
 
-Its pipeline has the text encoder twice, each with an identity as its projection, and no T5, whose tokens are zeros.
+Its pipeline has the text encoder twice, each with an identity as its projection, and a T5 whose tokens are zeros.
 
 Legend: N pictures, C channels, H and W latent height and width, T text tokens, D text width, P pooled width.
 """
@@ -25,6 +25,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from lightning_aigc.tiny import world
 from lightning_aigc.tiny.train_base import LATENT_CHANNELS, TEXT_WIDTH, encode_base_pictures
+from lightning_aigc.tiny.zero_t5 import add_zero_t5
 
 WIDTH, LAYERS, HEAD = 128, 6, 32
 TIMESTEPS = 1000
@@ -130,6 +131,7 @@ def make_sd3(base: Path, folder: Path, steps: int, pictures: int, seed: int = 23
     for name in ("text_encoder", "text_encoder_2"):  # transformers would load the config's dtype
         _rewrite(folder / name / "config.json", dtype="float32")
     _rewrite(folder / "vae" / "config.json", _name_or_path=None)  # where it was read from
+    add_zero_t5(folder)
 
 
 def _rewrite(config: Path, **values: str | None) -> None:

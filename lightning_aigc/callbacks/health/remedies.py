@@ -47,6 +47,7 @@ class Remedies:
         """The remedies of a run."""
         own = isinstance(trainer.precision_plugin, FusedBackwardPrecision)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        groups = [group for group in groups if group.get("lr", 0) is not None]
         held = _held(trainer)
         scheduled = max((float(group.get("lr", 0)) for group in groups), default=None)
         configured = max((float(group.get("initial_lr", group.get("lr", 0))) for group in groups), default=None)

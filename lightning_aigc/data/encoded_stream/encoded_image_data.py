@@ -19,6 +19,7 @@ from lightning_aigc.data.encoded_stream.order import StreamSampler
 from lightning_aigc.data.encoded_stream.shard_file import ShardReader
 from lightning_aigc.data.encoded_stream.stream_dataset import OnBadShard, StreamDataset
 from lightning_aigc.data.encoder import Encoder, can_cache_captions
+from lightning_aigc.data.frozen_text import frozen_text_setting
 from lightning_aigc.data.machine import loader_settings
 from lightning_aigc.data.names import print_anywhere
 from lightning_aigc.errors import DataError
@@ -193,7 +194,7 @@ class EncodedImageData(LightningDataModule):
         if not can_cache_captions(module):
             raise DataError(
                 f"{folder} holds the embeddings of a fixed text encoder, and this one is trained; set"
-                " model.init_args.train_text_encoder: false, or train with ImageCaptionData"
+                f" {frozen_text_setting(module)}, or train with ImageCaptionData"
             )
         written, own = self.manifest(folder).identity, module.encoder_identity()
         differing = [part for part in own if written.get(part) != own[part]]

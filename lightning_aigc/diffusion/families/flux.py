@@ -51,12 +51,13 @@ class Flux(TwoStreamFamily):
         ),
         "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
     }
-    widening: ClassVar[Mapping[str, int]] = {"proj_mlp": 4}
+    widening: ClassVar[Mapping[str, int]] = {"proj_mlp": 4, "ff.net.0.proj": 4, "ff_context.net.0.proj": 4}
     controlnet = "FluxControlNetModel"
     controlnet_pipeline = "FluxControlNetPipeline"
     control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 4, "num_single_layers": 4}
     control_path = ("controlnet_x_embedder", "controlnet_blocks", "controlnet_single_blocks")
     negative_prompt = None
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 19)})
     modelspec = "flux-1-dev"
     base = "black-forest-labs/FLUX.1-dev"
 

@@ -49,6 +49,8 @@ class Flux2Klein(TransformerFamily):
         "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
         "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
     }
+    widening: ClassVar[Mapping[str, int]] = {"linear_in": 6, "attn.to_qkv_mlp_proj": 9}
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
     modelspec = "flux-2-klein"
     base = "black-forest-labs/FLUX.2-klein-base-4B"
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B

@@ -39,6 +39,7 @@ class QwenImage(TwoStreamFamily):
     last_text = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 60)})
     modelspec = "qwen-image"
     base = "Qwen/Qwen-Image"
 

@@ -46,6 +46,7 @@ class StableDiffusion3(TwoStreamFamily):
     # False: the pipeline shifts the condition's latents and gives the pooled text, as diffusers' script trains.
     new_control: ClassVar[Mapping[str, Any]] = {"force_zeros_for_pooled_projection": False}
     control_path = ("pos_embed_input", "controlnet_blocks")
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(1536, 24), (2432, 38)})
     modelspec = "stable-diffusion-3"
     base = "stabilityai/stable-diffusion-3.5-medium"
 

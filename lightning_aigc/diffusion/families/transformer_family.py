@@ -35,8 +35,10 @@ class TransformerFamily(Family):
     """The model's own names of layers, as sd-scripts and ComfyUI have them, with the layers of diffusers whose outputs
     each holds one after the other; `{}` is a number. Empty where files have diffusers' layout only."""
     widening: ClassVar[Mapping[str, int]] = {}
-    """Of layers in `original_layers` that share their original with others, the ends of names that have so many times
-    as many outputs as inputs, if not as many."""
+    """Ends of names of layers that have this many times as many outputs as inputs; of layers that share their original
+    with others, the rest has as many."""
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset()
+    """Width and number of `transformer_blocks` of the published models, where other families have these blocks too."""
     distilled_name: ClassVar[str | None] = None
     """A pattern in the names of this family's distilled models, beside the usual words."""
     negative_prompt: ClassVar[str | None] = ""
