@@ -38,6 +38,8 @@ NAMES = {
     "npu_sparse_notebook": ("fork", False),
 }
 """Registered names: how ranks are started, and whether parameters may go without a gradient."""
+LOCAL = "npu_sparse in mode local"
+"""The kind of a snapshot whose ranks have a model each."""
 
 
 class NPUSparseStrategy(WatchedDDPStrategy):
@@ -262,6 +264,10 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         """Whether the ranks' parameters and optimizers differ now."""
         return self._sync is not None and self._sync.has_rank_local_parameters
 
+    @property
+    def snapshot_kind(self) -> str:
+        return LOCAL if self.options.mode == "local" and self.world_size > 1 else "npu_sparse"
+
     def snapshot_state(self) -> dict[str, Any]:
         """Return this rank's sync state, with its residuals, and how many steps it took."""
         sync = None if self._sync is None else self._sync.state_dict()
@@ -269,6 +275,8 @@ class NPUSparseStrategy(WatchedDDPStrategy):
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
         """Load, once there is a sync, what `snapshot_state` returned; `read(rank)` is one of `world_size` ranks'."""
+        if read(0)["kind"] not in ("npu_sparse", LOCAL):
+            return
         self._optimizer_steps = int(read(0)["optimizer_steps"])
         self._checkpoint.expect(lambda rank: read(rank)["sync"], self.global_rank, self.world_size, world_size)
 

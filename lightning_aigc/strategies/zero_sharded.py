@@ -221,12 +221,16 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
 
     ranks_differ = True
 
+    @property
+    def snapshot_kind(self) -> str:
+        return f"zero_2 or zero_3 over {self.shard_mesh.size()} ranks"
+
     def snapshot_state(self) -> dict[str, Any]:
         return {} if self._sync is None else {"sync": self._sync.state_dict()}
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
         saved = read(self.global_rank) if world_size == self.world_size else {}
-        if self._sync is not None and "sync" in saved:
+        if self._sync is not None and "sync" in saved and saved["kind"] == self.snapshot_kind:
             self._sync.load_state_dict(saved["sync"])
         elif self._sync is not None:
             rank_zero_info(f"{self.label}: the residuals between nodes start anew: other ranks wrote the snapshot")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -72,15 +71,15 @@ class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
 
     # protocols.HasSnapshotState: each rank's states go into its file of an exact snapshot
 
+    snapshot_kind = "zero_1"
     ranks_differ = False
 
     def snapshot_state(self) -> dict[str, Any]:
         return {"states": [own_states(optimizer) for optimizer in self.optimizers]}
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
-        ranks = [self.global_rank] if world_size == self.world_size else range(world_size)
-        states = [read(rank)["states"] for rank in ranks]
-        self._saved_states = [dict(ChainMap(*of_all)) for of_all in zip(*states, strict=True)]
+        own = read(self.global_rank) if world_size == self.world_size else {}
+        self._saved_states = own["states"] if own.get("kind") == self.snapshot_kind else ()
 
     @contextmanager
     def without_averaging(self) -> Iterator[None]:
