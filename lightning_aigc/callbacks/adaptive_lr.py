@@ -132,7 +132,8 @@ class AdaptiveLR(Callback):
                 f"AdaptiveLR: step {change.step}, rate{which} now {now}, {change.factor:.3g} times the schedule's: "
                 f"{change.reason}"
             )
-        if rate.steps % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and rate.steps % every == 0:
             suffix = "" if len(self._rates) == 1 else f"_{self._rates.index(rate)}"
             numbers = {
                 f"adaptive_lr/factor{suffix}": rate.control.factor,
