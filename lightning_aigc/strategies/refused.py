@@ -39,7 +39,7 @@ def refuse_optimizers(label: str, optimizers: Sequence[Optimizer], *, shares: bo
 
 
 def refuse_callbacks(label: str, trainer: Trainer) -> None:
-    """Check that no callback of Lightning's copies weights, or trains others on the way, which sharded ones do not take.
+    """Check that no callback of Lightning copies weights or trains others on the way, which shards do not take.
 
     Raises: ConfigError with the callback's name.
     """
