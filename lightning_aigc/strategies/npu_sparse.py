@@ -285,7 +285,15 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         if read(0)["kind"] not in ("npu_sparse", LOCAL):
             return
         self._optimizer_steps = int(read(0)["optimizer_steps"])
-        self._checkpoint.expect(lambda rank: read(rank)["sync"], self.global_rank, self.world_size, world_size)
+
+        def sync_state(rank: int) -> dict[str, Any] | None:
+            state: dict[str, Any] | None = read(rank)["sync"]
+            if state is None or world_size == self.world_size:
+                return state
+            # Another number of ranks goes on from the mean of their models, so no average is on its way any more.
+            return {key: value for key, value in state.items() if key != "flight"}
+
+        self._checkpoint.expect(sync_state, self.global_rank, self.world_size, world_size)
 
     @contextmanager
     def without_averaging(self) -> Iterator[None]:
