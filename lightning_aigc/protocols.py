@@ -308,7 +308,7 @@ class HasSnapshotState(Protocol):
     """Has per-rank state for snapshots, such as error-feedback residuals."""
 
     snapshot_kind: str
-    """How the state is split over the ranks: with an equal kind a rank reads its own file, else the whole state."""
+    """Kind of split over the ranks: with an equal kind a rank reads its own file, else the whole state."""
     ranks_differ: bool
     """Whether the ranks' weights differ between two optimizer steps, as in local SGD."""
 

@@ -30,7 +30,7 @@ from lightning_aigc.errors import SnapshotError
 
 FORMAT = 1
 GRACE_S = 5.0
-"""How long a file that was written or renamed last may be invisible on another host."""
+"""Seconds for which a file that was written or renamed last may be invisible on another host."""
 T = TypeVar("T")
 
 

@@ -130,7 +130,7 @@ class ResumeSession:
 
 
 def strategy_kind(own: dict[str, Any]) -> str | None:
-    """How the strategy that wrote a rank's state splits it over the ranks; None if each rank has all of it."""
+    """Kind of split over the ranks by the strategy that wrote a state; None if each rank has all of it."""
     return None if own["strategy"] is None else str(own["strategy"]["kind"])
 
 

@@ -66,7 +66,7 @@ def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
 
 
 def strategy_kind(trainer: Trainer) -> str | None:
-    """How the strategy splits the state over the ranks; None if each rank has all of it."""
+    """Kind of split over the ranks by the strategy of a run; None if each rank has all of it."""
     return trainer.strategy.snapshot_kind if isinstance(trainer.strategy, HasSnapshotState) else None
 
 

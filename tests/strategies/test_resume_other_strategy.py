@@ -185,7 +185,7 @@ def is_local(run: str) -> bool:
 
 
 def mean(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a rank of local SGD had is averaged; else every rank had the same."""
+    """Mean of the models that ranks of local SGD had; else every rank had the same."""
     first = of_ranks[0]
     means = {
         kind: {
