@@ -316,15 +316,20 @@ class AddsToReport(Protocol):
 class HasSnapshotState(Protocol):
     """Has per-rank state for snapshots, such as error-feedback residuals."""
 
+    snapshot_kind: str
+    """Kind of split over the ranks: with an equal kind a rank reads its own file, else the whole state."""
     ranks_differ: bool
     """Whether the ranks' weights differ between two optimizer steps, as in local SGD."""
 
     def snapshot_state(self) -> dict[str, Any]:
-        """Return this rank's state."""
+        """Return this rank's state; `states` in it are its share of the optimizers' states, by parameters' places."""
         ...
 
     def load_snapshot_state(self, read: Any, world_size: int) -> None:
-        """Load this rank's state; `read(rank)` returns the state of a rank of the snapshot's `world_size`."""
+        """Load this rank's state; `read(rank)` returns the state of a rank of the snapshot's `world_size`.
+
+        Its `kind` is another one where the snapshot is of another strategy.
+        """
         ...
 
     def without_averaging(self) -> AbstractContextManager[object]:

@@ -133,7 +133,8 @@ class AdaptiveLR(Callback):
         change = rate.apply(mean_over_ranks if trainer.world_size > 1 else None, self._loss(trainer))
         if change is not None:
             self._tell(rate, change)
-        if rate.steps % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and rate.steps % every == 0:
             suffix = "" if len(self._rates) == 1 else f"_{self._rates.index(rate)}"
             numbers = {
                 f"adaptive_lr/factor{suffix}": rate.control.factor,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.callbacks.sampling.checks import check_images
-from lightning_aigc.callbacks.sampling.gathered import gathered_weights
+from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.callbacks.sampling.pairs import (
     Pair,
     SampledPairs,
@@ -296,23 +296,23 @@ class CLIPConvergenceGuard(Callback):
     def _write_best(self, trainer: Trainer, pl_module: LightningModule) -> str:
         name = pl_module.output_name if isinstance(pl_module, HasOutputName) else "lora"
         path = Path(trainer.default_root_dir) / f"{name}_best.safetensors"
-        with gathered_weights(pl_module):
-            self._write_weights(trainer, pl_module, path)
+        with written_weights(pl_module) as writes:
+            if writes:
+                self._write_weights(trainer, pl_module, path)
         return str(path)
 
     def _write_weights(self, trainer: Trainer, pl_module: LightningModule, path: Path) -> None:
-        if trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(pl_module, SavesLoRA):
-                pl_module.save_lora(path, output_name=path.stem, steps=trainer.global_step)
-            elif isinstance(pl_module, SavesModel):
-                pl_module.save_model(path)
-            else:
-                from safetensors.torch import save
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(pl_module, SavesLoRA):
+            pl_module.save_lora(path, output_name=path.stem, steps=trainer.global_step)
+        elif isinstance(pl_module, SavesModel):
+            pl_module.save_model(path)
+        else:
+            from safetensors.torch import save
 
-                trained = {n: p.detach().cpu().contiguous() for n, p in pl_module.named_parameters() if p.requires_grad}
-                with atomic_file(path, durable=False) as file:
-                    file.write(save(trained, {"step": str(trainer.global_step)}))
+            trained = {n: p.detach().cpu().contiguous() for n, p in pl_module.named_parameters() if p.requires_grad}
+            with atomic_file(path, durable=False) as file:
+                file.write(save(trained, {"step": str(trainer.global_step)}))
 
     def _show(self, trainer: Trainer, sheet: Any, name: str) -> None:
         folder = Path(self.directory or Path(trainer.default_root_dir) / "guard").expanduser()

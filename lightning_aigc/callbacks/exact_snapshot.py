@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -109,6 +110,7 @@ class ExactSnapshot(Callback):
         self._taker = SnapshotTaker(writer, self.keep_best, self.best_mode, self.blocked_s)
         writer.open()
         check_shared(directory, trainer.strategy)
+        writer.watch_ranks()
         self._hooks = LoopHooks(
             trainer,
             on_checkpoint=lambda path, stock: self._start(trainer, path, stock),
@@ -234,6 +236,9 @@ class ExactSnapshot(Callback):
         if not self._is_on or self._taker is None:
             return
         taker, writer, loop_state = self._taker, self._taker.writer, self._loop_state
+        if trainer.world_size > 1 and isinstance(exception, Exception):  # what follows may take seconds
+            said = (str(exception).strip().splitlines() or ["no message"])[0]
+            print(f"rank {trainer.global_rank}: {type(exception).__name__}: {said}", file=sys.stderr, flush=True)
         try:
             taker.finish_copy()
             writer.join()  # before the vote: rank 0's commit clears away what looks left over, votes too
@@ -254,7 +259,8 @@ class ExactSnapshot(Callback):
         if trainer.world_size == 1:
             return is_unchanged
         vote = f"step {loop_state.step}, batch {trainer.fit_loop.total_batch_idx}" if is_unchanged else None
-        return all_agree(self._opened().writer.directory, trainer.global_rank, trainer.world_size, vote)
+        writer = self._opened().writer
+        return all_agree(writer.directory, trainer.global_rank, trainer.world_size, vote, watched=writer.watched)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the trained state before other callbacks load averaged weights, sample, score and write."""

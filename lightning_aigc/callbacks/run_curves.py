@@ -39,7 +39,8 @@ class RunCurves:
         if loss is not None:
             self._curves["loss"].add(step, loss)
         strategy: Any = trainer.strategy
-        if isinstance(strategy, MeasuresSync) and step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if isinstance(strategy, MeasuresSync) and every and step % every == 0:
             sent = strategy.sync_metrics()
             if sent:
                 kinds = ("values", "index", "protected", "small", "intra_node")

@@ -37,18 +37,17 @@ class SaveLoRA(SaveResult):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         path = self.file_path(trainer, pl_module, suffix)
-        if trainer.is_global_zero:
-            data: Any = trainer.datamodule  # type: ignore[attr-defined]
-            of_data = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
-            assert isinstance(pl_module, SavesLoRA)
-            pl_module.save_lora(
-                path,
-                output_name=path.stem,
-                steps=trainer.global_step,
-                num_epochs=trainer.current_epoch + 1,
-                started_at=self._started_at,
-                finished_at=time.time(),
-                gradient_accumulation_steps=trainer.accumulate_grad_batches,
-                mixed_precision=str(trainer.precision),
-                **of_data,
-            )
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        of_data = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
+        assert isinstance(pl_module, SavesLoRA)
+        pl_module.save_lora(
+            path,
+            output_name=path.stem,
+            steps=trainer.global_step,
+            num_epochs=trainer.current_epoch + 1,
+            started_at=self._started_at,
+            finished_at=time.time(),
+            gradient_accumulation_steps=trainer.accumulate_grad_batches,
+            mixed_precision=str(trainer.precision),
+            **of_data,
+        )

@@ -42,6 +42,5 @@ class SaveModel(SaveResult):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         path = self.file_path(trainer, pl_module, suffix)
-        if trainer.is_global_zero:
-            assert isinstance(pl_module, SavesModel)
-            self._written = list(pl_module.save_model(path))
+        assert isinstance(pl_module, SavesModel)
+        self._written = list(pl_module.save_model(path))

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_aigc.callbacks.sampling.gathered import gathered_weights
+from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.protocols import HasOutputName
 
 
@@ -64,9 +64,10 @@ class SaveResult(Callback):
         return [] if self._is_off else [self.file_path(trainer, pl_module)]
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
-        with gathered_weights(pl_module):
-            self._write(trainer, pl_module, suffix)
+        with written_weights(pl_module) as writes:
+            if writes:
+                self._write(trainer, pl_module, suffix)
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
-        """Write the files of this suffix; called on every rank, with whole weights."""
+        """Write the files of this suffix; called on rank 0, with whole weights."""
         raise NotImplementedError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_aigc.atomic_file import sync_folder, write_text
-from lightning_aigc.checkpoint.coordination import run_id_of
+from lightning_aigc.checkpoint.coordination import is_gone, run_id_of
 from lightning_aigc.checkpoint.safetensors_file import Layout
 from lightning_aigc.checkpoint.staging import HostBuffer
 from lightning_aigc.checkpoint.storage import (
@@ -30,7 +30,7 @@ from lightning_aigc.errors import SnapshotError
 
 FORMAT = 1
 GRACE_S = 5.0
-"""How long a folder that was renamed may be invisible under its new name on another host."""
+"""Seconds for which a file that was written or renamed last may be invisible on another host."""
 T = TypeVar("T")
 
 
@@ -64,6 +64,8 @@ class Attempt:
     timeout_s: float
     run: str | None
     """The id of the run that has locked the folder; None until it is read from there."""
+    watched: frozenset[int] = frozenset()
+    """The other ranks whose end shows by their locks."""
     parts: list[Part] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -119,6 +121,7 @@ class Attempt:
             files = files | self._poll(
                 lambda rank=rank: self._files_of(folder, rank),  # type: ignore[misc]
                 f"rank {rank} has not written its files",
+                rank,
             )
         fields = {
             "format": FORMAT,
@@ -164,9 +167,14 @@ class Attempt:
 
         self._poll(is_done, "rank 0 has not written the manifest")
 
-    def _poll(self, look: Callable[[], T | None], missing: str) -> T:
+    def _poll(self, look: Callable[[], T | None], missing: str, of_rank: int = 0) -> T:
         end, pause_s = time.monotonic() + self.timeout_s, 0.005
+        gone_since: float | None = None
         while (found := look()) is None:
+            if of_rank in self.watched and of_rank != self.rank and is_gone(self.directory, of_rank):
+                gone_since = gone_since or time.monotonic()
+                if time.monotonic() - gone_since > GRACE_S:
+                    raise SnapshotError(f"{missing}, and its process has ended")
             if time.monotonic() > end:
                 raise SnapshotError(
                     f"{missing} after {self.timeout_s:g} s; all ranks need {self.directory} on a file system they share"

@@ -1,7 +1,7 @@
-"""Processes that share a snapshot folder: a lock that one run holds, and a vote of its ranks by files.
+"""Processes that share a snapshot folder: a lock that one run holds, one of each rank, and a vote of ranks by files.
 
-The kernel holds the lock, so it is free as soon as its owner is gone. Ranks vote by files, because after an error one
-of them may hang in a collective.
+The kernel holds the locks, so each is free as soon as its owner is gone, and the other ranks wait for it no longer.
+Ranks vote by files, because after an error one of them may hang in a collective.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,49 @@ class FolderLock:
         if self._file in _held:
             _held.discard(self._file)
             os.close(self._file)
+
+
+class RankLock:
+    """Locks a rank's own file in the folder until `release`, or until the process ends for any reason."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._path = directory / lock_name(rank)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with contextlib.suppress(OSError):  # on a file system without locks no rank is ever found to be gone
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held.add(self._file)
+
+    def release(self) -> None:
+        if self._file in _held:
+            _held.discard(self._file)
+            os.close(self._file)
+            self._path.unlink(missing_ok=True)
+
+
+def lock_name(rank: int) -> str:
+    return NAME if rank == 0 else f"{NAME}.rank{rank}"
+
+
+def is_gone(directory: Path, rank: int) -> bool:
+    """Whether the process that held this rank's lock has ended; False where that cannot be told."""
+    try:
+        file = os.open(directory / lock_name(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return rank != 0  # it has released its lock
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def visible_ranks(directory: Path, world_size: int) -> frozenset[int]:
+    """The ranks whose locks this process sees, asked while all hold theirs: some file systems lock within a node."""
+    return frozenset(rank for rank in range(world_size) if not is_gone(directory, rank))
 
 
 def _lock(file: int, directory: Path) -> None:
@@ -118,7 +162,14 @@ def check_shared(directory: str, strategy: Any, wait_s: float = SHARED_WAIT_S) -
         )
 
 
-def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wait_s: float | None = None) -> bool:
+def all_agree(
+    directory: Path,
+    rank: int,
+    world_size: int,
+    vote: str | None,
+    wait_s: float | None = None,
+    watched: Collection[int] = (),
+) -> bool:
     """Return whether every rank has cast this same vote, with the same answer on every rank. Callable once a run.
 
     Rank 0 decides, and a rank that gave up waiting withdraws its vote. Answers can differ only if a rank stalls for
@@ -127,6 +178,7 @@ def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wai
     Args:
         directory: the snapshot folder, which all ranks see and rank 0 has opened.
         vote: None votes against.
+        watched: ranks whose end shows by their locks; one that is gone without a vote has voted against.
     """
     wait_s = VOTE_WAIT_S if wait_s is None else wait_s
     run = run_id_of(directory)
@@ -138,7 +190,8 @@ def all_agree(directory: Path, rank: int, world_size: int, vote: str | None, wai
     _put(own, NO if vote is None else vote)
     end, is_extended = time.monotonic() + wait_s, False
     while True:
-        votes = [_get(folder / f"rank{k}") for k in range(world_size)]
+        gone = {k for k in watched if k != rank and is_gone(directory, k)}
+        votes = [_get(folder / f"rank{k}") or (NO if k in gone else None) for k in range(world_size)]
         said = _get(decision)
         if rank == 0:
             if None not in votes or NO in votes or time.monotonic() > end:

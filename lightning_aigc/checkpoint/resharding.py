@@ -1,9 +1,7 @@
 """Resharding: what a rank starts with from a snapshot that another number of ranks wrote.
 
-Sharded tensors are cut anew.
-Gradients of an open accumulation window become their mean over the old ranks, so that their mean over the new ranks is
-the same. The position in the epoch becomes the same fraction of it, at the same micro-batch of a window. A rank without
-a counterpart gets new random states.
+Weights, optimizer states and gradients are those of `whole_state`. The position in the epoch becomes the same fraction
+of it, at the same micro-batch of a window. A rank without a counterpart gets new random states.
 """
 
 from __future__ import annotations
@@ -14,24 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.checkpoint.reader import Snapshot
-from lightning_aigc.sharding.shards import has_shards, recut
 
 
 def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
     """This rank's state; its loaders' states are None, and the loops' counters say where the loaders begin."""
     old = snapshot.world_size
     own: dict[str, Any] = snapshot.rank(rank % old)
-    is_sharded = has_shards(own["checkpoint"])
-    if is_sharded:
-        states = [own if k == rank % old else snapshot.rank(k) for k in range(old)]
-        for key in ("checkpoint", "gradients"):
-            own[key] = recut([state[key] for state in states], rank, world_size)
-    if own["gradients"] and not is_sharded:
-        of_all = [snapshot.rank(k)["gradients"] for k in range(old)]
-        own["gradients"] = {
-            name: _mean([gradients[name] for gradients in of_all if name in gradients], old)
-            for name in own["gradients"]
-        }
     moment = own["moment"]
     moment["places"] = [None] * len(moment["places"])
     current = moment["loops"]["epoch_loop.batch_progress"]["current"]
@@ -58,10 +44,6 @@ def _scaled(batches: int, factor: float, window: int) -> int:
     """As far into the epoch, at the same micro-batch of a window."""
     phase = batches % window
     return max(0, int(batches * factor) - phase) // window * window + phase
-
-
-def _mean(values: list[Tensor], count: int) -> Tensor:
-    return torch.stack([value.double() for value in values]).sum(0).div(count).to(values[0].dtype)
 
 
 def _seed(state: Tensor, rank: int) -> int:

@@ -19,9 +19,9 @@ from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots, newest_co
 from lightning_aigc.checkpoint.resharding import reshard
 from lightning_aigc.checkpoint.run_config import device_name, differences, limits_of, training_config
 from lightning_aigc.checkpoint.storage import MANIFEST, complete_folders, name_of
+from lightning_aigc.checkpoint.whole_state import whole_state
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasShardedTensors, HasSnapshotState
-from lightning_aigc.sharding.shards import has_shards
 
 LATEST = "latest"
 
@@ -60,21 +60,22 @@ class ResumeSession:
             rank_zero_warn(f"not bit for bit the run of the snapshot: {note}")
         is_same = snapshot.world_size == world_size
         own = snapshot.rank(rank) if is_same else reshard(snapshot, rank, world_size)
-        if has_shards(own["checkpoint"]):
-            if not isinstance(trainer.strategy, HasShardedTensors):
-                raise ConfigError(
-                    f"{snapshot.path} is of a sharded run, and {type(trainer.strategy).__name__} keeps weights whole; "
-                    "resume with the strategy of that run (zero_2 or zero_3), on any number of ranks"
-                )
-            for key in ("checkpoint", "gradients"):
-                own[key] = trainer.strategy.from_shards(own[key])
+        saved, now = strategy_kind(own), training_state.strategy_kind(trainer)
+        if saved != now:
+            rank_zero_warn(strategy_caveat(saved, now))
+        if not is_same or saved != now:
+            own["checkpoint"], own["gradients"] = whole_state(snapshot, own)
+        else:
+            own["checkpoint"] = snapshot.shared() | own["checkpoint"]
+            if isinstance(trainer.strategy, HasShardedTensors):
+                for key in ("checkpoint", "gradients"):
+                    own[key] = trainer.strategy.from_shards(own[key])
         self._own = own
 
     def load(self) -> None:
         """Hand Lightning its checkpoint, and the strategy its state."""
         trainer, snapshot, own = self._trainer, self.snapshot, self._own
-        checkpoint = snapshot.shared() | own["checkpoint"]
-        lightning_loops.load_checkpoint(trainer, checkpoint, own["moment"]["loops"], str(snapshot.path))
+        lightning_loops.load_checkpoint(trainer, dict(own["checkpoint"]), own["moment"]["loops"], str(snapshot.path))
         strategy = trainer.strategy
         if own["strategy"] is not None and isinstance(strategy, HasSnapshotState):
             strategy.load_snapshot_state(lambda k: snapshot.rank(k)["strategy"], snapshot.world_size)
@@ -126,6 +127,18 @@ class ResumeSession:
         if loop_state.should_stop and self.snapshot.facts.get("limits") == limits_of(trainer, trainer.lightning_module):
             trainer.should_stop = True
         return loop_state
+
+
+def strategy_kind(own: dict[str, Any]) -> str | None:
+    """Kind of split over the ranks by the strategy that wrote a state; None if each rank has all of it."""
+    return None if own["strategy"] is None else str(own["strategy"]["kind"])
+
+
+def strategy_caveat(saved: str | None, now: str | None) -> str:
+    return (
+        f"the snapshot's strategy is {saved or 'one device or DDP'} and this run's is {now or 'one device or DDP'}: "
+        "weights, optimizer states and schedules go on; what gradient compression had not sent yet is dropped"
+    )
 
 
 def is_snapshot(path: Any) -> bool:

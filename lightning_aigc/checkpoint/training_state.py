@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_aigc.checkpoint.lightning_loops import LoopState, State, dump_checkpoint
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.protocols import HasSnapshotState
+from lightning_aigc.protocols import HasShardedTensors, HasSnapshotState
+from lightning_aigc.sharding.full_state import shard_like
 from lightning_aigc.sharding.shards import to_shards
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
@@ -44,7 +45,9 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
         "buffers": local_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
         "in_eval": training_modes(trainer),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "strategy": strategy.snapshot_state() if isinstance(strategy, HasSnapshotState) else None,
+        "strategy": strategy.snapshot_state() | {"kind": strategy.snapshot_kind}
+        if isinstance(strategy, HasSnapshotState)
+        else None,
         "checkpoint": checkpoint if _ranks_differ(trainer) else per_rank_part(trainer, checkpoint),
     }
     return own, {} if _ranks_differ(trainer) else checkpoint
@@ -53,13 +56,18 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
 def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
     """Restore what Lightning did not load. Call it in `LoopHooks.on_epoch`."""
     module = trainer.lightning_module
-    if _ranks_differ(trainer):  # DDP has broadcast rank 0's
+    if _ranks_differ(trainer) and not isinstance(trainer.strategy, HasShardedTensors):  # DDP has broadcast rank 0's
         module.load_state_dict(own["checkpoint"]["state_dict"], strict=False)
     restore_gradients(module, own["gradients"])
     restore_training_modes(trainer, own["in_eval"])
     local_buffers.restore(module, own["buffers"])
     trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
     LoopState.from_plain(own["moment"], trainer.strategy.root_device).restore(trainer)
+
+
+def strategy_kind(trainer: Trainer) -> str | None:
+    """Kind of split over the ranks by the strategy of a run; None if each rank has all of it."""
+    return trainer.strategy.snapshot_kind if isinstance(trainer.strategy, HasSnapshotState) else None
 
 
 def _ranks_differ(trainer: Trainer) -> bool:
@@ -73,9 +81,8 @@ def gradients(module: LightningModule) -> dict[str, Tensor]:
 def restore_gradients(module: LightningModule, saved: dict[str, Tensor]) -> None:
     for name, parameter in module.named_parameters():
         if name in saved:
-            parameter.grad = (
-                saved[name].to(parameter.device, parameter.dtype).clone(memory_format=torch.preserve_format)
-            )
+            gradient = shard_like(saved[name], parameter)
+            parameter.grad = gradient.to(parameter.device, parameter.dtype).clone(memory_format=torch.preserve_format)
 
 
 class ChangeTracker:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.checkpoint.commit import Attempt, Part, amend_facts
-from lightning_aigc.checkpoint.coordination import FolderLock
+from lightning_aigc.checkpoint.coordination import FolderLock, RankLock, visible_ranks
 from lightning_aigc.checkpoint.safetensors_file import Layout
 from lightning_aigc.checkpoint.serialization import pack
 from lightning_aigc.checkpoint.staging import Copy, HostBuffer, StagingCopies, lower_priority
@@ -53,6 +53,8 @@ class SnapshotWriter:
         self._buffers: dict[str, HostBuffer] = {}
         self._attempts: Counter[int] = Counter()
         self._lock: FolderLock | None = None
+        self._rank_lock: RankLock | None = None
+        self._watched: frozenset[int] = frozenset()
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -69,8 +71,19 @@ class SnapshotWriter:
             if self.rank == 0 and self._lock is None:
                 self._lock = FolderLock(self.directory)
                 tidy(self.directory)
+            if self.rank > 0 and self._rank_lock is None:
+                self._rank_lock = RankLock(self.directory, self.rank)
         except OSError as error:
             raise SnapshotError(f"no snapshots can be written to {self.directory}: {_reason(error)}") from error
+
+    def watch_ranks(self) -> None:
+        """Wait no longer for a rank that is gone. Call it once all ranks have opened the folder."""
+        self._watched = visible_ranks(self.directory, self.world_size)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The ranks whose end shows by their locks."""
+        return self._watched
 
     def save(
         self,
@@ -103,6 +116,7 @@ class SnapshotWriter:
             self.world_size,
             self.commit_timeout_s,
             run=self._lock.run if self._lock else None,
+            watched=self._watched,
         )
         self._attempts[step] += 1
         self.join()
@@ -160,9 +174,10 @@ class SnapshotWriter:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            for lock in (self._lock, self._rank_lock):
+                if lock is not None:
+                    lock.release()
+            self._lock = self._rank_lock = None
 
     def _lay_out(self, work: Attempt, stem: str, state: Any) -> list[Copy]:
         tensors, tree = pack(state)

@@ -12,6 +12,7 @@ from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint.lightning_loops import load_for_evaluation
 from lightning_aigc.checkpoint.reader import Snapshot, newest_complete
 from lightning_aigc.checkpoint.resume import LATEST, is_snapshot
+from lightning_aigc.checkpoint.whole_state import whole_checkpoint
 from lightning_aigc.errors import ConfigError
 
 UNTRAINED = "none"
@@ -44,7 +45,7 @@ def load_weights(trainer: Trainer, ckpt_path: str | None) -> str | None:
         _say(trainer, f"weights: the untrained model, because {directory} has no snapshot")
         return None
     _say(trainer, f"weights: the snapshot of step {snapshot.step}, {snapshot.path}")
-    load_for_evaluation(trainer, snapshot.shared() | snapshot.rank(0)["checkpoint"])
+    load_for_evaluation(trainer, whole_checkpoint(snapshot))
     return str(snapshot.path)
 
 

@@ -100,7 +100,8 @@ def lost_rank_sentence(error: RuntimeError) -> str | None:
         return None
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     said = said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "of this process"
+    variables = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    rank = next((value for name in variables if (value := os.environ.get(name))), "of this process")
     return (
         f"rank {rank} lost the others: {said}. Another rank has stopped, hangs or cannot be reached; the first error in"
         " the ranks' logs says why"

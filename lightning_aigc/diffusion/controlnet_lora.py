@@ -18,7 +18,6 @@ from torch import Tensor
 from lightning_aigc.diffusion.controlnet_model import single_file_name
 from lightning_aigc.diffusion.lora_targets import UNET_LAYERS, lora_config
 from lightning_aigc.diffusion.tensor_stream import DeferredTensor, write_tensors
-from lightning_aigc.sharding.whole_weights import whole_state
 
 TRAINED_WHOLE = ("controlnet_cond_embedding", "conv_in", "controlnet_down_blocks", "controlnet_mid_block")
 """Parts of a ControlNet that a LoRA cannot replace: the hint embedding, the first and the zero convolutions."""
@@ -42,7 +41,7 @@ def merged_controlnet(controlnet: ControlNetModel) -> ControlNetModel:
     state = _plain_state(controlnet)
     for name, (down, up) in lora.items():
         weight = state[f"{name}.weight"]
-        state[f"{name}.weight"] = weight + (up.flatten(1) @ down.flatten(1)).reshape(weight.shape).to(weight.dtype)
+        state[f"{name}.weight"] = weight + (up.flatten(1) @ down.flatten(1)).reshape(weight.shape).to(weight)
     with torch.device("meta"):
         made: Any = ControlNetModel.from_config(controlnet.config)
     made.load_state_dict(state, assign=True)
@@ -75,7 +74,7 @@ def save_control_lora(path: Path, controlnet: ControlNetModel, dtype: torch.dtyp
 
 def _lora_layers(controlnet: ControlNetModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Each adapted layer's two matrices, the first [rank, in, ...], the second [out, rank, ...] times the scale."""
-    state = whole_state(controlnet)
+    state = controlnet.state_dict()
     return {
         name: (
             state[f"{name}.lora_A.{ADAPTER}.weight"],
@@ -90,6 +89,6 @@ def _plain_state(controlnet: ControlNetModel) -> dict[str, Tensor]:
     """The ControlNet's weights under the names of one without a LoRA."""
     return {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in whole_state(controlnet).items()
+        for name, tensor in controlnet.state_dict().items()
         if ".lora_" not in name
     }

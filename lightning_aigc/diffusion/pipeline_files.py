@@ -31,7 +31,6 @@ from lightning_aigc.diffusion.single_file_names import (
 from lightning_aigc.diffusion.tensor_stream import DeferredTensor, write_tensors
 from lightning_aigc.errors import ModelError
 from lightning_aigc.sharding.own_class import own_class
-from lightning_aigc.sharding.whole_weights import whole_state
 from lightning_aigc.tiny.embedded import resolve
 
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
@@ -153,7 +152,7 @@ def single_file_tensors(
 
 def deferred(module: nn.Module, dtype: torch.dtype | None, folder: Path | None = None) -> dict[str, DeferredTensor]:
     """A module's state; out of the one weights file of `folder`, if that has the same names and so all their bits."""
-    state = whole_state(module)
+    state = module.state_dict()
     for file in WEIGHTS.values():
         if folder is not None and (folder / file).is_file():
             with safetensors.safe_open(folder / file, framework="pt") as opened:

@@ -15,6 +15,7 @@ from lightning_aigc.gradient_sync.autotune import choose_mode, measure_modes
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.dense import Dense
 from lightning_aigc.gradient_sync.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.model_checks import refuse_complex
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.powersgd import advice
 from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT, ProcessGroups
@@ -36,6 +37,7 @@ def make_sync(
     Raises: ConfigError for options that do not fit the parameters or the ranks.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
+    refuse_complex(options.mode, trained)
     flat = options.mode in FLAT_MODES
     if flat and options.hierarchical is True:
         raise ConfigError(f"mode {options.mode} adds up over all ranks at once; leave hierarchical at auto")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -12,6 +14,19 @@ def trained_parameters(ddp: DistributedDataParallel) -> list[tuple[str, nn.Param
     """Return the parameters that DDP syncs, by their names in the module it wraps."""
     ignored = ddp.parameters_to_ignore
     return [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def refuse_complex(mode: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Check that a mode that computes with gradients as real numbers gets no complex one.
+
+    Raises: ConfigError with the first parameter that is complex.
+    """
+    name = next((name for name, parameter in parameters if parameter.is_complex()), None)
+    if name is not None and mode != "dense":
+        raise ConfigError(
+            f"{name} has complex values, and mode {mode} computes with real ones; use mode: dense, or keep the "
+            "parameter as torch.view_as_real and make it complex in the forward"
+        )
 
 
 def refuse_sparse_gradients(ddp: DistributedDataParallel) -> None:

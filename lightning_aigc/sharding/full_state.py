@@ -31,13 +31,16 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     Args: keep: whether this rank wants the result; else it takes part, and None stands for each of them.
     """
 
-    def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        full = leaf.detach().full_tensor()  # type: ignore[attr-defined]
-        return full.cpu() if keep else None
+    return map_tree(tree, lambda leaf: full_tensor(leaf, keep=keep) if isinstance(leaf, DTensor) else leaf)
 
-    return map_tree(tree, whole)
+
+@torch.no_grad()
+def full_tensor(tensor: DTensor, *, keep: bool) -> Tensor | None:
+    """Return the whole of a sharded tensor on the CPU, None on a rank that does not keep it. Collective."""
+    mesh = tensor.device_mesh
+    part = local_part(tensor.detach()).to(mesh.device_type)  # offloaded parts lie where the mesh has no backend
+    full = sharded(part, mesh, tensor.placements, tensor.shape, tensor.stride()).full_tensor()
+    return full.cpu() if keep else None
 
 
 @torch.no_grad()

@@ -16,8 +16,13 @@ from lightning_aigc.sharding.own_class import own_class
 
 BLOCKS = frozenset({"ResnetBlock2D", "BasicTransformerBlock"})
 """Block classes of a model that names none itself."""
-READ_INSIDE = frozenset({"ResnetBlock2D", "Transformer2DModel", "BasicTransformerBlock", "Attention", "FeedForward"})
-"""Classes whose fused forwards read the parameters of the modules inside: these may have no group of their own."""
+READ_INSIDE = frozenset(
+    (
+        "ResnetBlock2D", "Transformer2DModel", "BasicTransformerBlock", "Attention", "FeedForward",
+        "MultiheadAttention", "TransformerEncoderLayer",
+    )
+)  # fmt: skip
+"""Classes whose forwards, fused or torch's own, read the parameters of the modules inside, which so have no group."""
 LARGE = 1_000_000
 """Trained values of a module that is worth a group of its own."""
 SMALLEST_SHARE = 64

@@ -58,6 +58,7 @@ def shard_model(
     Returns: the groups, innermost first.
     Raises: ConfigError for a model that cannot be cut so.
     """
+    _prepare_parameters(root, stage)
     groups = make_groups(root)
     blocks = block_count(root, groups)
     if not groups:
@@ -110,6 +111,21 @@ def shard_model(
         for part in called_parts(root):
             part.register_forward_hook(free_without_backward)
     return groups
+
+
+def _prepare_parameters(root: nn.Module, stage: int) -> None:
+    """Check that each trained parameter has rows to cut, and lay it out by rows."""
+    for name, parameter in root.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        kind = "no dimension" if parameter.dim() == 0 else "no value" if parameter.numel() == 0 else None
+        kind = "complex values" if parameter.is_complex() else kind
+        if kind is not None:
+            raise ConfigError(
+                f"stage {stage} cuts parameters by rows, and {name} has {kind}; give it shape [1] or real values, "
+                "freeze it with requires_grad_(False), or use strategy zero_1, which keeps weights whole"
+            )
+        parameter.data = parameter.data.contiguous()  # torch refuses another layout, such as channels_last
 
 
 def sharded_parts(root: nn.Module) -> list[tuple[FSDPModule, list[tuple[str, Any]]]]:

@@ -68,7 +68,7 @@ def gradient_norm(gradients: Sequence[Tensor], loss: Tensor | None = None) -> Te
     device = gradients[0].device
     square = torch.zeros((), device=device)
     if parts:
-        square = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
+        square = torch.stack(_norms(parts)).square().sum()
     sharded = next((tensor for tensor in gradients if isinstance(tensor, DTensor)), None)
     if loss is not None:
         square = square + 0 * loss.detach().reshape(()).to(device)
@@ -76,6 +76,15 @@ def gradient_norm(gradients: Sequence[Tensor], loss: Tensor | None = None) -> Te
         square = square.to(sharded.device_mesh.device_type)  # offloaded gradients lie in host memory
         dist.all_reduce(square, group=sharded.device_mesh.get_group())
     return square.sqrt()
+
+
+def _norms(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the L2 norm of each tensor, float32, in any order."""
+    real = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    wide = [part for part in real if part.dtype == torch.float64]  # their norm is never computed in float32
+    narrow = [part for part in real if part.dtype != torch.float64]
+    norms = torch._foreach_norm(narrow, 2, torch.float32) if narrow else ()
+    return [*norms, *(torch.linalg.vector_norm(part).float() for part in wide)]
 
 
 def is_finite(norm: Tensor) -> bool:

@@ -49,29 +49,35 @@ def has_shards(tree: Any) -> bool:
     return any(map(has_shards, inside))
 
 
-def recut(trees: Sequence[Any], rank: int, ranks: int) -> Any:
-    """Return the rows of a rank among `ranks`, from the trees of all ranks that saved; the rest is the first tree's."""
+def joined(trees: Sequence[Any], *, mean: bool = False) -> Any:
+    """Return a nested value with whole tensors, from the trees of all ranks that saved; the rest is the first tree's.
+
+    Args: mean: floating-point tensors that are not sharded become their mean over the ranks.
+    """
     first = trees[0]
     if _is_shard(first):
-        rows = first["rows"]
-        each = -(-rows // ranks)
-        start = min(rows, rank * each)
-        return {"first_row": start, "rows": rows, "part": _rows(trees, start, min(rows, start + each))}
+        return _whole(trees)
+    if not mean and not has_shards(first):  # such as a callback's records, of which rank 0 may have more
+        return first
     if isinstance(first, dict):
-        return {key: recut([tree[key] for tree in trees], rank, ranks) for key in first}
+        return {key: joined([tree[key] for tree in trees], mean=mean) for key in first}
     if isinstance(first, (list, tuple)):
-        return type(first)(recut(list(of_all), rank, ranks) for of_all in zip(*trees, strict=True))
+        return type(first)(joined(list(of_all), mean=mean) for of_all in zip(*trees, strict=True))
+    if mean and isinstance(first, Tensor) and first.is_floating_point():
+        return sum(tree.double() for tree in trees).div(len(trees)).to(first.dtype)
     return first
 
 
-def _rows(trees: Sequence[Any], start: int, stop: int) -> Tensor:
-    parts = []
+def _whole(trees: Sequence[Any]) -> Tensor:
+    """Join the rows of all ranks. Rows on several nodes become their mean: gradients of an open window differ."""
+    of_row: dict[int, list[Tensor]] = {}
     for tree in trees:
-        part, at = tree["part"], tree["first_row"]
-        low, high = max(start, at), min(stop, at + len(part))
-        if low < high:
-            parts.append(part[low - at : high - at])
-    return torch.cat(parts) if parts else trees[0]["part"][:0].clone()
+        of_row.setdefault(tree["first_row"], []).append(tree["part"])
+    parts = [of_row[row] for row in sorted(of_row)]
+    return torch.cat(
+        [joined(copies, mean=True) if len(copies) > 1 else copies[0] for copies in parts if len(copies[0])]
+        or [trees[0]["part"]]
+    )
 
 
 def _is_shard(value: Any) -> bool:

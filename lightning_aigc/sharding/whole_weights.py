@@ -1,4 +1,4 @@
-"""Gather all weights for a while, so that one rank alone may run the model, or read it."""
+"""Gather all weights for a while, so that one rank alone may run the model, or write it to a file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_aigc.sharding.fsdp_groups import fsdp_groups
+from lightning_aigc.sharding.full_state import full_tensor
 
 _gathered: set[int] = set()
 """Ids of the modules whose weights stay gathered now."""
@@ -39,14 +41,36 @@ def whole_weights(root: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
-    """A module's state_dict within `whole_weights`, where its own `state_dict()` would cut the weights again."""
-    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return {name: tensor.detach() for name, tensor in found.items()}
+@contextmanager
+def whole_on_host(root: nn.Module, *, keep: bool) -> Iterator[None]:
+    """Put all sharded weights whole in host memory within the block, in their own dtype, and back after it.
+
+    `state_dict()` and all else that reads parameters finds ordinary tensors. `whole_weights` gathers in the dtype of
+    the computation and on the device, so what is written from it would be rounded under bf16-mixed.
+
+    Collective at its beginning only; every rank enters. A device holds one weight whole at a time.
+    Args: keep: whether this rank reads the weights; else it takes part in gathering, and keeps its shards.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    whole: dict[int, nn.Parameter] = {}
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in whole:
+                tensor = full_tensor(parameter, keep=keep)
+                whole[id(parameter)] = parameter if tensor is None else nn.Parameter(tensor, parameter.requires_grad)
+            replaced.append((module._parameters, name, parameter))
+    for parameters, name, parameter in replaced:
+        parameters[name] = whole[id(parameter)]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter
 
 
 def free_without_backward(module: nn.Module, args: Any, output: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightning_aigc.cluster import env_settings
 from lightning_aigc.strategies.device_order import agree_on_order
+from lightning_aigc.strategies.parent_watch import watch_parent
 from lightning_aigc.strategies.roll_call import call_roll, open_store
 
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
@@ -98,6 +100,8 @@ class DeviceProcessGroup(Parent):
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
         assert self.cluster_environment is not None
+        if isinstance(self.cluster_environment, LightningEnvironment) and self.local_rank > 0:
+            watch_parent(self.global_rank)
         arguments: dict[str, Any] = {"timeout": self._timeout}
         if self.root_device.type == "cuda":
             arguments["device_id"] = self.root_device

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
@@ -27,6 +27,7 @@ from lightning_aigc.gradient_sync.sync_error import explain, is_of_a_collective
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.report.record import SyncResult
 from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.refused import refuse_optimizers
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
 from lightning_aigc.strategies.sync_metrics import log_step, sync_metrics
 from lightning_aigc.strategies.watched_ddp import WatchedDDPStrategy
@@ -38,6 +39,8 @@ NAMES = {
     "npu_sparse_notebook": ("fork", False),
 }
 """Registered names: how ranks are started, and whether parameters may go without a gradient."""
+LOCAL = "npu_sparse in mode local"
+"""The kind of a snapshot whose ranks have a model each."""
 
 
 class NPUSparseStrategy(WatchedDDPStrategy):
@@ -156,6 +159,11 @@ class NPUSparseStrategy(WatchedDDPStrategy):
                     find_unused_parameters=find_unused,
                 )
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1 and self.options.mode != "dense":
+            refuse_optimizers(f"npu_sparse in mode {self.options.mode}", self.optimizers, shares=False, cuts=False)
+
     # The sync
 
     def _register_ddp_hooks(self) -> None:
@@ -225,7 +233,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
 
     def _is_step_finite(self) -> bool:
         report = None if self._sync is None else self._sync.finish_step()
-        return report is None or report.finite
+        return (report is None or report.finite) and self._is_late_finite
 
     def _after_step(self) -> None:
         self._optimizer_steps += 1
@@ -235,7 +243,8 @@ class NPUSparseStrategy(WatchedDDPStrategy):
             log_step(self.lightning_module, self._sync, self._optimizer_steps)
         every = self.options.checksum_every_n_steps
         if every and self._optimizer_steps % every == 0 and not self.ranks_differ:
-            check_equal(self._parameters)
+            assert isinstance(self.model, DistributedDataParallel)
+            check_equal(trained_parameters(self.model))
         self._note_progress(self._optimizer_steps)
 
     def sync_metrics(self) -> dict[str, float]:
@@ -262,6 +271,10 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         """Whether the ranks' parameters and optimizers differ now."""
         return self._sync is not None and self._sync.has_rank_local_parameters
 
+    @property
+    def snapshot_kind(self) -> str:
+        return LOCAL if self.options.mode == "local" and self.world_size > 1 else "npu_sparse"
+
     def snapshot_state(self) -> dict[str, Any]:
         """Return this rank's sync state, with its residuals, and how many steps it took."""
         sync = None if self._sync is None else self._sync.state_dict()
@@ -269,8 +282,18 @@ class NPUSparseStrategy(WatchedDDPStrategy):
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
         """Load, once there is a sync, what `snapshot_state` returned; `read(rank)` is one of `world_size` ranks'."""
+        if read(0)["kind"] not in ("npu_sparse", LOCAL):
+            return
         self._optimizer_steps = int(read(0)["optimizer_steps"])
-        self._checkpoint.expect(lambda rank: read(rank)["sync"], self.global_rank, self.world_size, world_size)
+
+        def sync_state(rank: int) -> dict[str, Any] | None:
+            state: dict[str, Any] | None = read(rank)["sync"]
+            if state is None or world_size == self.world_size:
+                return state
+            # Another number of ranks goes on from the mean of their models, so no average is on its way any more.
+            return {key: value for key, value in state.items() if key != "flight"}
+
+        self._checkpoint.expect(sync_state, self.global_rank, self.world_size, world_size)
 
     @contextmanager
     def without_averaging(self) -> Iterator[None]:

@@ -23,9 +23,12 @@ def sync_metrics(sync: Sync) -> dict[str, float]:
 
 
 def log_step(module: Any, sync: Sync, optimizer_steps: int) -> None:
-    """Give the loggers of the module's Trainer the last step's numbers, every `log_every_n_steps`."""
+    """Give the loggers of the module's Trainer the last step's numbers, every `log_every_n_steps`; 0 is never."""
     trainer = module.trainer if module is not None else None
-    if trainer is None or sync.report is None or optimizer_steps % trainer.log_every_n_steps:
+    if trainer is None or sync.report is None:
+        return
+    every = trainer.log_every_n_steps
+    if not every or optimizer_steps % every:
         return
     for logger in trainer.loggers:
         logger.log_metrics(sync_metrics(sync), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

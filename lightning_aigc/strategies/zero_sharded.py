@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import LBFGS, Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.between_shards import BetweenShards
@@ -30,12 +31,13 @@ from lightning_aigc.sharding.own_class import own_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
 from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.late_parameters import named
 from lightning_aigc.strategies.local_steps import steps_on_local_parts
+from lightning_aigc.strategies.refused import refuse_callbacks, refuse_optimizers
 from lightning_aigc.strategies.zero import ZeROStrategy
 
 CALLED = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 COMPUTE_DTYPES = {"bf16-mixed": torch.bfloat16}
-MOST_NAMED = 3
 CHECKSUM_EVERY_N_STEPS = 100
 
 
@@ -90,6 +92,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         self._refuse_loss_scale()
+        refuse_callbacks(self.label, trainer)
         self._take_imported(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -101,6 +104,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            refuse_optimizers(self.label, self.optimizers, shares=True, cuts=True)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING and not self.offload_optimizer:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -184,12 +188,9 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         **kwargs: Any,
     ) -> Any:
         """Take the step on all ranks, or on none where a gradient is not finite on any."""
-        if isinstance(optimizer, LBFGS):
-            raise ConfigError(
-                f"{self.label} cannot train with LBFGS, which flattens weights; use AdamW, or strategy ddp"
-            )
 
         def is_step_finite() -> bool:
+            self._refuse_late()
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if not self._unused_were_refused and len(self.optimizers) == 1:
                 self._refuse_unused()
@@ -200,19 +201,36 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
             return finite
 
         with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            try:
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            except RuntimeError as error:
+                if "Sharding propagation failed" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"{self.label} cannot train with {type(optimizer).__name__}: torch has no sharded form of an "
+                    f"operation of its step ({str(error).splitlines()[0]}); use AdamW, or strategy zero_1"
+                ) from error
         if self._sync is not None and self._sync.step % CHECKSUM_EVERY_N_STEPS == 0:
             self._sync.check_equal()
         return result
+
+    def _refuse_late(self) -> None:
+        assert self.lightning_module is not None
+        named_parameters = self.lightning_module.named_parameters()
+        late = [name for name, p in named_parameters if p.requires_grad and not isinstance(p, DTensor)]
+        if late:
+            raise ConfigError(
+                f"{self.label}: {named(late)} began to be trained after the weights were cut over the ranks; unfreeze "
+                "what is trained before the fit, or use strategy zero_1 or npu_sparse, which let layers join on the way"
+            )
 
     def _refuse_unused(self) -> None:
         assert self.lightning_module is not None
         trained = [(name, p) for name, p in self.lightning_module.named_parameters() if p.requires_grad]
         unused = [name for name, p in trained if p.grad is None]
         if unused and len(unused) < len(trained):
-            more = f" and {len(unused) - MOST_NAMED} more" * (len(unused) > MOST_NAMED)
             raise ConfigError(
-                f"{self.label}: the loss does not depend on {', '.join(unused[:MOST_NAMED])}{more}, which would be "
+                f"{self.label}: the loss does not depend on {named(unused)}, which would be "
                 "gathered for nothing and hang where ranks differ; freeze them with requires_grad_(False)"
             )
         self._unused_were_refused = bool(trained)
@@ -221,12 +239,16 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
 
     ranks_differ = True
 
+    @property
+    def snapshot_kind(self) -> str:
+        return f"zero_2 or zero_3 over {self.shard_mesh.size()} ranks"
+
     def snapshot_state(self) -> dict[str, Any]:
         return {} if self._sync is None else {"sync": self._sync.state_dict()}
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
         saved = read(self.global_rank) if world_size == self.world_size else {}
-        if self._sync is not None and "sync" in saved:
+        if self._sync is not None and "sync" in saved and saved["kind"] == self.snapshot_kind:
             self._sync.load_state_dict(saved["sync"])
         elif self._sync is not None:
             rank_zero_info(f"{self.label}: the residuals between nodes start anew: other ranks wrote the snapshot")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -13,12 +12,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from lightning_aigc.errors import ConfigError
 from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
 from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.refused import refuse_optimizers
 from lightning_aigc.strategies.zero import ZeROStrategy
 
 with warnings.catch_warnings():
@@ -45,6 +44,7 @@ class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        refuse_optimizers(self.label, self.optimizers, shares=True, cuts=False)
         around = [share_out(optimizer) for optimizer in self.optimizers]
         for config in self.lr_scheduler_configs:
             scheduler: Any = config.scheduler
@@ -72,15 +72,15 @@ class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
 
     # protocols.HasSnapshotState: each rank's states go into its file of an exact snapshot
 
+    snapshot_kind = "zero_1"
     ranks_differ = False
 
     def snapshot_state(self) -> dict[str, Any]:
         return {"states": [own_states(optimizer) for optimizer in self.optimizers]}
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
-        ranks = [self.global_rank] if world_size == self.world_size else range(world_size)
-        states = [read(rank)["states"] for rank in ranks]
-        self._saved_states = [dict(ChainMap(*of_all)) for of_all in zip(*states, strict=True)]
+        own = read(self.global_rank) if world_size == self.world_size else {}
+        self._saved_states = own["states"] if own.get("kind") == self.snapshot_kind else ()
 
     @contextmanager
     def without_averaging(self) -> Iterator[None]:
@@ -115,6 +115,9 @@ class SharedOptimizer(ZeroRedundancyOptimizer):
     Its own `parameters_as_bucket_view` would make them views of one tensor, contiguous and saved whole with each.
     """
 
+    def _verify_same_dense_param_type(self) -> None:
+        """Accept parameters of several dtypes: they are broadcast by dtype."""
+
     @torch.no_grad()
     def _sync_params(self) -> None:
         for rank, groups in enumerate(self._partition_parameters()):  # type: ignore[attr-defined]
@@ -126,10 +129,8 @@ class SharedOptimizer(ZeroRedundancyOptimizer):
 def share_out(configured: Optimizer) -> ZeroRedundancyOptimizer:
     """Return a ZeroRedundancyOptimizer whose local optimizer is the configured one, with this rank's parameters.
 
-    Raises: ConfigError for an optimizer that needs all parameters at once.
+    Its class has the configured one's name, which messages and progress bars of others say.
     """
-    if isinstance(configured, LBFGS):
-        raise ConfigError("zero_1 cannot share out LBFGS, whose state is one for all parameters; use AdamW, or ddp")
     groups = [dict(group) for group in configured.param_groups]
 
     def with_own_share(own_groups: list[dict[str, Any]], **_: Any) -> Optimizer:
@@ -137,7 +138,8 @@ def share_out(configured: Optimizer) -> ZeroRedundancyOptimizer:
         configured.state.clear()
         return configured
 
-    shared = SharedOptimizer(groups, optimizer_class=with_own_share)  # type: ignore[arg-type]
+    of_name = type(type(configured).__name__, (SharedOptimizer,), {})
+    shared: ZeroRedundancyOptimizer = of_name(groups, optimizer_class=with_own_share)
     if hasattr(configured.step, "_wrapped_by_lr_sched"):
         _count_steps_for_schedule(shared)
     return shared

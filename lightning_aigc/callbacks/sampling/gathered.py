@@ -1,26 +1,43 @@
-"""Weights that one rank alone may read and run, under strategies that shard them too."""
+"""Weights that one rank alone may run or write, under strategies that shard them too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from lightning.pytorch import LightningModule
 
 from lightning_aigc.protocols import HasAveragedWeights
 from lightning_aigc.sharding.layout import is_sharded
-from lightning_aigc.sharding.whole_weights import whole_weights
+from lightning_aigc.sharding.whole_weights import whole_on_host, whole_weights
 
 
 @contextmanager
 def gathered_weights(pl_module: LightningModule) -> Iterator[None]:
-    """Within the block each rank may sample and save by itself, with the average where there is one; every rank enters.
+    """Within the block each rank may sample by itself, with the average where there is one; every rank enters.
 
     Nothing happens to a model that is not sharded: it swaps in its average itself.
     """
     if not is_sharded(pl_module):
         yield
         return
-    average = pl_module.averaged_weights() if isinstance(pl_module, HasAveragedWeights) else nullcontext()
-    with average, whole_weights(pl_module):
+    with _average(pl_module), whole_weights(pl_module):
         yield
+
+
+@contextmanager
+def written_weights(pl_module: LightningModule) -> Iterator[bool]:
+    """Within the block rank 0 may write the weights by itself, with the average where there is one; every rank enters.
+
+    Yields whether this rank is the one that writes.
+    """
+    writes = pl_module.trainer.is_global_zero
+    if not is_sharded(pl_module):
+        yield writes
+        return
+    with _average(pl_module), whole_on_host(pl_module, keep=writes):
+        yield writes
+
+
+def _average(pl_module: LightningModule) -> AbstractContextManager[object]:
+    return pl_module.averaged_weights() if isinstance(pl_module, HasAveragedWeights) else nullcontext()
