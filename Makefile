@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes of pytest: one a core; `make test PARALLEL=` runs them in one.
 PARALLEL ?= -n auto --dist loadscope
 
-.PHONY: demo demo-controlnet demo-sd3 test test-long test-pages test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
+.PHONY: demo demo-controlnet demo-sd3 test test-long test-pairs test-pages test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
@@ -25,10 +25,13 @@ demo-sd3: $(READY)  ## fine-tune the tiny Stable Diffusion 3 on the same brand; 
 	$(BIN)/lightning fit -c configs/sd3_lora_demo.yaml
 
 test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
-	$(BIN)/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "not long and not table and not browser and not pairs" $(PARALLEL)
 
 test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes; on all cores
 	$(BIN)/python -m pytest -q -m long $(PARALLEL)
+
+test-pairs: $(READY)  ## each pair of options in a short training by the command line; MINUTES=10 begins none later, SEED=7 takes another array
+	PAIRS_MINUTES=$(MINUTES) PAIRS_SEED=$(SEED) $(BIN)/python -m pytest -q -m pairs $(if $(PARALLEL),-n auto --dist load)
 
 test-pages: $(READY)  ## report.html, health.html and a comparison of real runs, opened in Chromium without a window
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y --no-install-recommends chromium; } \
@@ -50,7 +53,7 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser" $(PARALLEL) $(addprefix tests/,quantization sharding checkpoint strategies $(addprefix precision/test_,swaps.py replaced_forwards.py overflow.py stock_bits.py))
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser and not pairs" $(PARALLEL) $(addprefix tests/,quantization sharding checkpoint strategies $(addprefix precision/test_,swaps.py replaced_forwards.py overflow.py stock_bits.py))
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes

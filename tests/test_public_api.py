@@ -57,7 +57,7 @@ DEFINED = {
         "HasReferenceImages", "HasShardedTensors", "HasSnapshotState", "HasTrainBatchSize", "HasValidationPrompts",
         "MeasuresSync",
         "ProtectsGradients", "ReportsExampleLosses", "SamplesWithConditions", "SavesLoRA", "SavesModel",
-        "SeesSampleImages", "SupportsControlCheck",
+        "ScoresImages", "SeesSampleImages", "SupportsControlCheck",
         "SupportsSampling", "WritesFinalFiles",
     ],
 }  # fmt: skip
