@@ -19,7 +19,7 @@ from lightning_aigc.diffusion.objectives import example_losses
 from lightning_aigc.diffusion.sampling import Control
 from lightning_aigc.diffusion.whole_model_training import WholeModelTraining
 from lightning_aigc.errors import ModelError
-from lightning_aigc.protocols import HasExampleBatch, HasHeldOutBatches
+from lightning_aigc.protocols import HasHeldOutBatches
 
 SHOWN_CONDITIONS = 16
 """Held-out pictures whose conditions the sample pictures follow."""
@@ -97,6 +97,11 @@ class ConditionedTraining(WholeModelTraining):
         super().setup(stage)
         if stage != "fit":
             return
+        if getattr(self.trainer.datamodule, "has_images", True) is False:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"{type(self).__name__} makes or reads a condition for each image, and the shards of"
+                f" {type(self.trainer.datamodule).__name__} hold latents alone; train with ImageCaptionData"  # type: ignore[attr-defined]
+            )
         has_files = getattr(self.trainer.datamodule, "has_condition_files", None)  # type: ignore[attr-defined]
         if has_files and self.args.conditions != FOLDER:
             raise ModelError(
@@ -177,13 +182,10 @@ class ConditionedTraining(WholeModelTraining):
     def _held_out_conditions(self) -> Tensor:
         if self._shown is None:
             data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
-            if isinstance(data, HasHeldOutBatches):
-                batch = next(iter(data.held_out_loader(SHOWN_CONDITIONS)))
-            elif isinstance(data, HasExampleBatch):  # a stream of encoded images
-                batch = data.example_batch(SHOWN_CONDITIONS)
-            else:
+            if not isinstance(data, HasHeldOutBatches):
                 raise ModelError(
                     "sampling from a ControlNet needs condition images; pass `conditions` [N, C, H, W] in 0..1"
                 )
+            batch = next(iter(data.held_out_loader(SHOWN_CONDITIONS)))
             self._shown = self.conditioning(batch).cpu()
         return self._shown

@@ -18,6 +18,7 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLControlNetPipeline,
 )
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
+from lightning_aigc.data import EncodedImageData
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
@@ -153,3 +155,14 @@ def test_a_controlnet_of_another_family_or_autoencoder_is_one_sentence(sd: str, 
 def test_without_conditions_to_show_a_sample_is_refused(sd: str) -> None:
     with pytest.raises(ModelError, match="needs condition images; pass `conditions`"):
         ControlNetTraining(sd, **QUICK).sample(["a red cup"], [0])
+
+
+def test_shards_which_hold_no_images_are_refused_before_the_first_step(sd: str, tmp_path: Path) -> None:
+    module = ControlNetTraining(sd, conditions="canny", max_train_steps=1)
+    data = EncodedImageData(str(tmp_path))
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+    with pytest.raises(
+        ModelError, match="the shards of EncodedImageData hold latents alone; train with ImageCaptionData"
+    ):
+        module.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
+        module.setup("fit")

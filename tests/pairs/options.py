@@ -35,7 +35,6 @@ FACTORS: dict[str, list[Any]] = {
 U_NETS = ("sd", "sdxl")
 NO_CONTROLNET = ("flux2",)
 CONTROL = ("controlnet", "controlnet_lora")
-WHOLE = ("full", "controlnet")
 SHARDED = ("zero_2", "zero_3")
 
 PLAIN: Row = {name: values[0] for name, values in FACTORS.items()}
@@ -51,6 +50,13 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "text_encoder": True}
         if family in NO_CONTROLNET:
             yield {"family": family, "method": "controlnet"}
+    for strategy in ("zero_1", "zero_2", "zero_3"):
+        yield {"strategy": strategy, "optimizer": "Prodigy"}
+    yield {"strategy": "zero_1", "optimizer": "AdamWScheduleFree"}
+    for strategy in SHARDED:
+        yield {"strategy": strategy, "optimizer": "Adafactor"}
+        yield {"strategy": strategy, "precision": "16-mixed"}
+    yield from ({"method": method, "source": "shards"} for method in CONTROL)
     for base in ("int8", "nf4", "budget"):
         yield {"method": "dora", "base": base}
         yield {"method": "full", "base": base}

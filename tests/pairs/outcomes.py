@@ -21,6 +21,7 @@ from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from pairs.options import CONTROL, U_NETS, Row
 
 LIMIT_S = 400
+LORA_UPS = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up")
 
 
 class Ended(NamedTuple):
@@ -87,7 +88,7 @@ def check_result(row: Row, base: Path, root: Path) -> None:
     else:
         pipeline = DiffusionPipeline.from_pretrained(base, **optional)
         file = root / "zorp.diffusers.safetensors" if row["method"] == "dora" else root / "zorp.safetensors"
-        ups = {k: v for k, v in load_file(file).items() if ("lora_B" in k or "lora_up" in k)}
+        ups = {k: v for k, v in load_file(file).items() if any(end in k for end in LORA_UPS)}
         assert ups and _largest(ups) > 0, "lora_B did not move"
         assert any("text" in k or "te" in k.split("_") for k in ups) or not row["text_encoder"]
         pipeline.load_lora_weights(file)

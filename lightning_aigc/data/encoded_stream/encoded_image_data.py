@@ -48,6 +48,9 @@ class EncodedImageData(LightningDataModule):
         seed: Seed of order, flips and dropout.
     """
 
+    has_images = False
+    """Shards hold latents and no images, of which a ControlNet's conditions could be made."""
+
     def __init__(
         self,
         shards_dir: str,
