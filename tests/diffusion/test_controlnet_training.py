@@ -161,8 +161,7 @@ def test_shards_which_hold_no_images_are_refused_before_the_first_step(sd: str, 
     module = ControlNetTraining(sd, conditions="canny", max_train_steps=1)
     data = EncodedImageData(str(tmp_path))
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
-    with pytest.raises(
-        ModelError, match="the shards of EncodedImageData hold latents alone; train with ImageCaptionData"
-    ):
-        module.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
+    module.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
+    said = "the shards of EncodedImageData hold latents alone; train with ImageCaptionData"
+    with pytest.raises(ModelError, match=said):
         module.setup("fit")
