@@ -70,7 +70,7 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
         "lr_scheduler": RATES.get(row["rate"], "constant"),
         "use_ema": row["ema"],
         "gradient_checkpointing": row["checkpointing"],
-        "base_quantization": _quantization(row, base),
+        "base_quantization": quantization_of(row, base),
         "validation_prompts": ["a zorp cup"],
         "validation_steps": 2,
         "num_validation_images": 1,
@@ -97,7 +97,8 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
     }
 
 
-def _quantization(row: Row, base: Path) -> Any:
+def quantization_of(row: Row, base: Path) -> Any:
+    """The model's `base_quantization`."""
     if row["base"] != "budget":
         return None if row["base"] == "whole" else row["base"]
     folders = ("unet", "transformer", "text_encoder*")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import time
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fakes.pipelines import SIDE
+from fakes.ranks import IMPORTED_ONCE, meeting_point
+from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from pairs.options import CONTROL, U_NETS, Row
 
@@ -36,36 +39,63 @@ class Ended(NamedTuple):
         return sorted({line for line in self.said.splitlines() if line.startswith("error:")})
 
 
-def run(*words: object, kill_when: Path | None = None, log: Path) -> Ended:
-    """Run the `lightning` command; with `kill_when`, kill all its processes once a file of that pattern is there."""
-    command = [sys.executable, "-m", "lightning_aigc", *map(str, words)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None) -> Ended:
+    """Run the `lightning` command on so many ranks; with `kill_when`, kill them once a file of that pattern is there.
+
+    The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED_ONCE, "lightning_aigc.cli.trainer_verbs", "diffusers", "transformers"])
+    with meeting_point() as where:
+        given = [(rank, ranks, [str(word) for word in words], str(log), where) for rank in range(ranks)]
+        processes = [context.Process(target=_command, args=one) for one in given]
+        for process in processes:
+            process.start()
         ends = time.monotonic() + LIMIT_S
-        while process.poll() is None and time.monotonic() < ends:
+        while any(process.is_alive() for process in processes) and time.monotonic() < ends:
             if kill_when is not None and any(kill_when.parent.glob(kill_when.name)):
                 break
             time.sleep(0.05)
         is_late = time.monotonic() >= ends
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-    said = log.read_text(errors="replace")
+        for process in processes:
+            process.kill()
+            process.join()
+    said = "".join(Path(f"{log}.{rank}").read_text(errors="replace") for rank in range(ranks))
     assert not is_late, f"no end after {LIMIT_S} s: {said[-2000:]}"
-    return Ended(code, said)
+    return Ended(max((process.exitcode or 0 for process in processes), key=abs), said)
+
+
+def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str, str]) -> None:
+    warnings.simplefilter("ignore")
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if ranks > 1:
+        os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+    torch.set_num_threads(1)
+    with Path(f"{log}.{rank}").open("w") as output:
+        for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
+            os.dup2(output.fileno(), stream)
+    sys.argv = ["lightning", *words]
+    try:
+        main(words)
+    except SystemExit as stop:
+        sys.stdout.flush()
+        os._exit(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def train(row: Row, config: Path, root: Path) -> Ended:
     """Fit a config; where the row says so, kill it after its first snapshot and resume."""
+    ranks = 1 if row["strategy"] == "auto" else 2
     if row["ending"] == "whole":
-        return run("fit", "-c", config, log=config.with_name("fit.log"))
-    snapshots = root / "snapshots"
-    snapshots.mkdir(parents=True)
-    killed = run("fit", "-c", config, kill_when=snapshots / "*", log=config.with_name("killed.log"))
+        return run("fit", "-c", config, log=config.with_name("fit.log"), ranks=ranks)
+    snapshots, log = root / "snapshots", config.with_name("killed.log")
+    killed = run("fit", "-c", config, log=log, ranks=ranks, kill_when=snapshots / "*" / "manifest.json")
     assert killed.code != 0 or (root / "report.html").exists(), killed.said[-2000:]
     if killed.errors:
         return killed
-    return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"))
+    return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"), ranks=ranks)
 
 
 def check_result(row: Row, base: Path, root: Path) -> None:

@@ -14,12 +14,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from pairs.configs import folder_data, kind_of, make_base, make_config, make_images, precision_of
+from pairs.configs import folder_data, kind_of, make_base, make_config, make_images, precision_of, quantization_of
 from pairs.options import PLAIN, Row, allowed_pairs, covering_array, refused
 from pairs.outcomes import Ended, check_export, check_result, run, train
 
@@ -53,12 +52,14 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
-def _encode(family: str, method: str, precision: str, get: Callable[..., Path], folder: Path) -> Path:
-    row = PLAIN | {"family": family, "method": method, "precision": precision}
+def _encode(family: str, precision: str, base: str, get: Callable[..., Path], folder: Path) -> Path:
+    row = PLAIN | {"family": family, "precision": precision, "base": base}
     data = folder_data(row, get("images", "zorp"), get("images", "plain"), folder)
-    model: dict[str, Any] = {"pretrained_model_name_or_path": str(get("base", family))}
-    if "controlnet" in method:
-        model["conditions"] = "canny"
+    base_folder = get("base", family)
+    model = {
+        "pretrained_model_name_or_path": str(base_folder),
+        "base_quantization": quantization_of(row, base_folder),
+    }
     config = {
         "trainer": {"accelerator": "cpu", **precision_of(row)},
         "model": {"class_path": kind_of(row), "init_args": model},
@@ -72,8 +73,7 @@ def _encode(family: str, method: str, precision: str, get: Callable[..., Path], 
 
 def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended, Path, Path]:
     base, root = materials("base", row["family"]), folder / "run"
-    method = "controlnet" if "controlnet" in row["method"] else "lora"
-    shards = materials("shards", row["family"], method, row["precision"]) if row["source"] == "shards" else folder
+    shards = materials("shards", row["family"], row["precision"], row["base"]) if row["source"] == "shards" else folder
     config = make_config(row, base, materials("images", "zorp"), materials("images", "plain"), shards, root)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return train(row, folder / "config.yaml", root), base, root
