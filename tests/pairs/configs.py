@@ -78,6 +78,8 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
         "checkpointing_steps": 2,
         "output_name": "zorp",
     }
+    if row["family"] not in U_NETS:
+        model["sample_resolution"] = SIDE
     if is_lora or row["method"] == "controlnet_lora":
         model["rank"] = 4
     if row["method"] == "dora":
@@ -116,7 +118,10 @@ def precision_of(row: Row) -> dict[str, Any]:
 
 
 def _trainer(row: Row, root: Path) -> dict[str, Any]:
-    callbacks: list[dict[str, Any]] = [{"class_path": "GradientHealthMonitor"}]
+    callbacks: list[dict[str, Any]] = [
+        {"class_path": "GradientHealthMonitor"},
+        {"class_path": "RunReport", "init_args": {"num_images": 1}},
+    ]
     if row["guard"]:
         guard = {"every_n_steps": 2, "num_images": 2, "clip_model": "embedded:clip"}
         callbacks.append({"class_path": "CLIPConvergenceGuard", "init_args": guard})
