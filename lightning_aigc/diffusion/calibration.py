@@ -49,11 +49,12 @@ def _sampled(module: Any) -> tuple[Tensor, dict[str, Any]]:
     parts = module.loaded()
     pipeline = make_pipeline(parts, module.sampling_config())
     count = len(OWN_PROMPTS)
-    dtype = parts.denoiser.dtype
+    dtype, side = parts.denoiser.dtype, module.args.get("sample_resolution")
+    size_given = {} if side is None else {"height": side, "width": side}
     with evaluating(parts.denoiser), torch.autocast(module.device.type, dtype=dtype, enabled=dtype != torch.float32):
         latents_NCHW = pipeline(
             prompt=list(OWN_PROMPTS), num_inference_steps=OWN_STEPS, guidance_scale=1.0, output_type="latent",
-            generator=[torch.Generator().manual_seed(seed) for seed in range(count)],
+            generator=[torch.Generator().manual_seed(seed) for seed in range(count)], **size_given,
         ).images  # fmt: skip
     side = latents_NCHW.shape[-1] * pipeline.vae_scale_factor
     size = torch.tensor([[side, side]] * count)

@@ -50,6 +50,8 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "text_encoder": True}
         if family in NO_CONTROLNET:
             yield {"family": family, "method": "controlnet"}
+    yield {"family": "sd3", "export": "kohya"}  # its layers have no other names than diffusers'
+    yield {"optimizer": "AdamWScheduleFree", "rate": "cosine"}
     for strategy in ("zero_1", "zero_2", "zero_3"):
         yield {"strategy": strategy, "optimizer": "Prodigy"}
     yield {"strategy": "zero_1", "optimizer": "AdamWScheduleFree"}

@@ -125,13 +125,22 @@ def check_result(row: Row, base: Path, root: Path) -> None:
     _draws(pipeline, extra)
 
 
+def export(row: Row, base: Path, root: Path, folder: Path) -> Ended:
+    """Export the LoRA as the row says."""
+    lora = root / ("zorp.diffusers.safetensors" if row["method"] == "dora" else "zorp.safetensors")
+    target = ("--merge_into", base) if row["export"] == "merge" else ("--to", row["export"])
+    return run("export", lora, *target, "--output", exported(row, folder), log=folder / "export.log")
+
+
+def exported(row: Row, folder: Path) -> Path:
+    """The file or folder that `export` writes."""
+    return folder / ("merged" if row["export"] == "merge" else "exported.safetensors")
+
+
 def check_export(row: Row, base: Path, root: Path, folder: Path) -> None:
     """Export the LoRA as the row says and load that in plain diffusers."""
-    lora = root / ("zorp.diffusers.safetensors" if row["method"] == "dora" else "zorp.safetensors")
     optional = dict.fromkeys(FAMILIES[row["family"]].optional_folders)
-    output = folder / ("merged" if row["export"] == "merge" else "exported.safetensors")
-    target = ("--merge_into", base) if row["export"] == "merge" else ("--to", row["export"])
-    ended = run("export", lora, *target, "--output", output, log=folder / "export.log")
+    output, ended = exported(row, folder), export(row, base, root, folder)
     assert ended.code == 0, ended.said[-2000:]
     if row["export"] == "merge":
         _draws(DiffusionPipeline.from_pretrained(output, **optional), {})
