@@ -5,6 +5,7 @@ Legend: N pictures, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.diffusion.evaluation import SeededNoise
-from lightning_aigc.diffusion.sampling import make_pipeline
+from lightning_aigc.diffusion.sampling import TimeLimit, generate
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import HasExampleBatch
 
@@ -45,19 +46,16 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
 
 
 def _sampled(module: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Latents that the model denoises for `OWN_PROMPTS`, [N, C, H, W], and their batch."""
-    parts = module.loaded()
-    pipeline = make_pipeline(parts, module.sampling_config())
+    """Latents of images that the model generates for `OWN_PROMPTS`, [N, C, H, W], and their batch."""
     count = len(OWN_PROMPTS)
-    dtype, side = parts.denoiser.dtype, module.args.get("sample_resolution")
-    size_given = {} if side is None else {"height": side, "width": side}
-    with evaluating(parts.denoiser), torch.autocast(module.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        latents_NCHW = pipeline(
-            prompt=list(OWN_PROMPTS), num_inference_steps=OWN_STEPS, guidance_scale=1.0, output_type="latent",
-            generator=[torch.Generator().manual_seed(seed) for seed in range(count)], **size_given,
-        ).images  # fmt: skip
-    side = latents_NCHW.shape[-1] * pipeline.vae_scale_factor
-    size = torch.tensor([[side, side]] * count)
-    return latents_NCHW.float(), {
-        "captions": list(OWN_PROMPTS), "original_size": size, "target_size": size, "crop_top_left": size * 0,
+    images_N3HW = generate(
+        module.loaded(), module.sampling_config(), list(OWN_PROMPTS), list(range(count)), device=module.device,
+        num_inference_steps=OWN_STEPS, guidance_scale=1.0, time_limit=TimeLimit(math.inf),
+        resolution=module.args.get("sample_resolution"),
+    )  # fmt: skip
+    size = torch.tensor([list(images_N3HW.shape[-2:])] * count)
+    batch = {
+        "pixel_values": images_N3HW * 2 - 1, "captions": list(OWN_PROMPTS), "original_size": size,
+        "target_size": size, "crop_top_left": size * 0,
     }  # fmt: skip
+    return module.encoders.latents(batch, SeededNoise(range(count)).normal_like), batch

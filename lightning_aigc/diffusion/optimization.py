@@ -12,7 +12,7 @@ from diffusers.optimization import get_scheduler
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, _enable_get_lr_call
 
 from lightning_aigc.diffusion.averaging import is_schedule_free
 from lightning_aigc.errors import ModelError
@@ -137,7 +137,8 @@ def follow_new_end(trainer: Trainer) -> None:
         groups = schedule.optimizer.param_groups
         if [float(group["lr"]) for group in groups] != [float(rate) for rate in schedule.get_last_lr()]:
             continue
-        schedule._last_lr = list(schedule.get_lr())
+        with _enable_get_lr_call(schedule):  # get_lr warns outside of a step
+            schedule._last_lr = list(schedule.get_lr())
         for group, rate in zip(groups, schedule._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(float(rate))

@@ -117,8 +117,6 @@ def generate(
     networks = [parts.denoiser, *parts.text_encoders] + ([control.controlnet] if control is not None else [])
     pipeline = make_pipeline(parts, schedule_config, control.controlnet if control is not None else None)
     dtypes = {p.dtype for m in networks for p in m.parameters() if p.is_floating_point()}
-    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes) > 1)
     family = FAMILIES[parts.family]
     pixels_per_latent = family.pixels_per_latent(parts.vae)
     side = resolution or family.sample_size(parts.denoiser) * pixels_per_latent
@@ -135,6 +133,10 @@ def generate(
             chosen = prompts[start : start + batch_size]
             negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
             extra = family.sampling_arguments(parts, chosen, negative, guidance_scale, device)
+            # Stored embeddings keep their dtype where their text encoders are gone.
+            texts = {v.dtype for k, v in extra.items() if "embeds" in k and isinstance(v, Tensor)}
+            narrowest = min(dtypes | texts, key=lambda dtype: dtype.itemsize)
+            autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes | texts) > 1)
             if control is None:
                 extra |= {"height": side, "width": side}
             else:

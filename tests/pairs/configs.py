@@ -22,7 +22,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 STRATEGIES: dict[str, Any] = {
     "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
 }
-SHARE_OF_BYTES = 0.46
+SHARE_OF_BYTES = {"32-true": 0.9}
+HALF_SHARE = 0.445
 """Of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
 RATES: dict[str, Any] = {
     "cosine": "cosine",
@@ -103,9 +104,9 @@ def quantization_of(row: Row, base: Path) -> Any:
     """The model's `base_quantization`."""
     if row["base"] != "budget":
         return None if row["base"] == "whole" else row["base"]
-    folders = ("unet", "transformer", "text_encoder*")
+    folders = ("unet", "transformer", *([] if row["text_encoder"] else ["text_encoder*"]))  # what is trained stays
     bytes_ = sum(file.stat().st_size for name in folders for file in base.glob(f"{name}/*.safetensors"))
-    return {"target_mib": SHARE_OF_BYTES * bytes_ / 2**20}
+    return {"target_mib": SHARE_OF_BYTES.get(row["precision"], HALF_SHARE) * bytes_ / 2**20}
 
 
 def precision_of(row: Row) -> dict[str, Any]:
