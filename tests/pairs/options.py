@@ -15,7 +15,7 @@ FACTORS: dict[str, list[Any]] = {
     "method": ["lora", "dora", "full", "controlnet", "controlnet_lora"],
     "strategy": ["auto", "ddp", "npu_sparse", "npu_sparse_local", "zero_1", "zero_2", "zero_3"],
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
-    "memory": ["stock", "off", "balanced", "lean", "max", "budget"],
+    "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
     "base": ["whole", "int8", "nf4", "budget"],
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
     "rate": ["constant", "cosine", "adaptive", "plateau"],
