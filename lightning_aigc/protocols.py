@@ -66,6 +66,19 @@ class CachesCaptions(Protocol):
 
 
 @runtime_checkable
+class HasPictureSizes(Protocol):
+    """A data module that knows its images' sizes before the first batch."""
+
+    def picture_sizes(self) -> Sequence[tuple[int, int]]:
+        """Return each (width, height) of training and held-out images in pixels."""
+        ...
+
+    def size_remedy(self, step: int) -> str:
+        """Return what to set so that all sides are multiples of `step`, for an error message."""
+        ...
+
+
+@runtime_checkable
 class DrawsPrompts(Protocol):
     """A callback that draws pictures."""
 

@@ -30,6 +30,12 @@ class BucketSettings:
                 f"min_bucket_reso={self.min_bucket_reso} exceeds max_bucket_reso={self.max_bucket_reso}; swap them"
             )
 
+    def remedy(self, step: int) -> str:
+        """What to set so that the sides of all buckets are multiples of `step` pixels."""
+        keys = ("bucket_reso_steps", "resolution") if self.enable_bucket else ("resolution",)
+        wrong = [(key, -(-value // step) * step) for key in keys if (value := getattr(self, key)) % step]
+        return "set " + " and ".join(f"data.init_args.{key}: {value}" for key, value in wrong)
+
     @property
     def side_limits(self) -> tuple[int, int]:
         """The smallest and largest side: the configured limits, widened to include `resolution`."""

@@ -275,6 +275,16 @@ class ImageCaptionData(LightningDataModule):
         """Whether conditions are files that the user gave."""
         return self.index().has_conditions
 
+    def picture_sizes(self) -> list[tuple[int, int]]:
+        """Each (width, height) of the buckets in use and of held-out images."""
+        index = self.index()
+        held_out = {(s.placement.width, s.placement.height) for s in index.validation}
+        return sorted(held_out.union(index.shapes))
+
+    def size_remedy(self, step: int) -> str:
+        """The setting that makes all sides multiples of `step`."""
+        return self.buckets.remedy(step)
+
     def lora_metadata(self) -> dict[str, Any]:
         """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
         index = self.index()

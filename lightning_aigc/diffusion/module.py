@@ -19,6 +19,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,6 +38,7 @@ from lightning_aigc.diffusion.half_precision import check_precision, computed_in
 from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.packed_base import check_base_quantization, pack_base, with_full_precision
+from lightning_aigc.diffusion.picture_sizes import check_picture_sizes
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
 from lightning_aigc.diffusion.trained_weights import KeepsTrainedWeights
 from lightning_aigc.quantization import BaseQuantization, PackedBase
@@ -162,6 +164,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         if self.components is not None:
             return
         args, parts = self.args, self.load_components()
+        if self._trainer is not None and self._trainer.state.fn != TrainerFn.PREDICTING:
+            check_picture_sizes(parts, self._trainer.datamodule)  # type: ignore[attr-defined]
         self.adapt(parts)
         self.components = parts
         for parameter in self.trainable_parameters():

@@ -55,6 +55,14 @@ class Family(ABC):
         """Pixels to a side of an unscaled latent's pixel."""
         return int(2 ** (len(vae.config.block_out_channels) - 1))
 
+    def size_step(self, denoiser: Any, vae: Any) -> int:
+        """Pixels that each side of an image must be a multiple of."""
+        return self.pixels_per_latent(vae)
+
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        """Channels of this autoencoder's latents as the denoiser reads them; None where the config does not say."""
+        return vae_config.get("latent_channels")
+
     def encode(self, vae: Any, pixels_B3HW: Tensor) -> Tensor:
         """The mean and log-variance of unscaled latents, [B, 2C, H, W], of pixels in -1..1."""
         moments: Tensor = vae.encode(pixels_B3HW).latent_dist.parameters

@@ -96,6 +96,10 @@ class Flux(TwoStreamFamily):
             "img_ids": positions(height // 2, width // 2, embeddings_BTD),
         }
 
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("latent_channels")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
+
     def patch_size(self, denoiser: Any) -> int:
         return 2
 

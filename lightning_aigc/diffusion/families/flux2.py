@@ -94,6 +94,13 @@ class Flux2Klein(TransformerFamily):
         )[0]
         return velocity_BNC.transpose(1, 2).reshape(noisy_BCHW.shape)
 
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("latent_channels")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
+
+    def size_step(self, denoiser: Any, vae: Any) -> int:
+        return 2 * self.pixels_per_latent(vae)
+
     def patch_size(self, denoiser: Any) -> int:
         return 1  # of scaled latents, which hold 2 x 2 pixels
 

@@ -99,6 +99,10 @@ class QwenImage(TwoStreamFamily):
             "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy_BCHW),
         }
 
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("z_dim")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
+
     def patch_size(self, denoiser: Any) -> int:
         return 2
 
