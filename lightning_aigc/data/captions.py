@@ -46,11 +46,28 @@ def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> 
     >>> add_trigger_word("shoe, red", "zorp", ",")
     'zorp, shoe, red'
     """
-    if not trigger_word or re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE):
+    if not trigger_word or find_trigger_word(caption, trigger_word):
         return caption
     if not caption:
         return trigger_word
     return f"{trigger_word}{separator} {caption}" if separator in caption else f"{trigger_word} {caption}"
+
+
+def find_trigger_word(caption: str, trigger_word: str) -> re.Match[str] | None:
+    """Where the whole trigger word stands in a caption, in any case."""
+    return re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE)
+
+
+def trigger_tags(caption: str, trigger_word: str | None, separator: str) -> int:
+    """Leading tags that hold the trigger word, which stay in front; 0 for a word further behind.
+
+    >>> [trigger_tags(text, "zorp", ",") for text in ("Zorp, red", "a zorp shoe, red", "red, zorp", "zorpy, red")]
+    [1, 1, 0, 0]
+    """
+    found = find_trigger_word(caption, trigger_word) if trigger_word else None
+    if found is None or separator in caption[: found.start()]:
+        return 0
+    return caption[: found.end()].count(separator) + 1
 
 
 def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Random) -> str:
