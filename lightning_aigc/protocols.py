@@ -49,6 +49,18 @@ class EncodesCaptions(Protocol):
 
 
 @runtime_checkable
+class CountsTokens(Protocol):
+    """Counts captions' tokens before weights are loaded."""
+
+    def count_tokens(self, captions: Sequence[str]) -> tuple[Sequence[int], int] | None:
+        """Return each caption's tokens, and how many the text encoder keeps; None if no tokenizer is on this machine.
+
+        A caption that cannot have more may count as 0.
+        """
+        ...
+
+
+@runtime_checkable
 class CachesCaptions(Protocol):
     """A data module whose batches have captions' embeddings."""
 

@@ -50,8 +50,8 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "AddsToReport", "BringsSnapshots", "CachesCaptions", "CountsWrittenFiles", "DeclaresSnapshotArguments",
-        "DescribesTrainingData", "DrawsPrompts",
+        "AddsToReport", "BringsSnapshots", "CachesCaptions", "CountsTokens", "CountsWrittenFiles",
+        "DeclaresSnapshotArguments", "DescribesTrainingData", "DrawsPrompts",
         "EncodesCaptions", "HasAveragedWeights", "HasDeferredSnapshotKeys", "HasExampleBatch", "HasHeldOutBatches",
         "HasImageRemedies", "HasNoiseSchedule", "HasOutputName", "HasPackedBase", "HasPictureSizes",
         "HasPipelineParts",

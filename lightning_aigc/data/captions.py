@@ -5,9 +5,6 @@ from __future__ import annotations
 import codecs
 import random
 import re
-from collections.abc import Sequence
-
-LONG_CAPTION_WORDS = 60  # CLIP keeps 75 tokens; English averages about 1.25 tokens a word
 
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -76,8 +73,3 @@ def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Ran
     head, tail = tags[:keep_tokens], [tag for tag in tags[keep_tokens:] if tag]
     rng.shuffle(tail)
     return f"{separator} ".join([*head, *tail])
-
-
-def long_captions(captions: Sequence[str]) -> int:
-    """The number of captions that the tokenizer will probably truncate."""
-    return sum(len(caption.split()) > LONG_CAPTION_WORDS for caption in captions)

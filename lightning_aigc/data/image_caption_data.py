@@ -18,6 +18,7 @@ from lightning_aigc.data.advice import advice_on
 from lightning_aigc.data.advice.material import material_of_run
 from lightning_aigc.data.buckets import BucketSettings
 from lightning_aigc.data.cache import check_writable
+from lightning_aigc.data.caption_lengths import note_on_lengths
 from lightning_aigc.data.choices import MissingCaptions, check_choices
 from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
@@ -328,6 +329,9 @@ class ImageCaptionData(LightningDataModule):
     def _complete_report(self, index: TrainingIndex) -> None:
         world_size = self.trainer.world_size if self.trainer is not None else 1
         index.report.count_batches(len(self._make_sampler(index, 0, world_size)), self.train_batch_size * world_size)
+        module = getattr(self.trainer, "lightning_module", None)
+        if note := note_on_lengths([sample.caption for sample in index.samples], module):
+            index.report.notes.append(note)
         index.report.advice = advice_on(
             material_of_run(index, self.trainer, self.options.trigger_word, self.train_batch_size, self.buckets)
         )

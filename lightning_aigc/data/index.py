@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_aigc.data.buckets import Placement, bucket_shapes, place, place_in
-from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word, long_captions
+from lightning_aigc.data.captions import add_trigger_word
 from lightning_aigc.data.checked_folder import CheckedFolder, check_folder
 from lightning_aigc.data.checks import CHECKS
 from lightning_aigc.data.conditions import pair_conditions
@@ -84,10 +84,6 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
     index.validation = validation
     index.has_masks = settings.mask_folder is not None or settings.use_alpha_mask
     _add_class_pictures(index, accepted.get("class", []), settings)
-    if count := long_captions([sample.caption for sample in index.samples]):
-        report.notes.append(
-            f"{count} captions have more than {LONG_CAPTION_WORDS} words; the tokenizer keeps about 75 tokens of each"
-        )
     rows = zip(index.shapes, index.buckets, index.class_buckets, strict=True)
     report.images_held_out = len(validation)
     report.buckets = [_bucket_row(shape, items, of_class, index.samples) for shape, items, of_class in rows]

@@ -29,6 +29,7 @@ from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion import optimization
 from lightning_aigc.diffusion.arguments import check_shared_arguments
 from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
+from lightning_aigc.diffusion.caption_tokens import count_tokens
 from lightning_aigc.diffusion.components import Components, Part, check_source, load_components
 from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.encoders import EncodesCaches
@@ -231,6 +232,10 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
             self.configure_model()
         assert self.components is not None
         return self.components
+
+    def count_tokens(self, captions: Sequence[str]) -> tuple[Sequence[int], int] | None:
+        """protocols.CountsTokens: each caption's tokens, and how many the text encoder keeps."""
+        return count_tokens(self.args.pretrained_model_name_or_path, self.args.revision, captions)
 
     # Training --------------------------------------------------------------------------------------------------------
 

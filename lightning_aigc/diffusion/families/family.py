@@ -29,6 +29,8 @@ class Family(ABC):
     """What a pipeline folder must hold."""
     optional_folders: ClassVar[tuple[str, ...]] = ()
     """What it may lack, though diffusers' pipeline knows it."""
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75}
+    """By tokenizer, the most tokens of a caption that its encoder is given."""
     draws_latents: ClassVar[bool] = True
     """Whether training draws latents from the autoencoder's distribution or takes its mean, as diffusers' script."""
 

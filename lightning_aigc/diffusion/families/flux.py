@@ -58,6 +58,7 @@ class Flux(TwoStreamFamily):
     control_path = ("controlnet_x_embedder", "controlnet_blocks", "controlnet_single_blocks")
     negative_prompt = None
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 19)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_2": 511}
     modelspec = "flux-1-dev"
     base = "black-forest-labs/FLUX.1-dev"
 

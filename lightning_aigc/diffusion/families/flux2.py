@@ -51,6 +51,7 @@ class Flux2Klein(TransformerFamily):
     }
     widening: ClassVar[Mapping[str, int]] = {"linear_in": 6, "attn.to_qkv_mlp_proj": 9}
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
     base = "black-forest-labs/FLUX.2-klein-base-4B"
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B

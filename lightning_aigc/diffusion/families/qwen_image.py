@@ -40,6 +40,7 @@ class QwenImage(TwoStreamFamily):
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 60)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 1024}
     modelspec = "qwen-image"
     base = "Qwen/Qwen-Image"
 
