@@ -72,8 +72,9 @@ def find_base(given: str) -> Base:
     if path.is_dir():
         described = json.loads((path / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
         family = PIPELINES[described]
+        base = Base(given, family, _side_of(path, family), f"a {described} folder")
         check_channels_of_folder(path, family, given)
-        return Base(given, family, _side_of(path, family), f"a {described} folder")
+        return base
     if path.is_file():
         return Base(given, family := _family_of_file(given, path), _native_side(family), "read from the checkpoint")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
