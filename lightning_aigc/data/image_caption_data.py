@@ -78,7 +78,7 @@ class ImageCaptionData(LightningDataModule):
         cache_dir: Folder of the caches, by default `.cache/lightning_aigc` in the home folder.
         class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
         class_prompt: Caption of class images that have none.
-        prior_ratio: Class images in a batch for each user image.
+        prior_ratio: Class images for each user image, over the training; a small ratio leaves some batches without.
         validation_split: Share of the user's images that are held out for `val_loss`, chosen by their content, so that
             images added later change nothing; at least one if above 0. Class images are never held out.
         validation_data_dir: Folder of images that are held out, with captions, instead of `validation_split`.
