@@ -86,7 +86,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         num_inference_steps: Denoising steps of a sample picture.
         guidance_scale: Classifier-free guidance of a sample picture.
         sample_time_limit_s: Skip sample pictures, with a warning, if sampling would take longer than this.
-        output_name: Name of the result's file, without its suffix.
+        output_name: Name of the result's file, without folder and suffix; it lies in `trainer.default_root_dir`.
     """
 
     snapshot_ignored_arguments = frozenset(
