@@ -136,9 +136,10 @@ def _in_buckets(user: Sequence[tuple[Sample, int]], report: DataReport) -> Train
     """The user's pictures, each as often as its repeats, in buckets of one shape."""
     shapes = sorted({(sample.placement.width, sample.placement.height) for sample, _ in user})
     buckets: list[list[int]] = [[] for _ in shapes]
+    bucket_of = {shape: bucket for bucket, shape in enumerate(shapes)}
     samples = []
     for row, (sample, repeats) in enumerate(user):
-        bucket = shapes.index((sample.placement.width, sample.placement.height))
+        bucket = bucket_of[sample.placement.width, sample.placement.height]
         buckets[bucket] += [row] * repeats
         samples.append(replace(sample, bucket=bucket))
         report.repeats[repeats] = report.repeats.get(repeats, 0) + 1
