@@ -49,6 +49,18 @@ class EncodesCaptions(Protocol):
 
 
 @runtime_checkable
+class CountsTokens(Protocol):
+    """Counts captions' tokens before weights are loaded."""
+
+    def count_tokens(self, captions: Sequence[str]) -> tuple[Sequence[int], int] | None:
+        """Return each caption's tokens, and how many the text encoder keeps; None if no tokenizer is on this machine.
+
+        A caption that cannot have more may count as 0.
+        """
+        ...
+
+
+@runtime_checkable
 class CachesCaptions(Protocol):
     """A data module whose batches have captions' embeddings."""
 
@@ -62,6 +74,19 @@ class CachesCaptions(Protocol):
 
         Returns: what finds a caption's embeddings; None for one that is not cached.
         """
+        ...
+
+
+@runtime_checkable
+class HasPictureSizes(Protocol):
+    """A data module that knows its images' sizes before the first batch."""
+
+    def picture_sizes(self) -> Sequence[tuple[int, int]]:
+        """Return each (width, height) of training and held-out images in pixels."""
+        ...
+
+    def size_remedy(self, step: int) -> str:
+        """Return what to set so that all sides are multiples of `step`, for an error message."""
         ...
 
 

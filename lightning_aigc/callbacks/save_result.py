@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_aigc.callbacks.output_name import check_output_name
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.protocols import HasOutputName
 
@@ -32,6 +33,8 @@ class SaveResult(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._is_off = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        argument = "output_name" if self.output_name else "model.init_args.output_name"
+        check_output_name(self._name(pl_module), argument)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_step, self._started_at = trainer.global_step, time.time()
@@ -56,8 +59,10 @@ class SaveResult(Callback):
 
     def file_path(self, trainer: Trainer, pl_module: LightningModule, suffix: str = "") -> Path:
         """The path of the final file; of one on the way with a suffix such as `_step_000100`."""
-        name = self.output_name or (pl_module.output_name if isinstance(pl_module, HasOutputName) else self.unnamed)
-        return Path(trainer.default_root_dir) / f"{name}{suffix}.safetensors"
+        return Path(trainer.default_root_dir) / f"{self._name(pl_module)}{suffix}.safetensors"
+
+    def _name(self, pl_module: LightningModule) -> str:
+        return self.output_name or (pl_module.output_name if isinstance(pl_module, HasOutputName) else self.unnamed)
 
     def final_files(self, trainer: Trainer, pl_module: LightningModule) -> list[Path]:
         """The files that a finished run must have, for ExactSnapshot."""

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_aigc.diffusion.components import (
     PIPELINES,
     FamilyName,
+    check_channels_of_folder,
     check_not_distilled,
     check_source,
     family_of_checkpoint,
@@ -71,7 +72,9 @@ def find_base(given: str) -> Base:
     if path.is_dir():
         described = json.loads((path / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
         family = PIPELINES[described]
-        return Base(given, family, _side_of(path, family), f"a {described} folder")
+        base = Base(given, family, _side_of(path, family), f"a {described} folder")
+        check_channels_of_folder(path, family, given)
+        return base
     if path.is_file():
         return Base(given, family := _family_of_file(given, path), _native_side(family), "read from the checkpoint")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", given):

@@ -9,7 +9,8 @@ from lightning_aigc.cli.init_cards import Card, CardValues
 from lightning_aigc.cli.init_config import Choice, read_shipped
 from lightning_aigc.cli.init_folder import FolderLook, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data.buckets import BucketSettings, bucket_shapes, place
-from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word
+from lightning_aigc.data.caption_lengths import is_long
+from lightning_aigc.data.captions import add_trigger_word
 
 LOOKS_PER_PICTURE = 100
 FEWEST_STEPS, MOST_STEPS = 400, 3000
@@ -141,7 +142,7 @@ def _captions(look: FolderLook) -> Choice:
 def _prompts(look: FolderLook, trigger: str) -> list[str]:
     """Two captions, and the trigger word in two places that captions may not show."""
     captions = sorted({add_trigger_word(caption, trigger, ",") for caption in look.written})
-    captions = [caption for caption in captions if len(caption.split()) <= LONG_CAPTION_WORDS]
+    captions = [caption for caption in captions if not is_long(caption)]
     own: Sequence[str] = sorted({captions[len(captions) // 4], captions[3 * len(captions) // 4]}) if captions else ()
     return [*own, f"a photo of {trigger} on a wooden table", f"a photo of {trigger} in the snow"]
 

@@ -30,6 +30,12 @@ class BucketSettings:
                 f"min_bucket_reso={self.min_bucket_reso} exceeds max_bucket_reso={self.max_bucket_reso}; swap them"
             )
 
+    def remedy(self, step: int) -> str:
+        """What to set so that the sides of all buckets are multiples of `step` pixels."""
+        keys = ("bucket_reso_steps", "resolution") if self.enable_bucket else ("resolution",)
+        wrong = [(key, -(-value // step) * step) for key in keys if (value := getattr(self, key)) % step]
+        return "set " + " and ".join(f"data.init_args.{key}: {value}" for key, value in wrong)
+
     @property
     def side_limits(self) -> tuple[int, int]:
         """The smallest and largest side: the configured limits, widened to include `resolution`."""
@@ -70,7 +76,7 @@ def bucket_shapes(settings: BucketSettings) -> list[tuple[int, int]]:
         low, high = settings.side_limits
         steps = settings.bucket_reso_steps
         for side in range(math.ceil(low / steps) * steps, high + 1, steps):
-            other = min(high, settings.resolution**2 // side // steps * steps)
+            other = min(high // steps * steps, settings.resolution**2 // side // steps * steps)
             if other >= low:
                 shapes |= {(side, other), (other, side)}
     return sorted(shapes)
@@ -91,6 +97,9 @@ def place_in(width: int, height: int, shape: tuple[int, int]) -> Placement:
 
 
 def _shape_without_upscale(width: int, height: int, settings: BucketSettings) -> tuple[int, int]:
-    steps, high = settings.bucket_reso_steps, settings.side_limits[1]
+    steps = settings.bucket_reso_steps
+    high = max(steps, settings.side_limits[1] // steps * steps)
     scale = min(1.0, math.sqrt(settings.resolution**2 / (width * height)))
-    return tuple(min(high, max(steps, int(side * scale) // steps * steps)) for side in (width, height))  # type: ignore[return-value]
+    # Rounded to whole pixels first, as kohya does: 520 * (512 / 520) is 511.999..., which is 512.
+    sides = (round(side * scale) // steps * steps for side in (width, height))
+    return tuple(min(high, max(steps, side)) for side in sides)  # type: ignore[return-value]

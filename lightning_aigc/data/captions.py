@@ -5,9 +5,6 @@ from __future__ import annotations
 import codecs
 import random
 import re
-from collections.abc import Sequence
-
-LONG_CAPTION_WORDS = 60  # CLIP keeps 75 tokens; English averages about 1.25 tokens a word
 
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -46,11 +43,28 @@ def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> 
     >>> add_trigger_word("shoe, red", "zorp", ",")
     'zorp, shoe, red'
     """
-    if not trigger_word or re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE):
+    if not trigger_word or find_trigger_word(caption, trigger_word):
         return caption
     if not caption:
         return trigger_word
     return f"{trigger_word}{separator} {caption}" if separator in caption else f"{trigger_word} {caption}"
+
+
+def find_trigger_word(caption: str, trigger_word: str) -> re.Match[str] | None:
+    """Where the whole trigger word stands in a caption, in any case."""
+    return re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE)
+
+
+def trigger_tags(caption: str, trigger_word: str | None, separator: str) -> int:
+    """Leading tags that hold the trigger word, which stay in front; 0 for a word further behind.
+
+    >>> [trigger_tags(text, "zorp", ",") for text in ("Zorp, red", "a zorp shoe, red", "red, zorp", "zorpy, red")]
+    [1, 1, 0, 0]
+    """
+    found = find_trigger_word(caption, trigger_word) if trigger_word else None
+    if found is None or separator in caption[: found.start()]:
+        return 0
+    return caption[: found.end()].count(separator) + 1
 
 
 def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Random) -> str:
@@ -59,8 +73,3 @@ def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Ran
     head, tail = tags[:keep_tokens], [tag for tag in tags[keep_tokens:] if tag]
     rng.shuffle(tail)
     return f"{separator} ".join([*head, *tail])
-
-
-def long_captions(captions: Sequence[str]) -> int:
-    """The number of captions that the tokenizer will probably truncate."""
-    return sum(len(caption.split()) > LONG_CAPTION_WORDS for caption in captions)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from lightning_aigc.data.checked_folder import CheckedFolder
 from lightning_aigc.data.duplicates import duplicates, near_duplicates
 from lightning_aigc.data.findings import Finding, some
+from lightning_aigc.data.image_file import THUMBNAIL_SIDE
 from lightning_aigc.data.index_settings import IndexSettings
 from lightning_aigc.data.names import printable
 
@@ -84,6 +85,19 @@ def rejected_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings)
             yield Finding(what, "training goes on without them", listed)
 
 
+def plain_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Images of one colour: blank scans, and white drawings on transparency, which are laid on white."""
+    for folder in folders:
+        names = [
+            printable(p.name) for p, info in folder.accepted if info.thumbnail == info.thumbnail[:3] * THUMBNAIL_SIDE**2
+        ]
+        if names:
+            what = (
+                f"{len(names)} images in {folder.shown} are one colour everywhere, where transparency is laid on white"
+            )
+            yield Finding(what, "give them a ground that shows what is on them, or leave them out", names)
+
+
 def stops_without_caption(folder: CheckedFolder, settings: IndexSettings) -> bool:
     """Whether a picture without a caption in this folder stops the training."""
     return settings.class_prompt is None if folder.role == "class" else settings.missing_captions == "error"
@@ -96,6 +110,7 @@ CHECKS: list[Check] = [
     empty_captions,
     unmatched_captions,
     rejected_pictures,
+    plain_pictures,
     duplicates,
     near_duplicates,
 ]

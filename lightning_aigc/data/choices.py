@@ -27,11 +27,6 @@ def check_choices(given: dict[str, Any]) -> None:
         raise DataError(f"caption_dropout_rate must be in [0, 1], got {given['caption_dropout_rate']}")
     if not 0 < given["prior_ratio"] < float("inf"):
         raise DataError(f"prior_ratio must be positive, got {given['prior_ratio']}; omit class_data_dir for none")
-    if given["class_data_dir"] is not None and round(given["prior_ratio"] * given["train_batch_size"]) < 1:
-        raise DataError(
-            f"prior_ratio={given['prior_ratio']} and train_batch_size={given['train_batch_size']} give no class image "
-            "in a batch; raise one of them, or omit class_data_dir"
-        )
     if not 0 <= given["validation_split"] < 1:
         raise DataError(
             f"validation_split must be in [0, 1), got {given['validation_split']}; 0.1 holds out a tenth of all"

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from PIL import Image
-
 from lightning_aigc.data.checked_folder import CheckedFolder
 from lightning_aigc.data.findings import Finding
-from lightning_aigc.data.image_file import PictureInfo, PictureRejectedError, load_picture, looks_like_a_picture
+from lightning_aigc.data.image_file import (
+    PictureInfo,
+    PictureRejectedError,
+    contrast,
+    load_condition,
+    looks_like_a_picture,
+)
 from lightning_aigc.data.index_settings import IndexSettings
 from lightning_aigc.data.names import printable
 from lightning_aigc.data.sources import Picture
@@ -55,7 +59,7 @@ def _problem(picture: Picture, info: PictureInfo) -> str | None:
         return None
     shown = f"the condition {printable(picture.condition)}"
     try:
-        image: Image.Image = load_picture(picture.condition)[0]
+        image = load_condition(picture.condition)
     except (Exception, PictureRejectedError) as error:
         return f"{shown} cannot be read: {error}"
     if abs(image.width * info.height / (image.height * info.width) - 1) > SHAPE_TOLERANCE:
@@ -63,6 +67,8 @@ def _problem(picture: Picture, info: PictureInfo) -> str | None:
             f"{shown} is {image.width} x {image.height} and its picture {printable(picture.name)} {info.width} x"
             f" {info.height}: another shape, so their crops would not fit"
         )
-    if max(high for _, high in image.getextrema()) == 0:  # type: ignore[misc]
-        return f"{shown} is black everywhere: it says nothing about its picture"
+    if contrast(image) == 0:
+        rgb = image.getpixel((0, 0))
+        colour = "black" if rgb == (0, 0, 0) else "white" if rgb == (255, 255, 255) else f"of one colour {rgb}"
+        return f"{shown} is {colour} everywhere: it says nothing about its picture"
     return None

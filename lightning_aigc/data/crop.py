@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lightning_aigc.data.buckets import Placement
-from lightning_aigc.data.image_file import PictureRejectedError, load_mask, load_picture
+from lightning_aigc.data.image_file import PictureRejectedError, load_condition, load_mask, load_picture
 from lightning_aigc.errors import DataError
 
 
@@ -73,7 +73,7 @@ def load_condition_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[
     """
     assert sample.condition is not None
     try:
-        picture, _ = load_picture(sample.condition)
+        picture = load_condition(sample.condition)
     except (Exception, PictureRejectedError) as error:
         raise DataError(f"the condition {sample.condition} cannot be read: {error}") from error
     return np.asarray(_cut(picture, sample.placement, left_top, Image.Resampling.BOX))

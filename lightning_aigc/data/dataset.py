@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_aigc.data.captions import shuffle_tags
+from lightning_aigc.data.captions import shuffle_tags, trigger_tags
 from lightning_aigc.data.crop import Sample, crop_offset, load_condition_pixels, load_mask_pixels, load_pixels
 from lightning_aigc.data.encoded import EmbeddingCache, LatentCache, to_minus_one_to_one
 from lightning_aigc.data.sampler import BatchPlan, BucketBatchSampler, ResumableSampler
@@ -106,8 +106,8 @@ class BatchDataset(Dataset[Batch]):
             caption = ""
         elif options.shuffle_caption:
             keep = options.keep_tokens
-            if options.trigger_word and not sample.is_prior and caption.startswith(options.trigger_word):
-                keep = max(1, keep)
+            if not sample.is_prior:
+                keep = max(keep, trigger_tags(caption, options.trigger_word, options.caption_separator))
             caption = shuffle_tags(caption, options.caption_separator, keep, rng)
         return options.random_flip and flip_draw < 0.5, offset, caption
 

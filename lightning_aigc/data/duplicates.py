@@ -1,6 +1,6 @@
 """Find pictures that are there twice: the same file by its content hash, the same look by a thumbnail.
 
-Legend: N pictures, T values of a thumbnail.
+Legend: N images, T values of a thumbnail.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lightning_aigc.data.checked_folder import CheckedFolder
-from lightning_aigc.data.findings import Finding
+from lightning_aigc.data.findings import Finding, some
+from lightning_aigc.data.image_file import PictureInfo
 from lightning_aigc.data.index_settings import IndexSettings
+from lightning_aigc.data.look_alikes import look_alike_groups
 from lightning_aigc.data.names import printable
-
-NEAR_MEAN_LEVELS = 1.5
-"""Mean difference of two thumbnails, of 255, up to which pictures count as the same: another size or file format."""
-NEAR_LARGEST_LEVELS = 8
-"""Largest difference of one value of theirs."""
+from lightning_aigc.data.sources import Picture
 
 
 def duplicates(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
@@ -35,7 +33,7 @@ def duplicates(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Ite
         advice = "each copy counts as a picture of its own; keep one of each"
         if any({"train", "validation"} <= roles[content] for content in groups):
             advice += ", or val_loss is of pictures that are trained on"
-        listed = [" = ".join(names) for names in groups.values()]
+        listed = [some(names, " = ") for names in groups.values()]
         yield Finding(f"{len(groups)} pictures are there more than once", advice, listed)
 
 
@@ -44,26 +42,13 @@ def near_duplicates(folders: Sequence[CheckedFolder], settings: IndexSettings) -
     for folder in folders:
         if folder.role != "train" or len(folder.accepted) < 2:
             continue
-        names = [printable(picture.name) for picture in folder.used]
-        contents = [info.content_sha256 for _, info in folder.accepted]
-        thumbnails_NT = np.stack([np.frombuffer(info.thumbnail, np.uint8) for _, info in folder.accepted])
-        pairs = [(a, b) for a, b in _near_pairs(thumbnails_NT) if contents[a] != contents[b]]
-        if pairs:
-            listed = [f"{names[a]} ~ {names[b]}" for a, b in pairs]
-            what = f"{len(pairs)} pairs of pictures look the same"
-            yield Finding(what, "if they are one picture in two sizes or formats, keep the larger", listed)
-
-
-def _near_pairs(thumbnails_NT: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of thumbnails within both limits, in order. Their means differ by no more than their values do."""
-    means_N = thumbnails_NT.mean(1)
-    order = np.argsort(means_N, kind="stable")
-    ends = np.searchsorted(means_N[order], means_N[order] + NEAR_MEAN_LEVELS, side="right")
-    found = []
-    for at, (row, end) in enumerate(zip(order.tolist(), ends.tolist(), strict=True)):
-        others = order[at + 1 : end]
-        difference = np.abs(thumbnails_NT[others].astype(np.int16) - thumbnails_NT[row].astype(np.int16))
-        if len(others):
-            near = (difference.mean(1) <= NEAR_MEAN_LEVELS) & (difference.max(1) <= NEAR_LARGEST_LEVELS)
-            found += [(min(row, other), max(row, other)) for other in others[near].tolist()]
-    return sorted(found)
+        by_content: dict[str, tuple[Picture, PictureInfo]] = {}
+        for picture, info in folder.accepted:
+            by_content.setdefault(info.content_sha256, (picture, info))
+        different = list(by_content.values())
+        thumbnails_NT = np.stack([np.frombuffer(info.thumbnail, np.uint8) for _, info in different])
+        groups = look_alike_groups(thumbnails_NT)
+        if groups:
+            listed = [some((printable(different[row][0].name) for row in group), " ~ ") for group in groups]
+            what = f"{sum(map(len, groups))} images look the same as another, in {len(groups)} groups"
+            yield Finding(what, "if they are one image in two sizes or formats, keep the larger", listed)

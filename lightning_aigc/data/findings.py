@@ -47,7 +47,7 @@ def listed(entries: Sequence[str]) -> list[str]:
     return [*(f"    {entry}" for entry in entries[:LISTED]), *more]
 
 
-def some(names: Iterable[str]) -> str:
+def some(names: Iterable[str], separator: str = ", ") -> str:
     """The first five names, and how many more there are."""
     given = list(names)
-    return ", ".join(given[:5]) + (f" and {len(given) - 5} more" if len(given) > 5 else "")
+    return separator.join(given[:5]) + (f" and {len(given) - 5} more" if len(given) > 5 else "")

@@ -18,6 +18,7 @@ from lightning_aigc.data.advice import advice_on
 from lightning_aigc.data.advice.material import material_of_run
 from lightning_aigc.data.buckets import BucketSettings
 from lightning_aigc.data.cache import check_writable
+from lightning_aigc.data.caption_lengths import note_on_lengths
 from lightning_aigc.data.choices import MissingCaptions, check_choices
 from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
@@ -77,7 +78,7 @@ class ImageCaptionData(LightningDataModule):
         cache_dir: Folder of the caches, by default `.cache/lightning_aigc` in the home folder.
         class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
         class_prompt: Caption of class images that have none.
-        prior_ratio: Class images in a batch for each user image.
+        prior_ratio: Class images for each user image, over the training; a small ratio leaves some batches without.
         validation_split: Share of the user's images that are held out for `val_loss`, chosen by their content, so that
             images added later change nothing; at least one if above 0. Class images are never held out.
         validation_data_dir: Folder of images that are held out, with captions, instead of `validation_split`.
@@ -275,6 +276,16 @@ class ImageCaptionData(LightningDataModule):
         """Whether conditions are files that the user gave."""
         return self.index().has_conditions
 
+    def picture_sizes(self) -> list[tuple[int, int]]:
+        """Each (width, height) of the buckets in use and of held-out images."""
+        index = self.index()
+        held_out = {(s.placement.width, s.placement.height) for s in index.validation}
+        return sorted(held_out.union(index.shapes))
+
+    def size_remedy(self, step: int) -> str:
+        """The setting that makes all sides multiples of `step`."""
+        return self.buckets.remedy(step)
+
     def lora_metadata(self) -> dict[str, Any]:
         """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
         index = self.index()
@@ -318,6 +329,9 @@ class ImageCaptionData(LightningDataModule):
     def _complete_report(self, index: TrainingIndex) -> None:
         world_size = self.trainer.world_size if self.trainer is not None else 1
         index.report.count_batches(len(self._make_sampler(index, 0, world_size)), self.train_batch_size * world_size)
+        module = getattr(self.trainer, "lightning_module", None)
+        if note := note_on_lengths([sample.caption for sample in index.samples], module):
+            index.report.notes.append(note)
         index.report.advice = advice_on(
             material_of_run(index, self.trainer, self.options.trigger_word, self.train_batch_size, self.buckets)
         )

@@ -18,6 +18,8 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 MIN_SIDE_PIXELS = 8
 THUMBNAIL_SIDE = 8
+FAINT_LEVELS = 32
+"""Contrast, of 255, below which a transparent condition shows nothing on its ground."""
 PICTURE_SUFFIXES = frozenset(
     f".{suffix}"
     for suffix in (
@@ -83,18 +85,30 @@ def load_picture(path: Path, shrink_to: tuple[int, int] | None = None) -> tuple[
         upright = _to_rgba_or_rgb(_upright(image))
     if upright.mode == "RGB":
         return upright, None
-    return _on_white(upright), upright.getchannel("A")
+    return _laid_on("white", upright), upright.getchannel("A")
 
 
 def load_mask(path: Path) -> Image.Image:
     """Load a mask as mode L, white where the model learns; alpha is blended onto black."""
     with pillow_limits_lifted(), Image.open(path) as image:
+        return _laid_on("black", _to_rgba_or_rgb(_upright(image))).convert("L")
+
+
+def load_condition(path: Path) -> Image.Image:
+    """Load a condition as RGB. A transparent one is laid on black, or on white where nothing is to be seen on black."""
+    with pillow_limits_lifted(), Image.open(path) as image:
         upright = _to_rgba_or_rgb(_upright(image))
-    if upright.mode == "RGBA":
-        on_black = Image.new("RGB", upright.size, "black")
-        on_black.paste(upright.convert("RGB"), mask=upright.getchannel("A"))
-        upright = on_black
-    return upright.convert("L")
+    on_black = _laid_on("black", upright)
+    if upright.mode == "RGBA" and contrast(on_black) < FAINT_LEVELS:
+        on_white = _laid_on("white", upright)
+        return on_white if contrast(on_white) >= FAINT_LEVELS else on_black
+    return on_black
+
+
+def contrast(image: Image.Image) -> int:
+    """The largest difference between two pixels in a channel, of 255."""
+    bands = [band.getextrema() for band in image.split()]
+    return max(int(high) - int(low) for low, high in bands)  # type: ignore[arg-type]
 
 
 def looks_like_a_picture(path: Path) -> bool:
@@ -148,19 +162,20 @@ def _check_size(size: tuple[int, int], max_image_pixels: int) -> None:
         raise PictureRejectedError(f"{width} x {height} pixels, a side must have at least {MIN_SIDE_PIXELS}")
 
 
-def _on_white(image: Image.Image) -> Image.Image:
+def _laid_on(colour: str, image: Image.Image) -> Image.Image:
+    """RGB or RGBA as RGB, on a ground of one colour where it is transparent."""
     if image.mode == "RGB":
         return image
-    on_white = Image.new("RGB", image.size, "white")
-    on_white.paste(image.convert("RGB"), mask=image.getchannel("A"))
-    return on_white
+    ground = Image.new("RGB", image.size, colour)
+    ground.paste(image.convert("RGB"), mask=image.getchannel("A"))
+    return ground
 
 
 def _thumbnail(image: Image.Image) -> bytes:
     side = THUMBNAIL_SIDE
     # Whole blocks are averaged first, which is fast and enough for a comparison.
     factors = (max(1, image.width // (4 * side)), max(1, image.height // (4 * side)))
-    return _on_white(image.reduce(factors)).resize((side, side), Image.Resampling.BOX).tobytes()
+    return _laid_on("white", image.reduce(factors)).resize((side, side), Image.Resampling.BOX).tobytes()
 
 
 def _upright(image: Image.Image) -> Image.Image:

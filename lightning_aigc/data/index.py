@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_aigc.data.buckets import Placement, bucket_shapes, place, place_in
-from lightning_aigc.data.captions import LONG_CAPTION_WORDS, add_trigger_word, long_captions
+from lightning_aigc.data.captions import add_trigger_word
 from lightning_aigc.data.checked_folder import CheckedFolder, check_folder
 from lightning_aigc.data.checks import CHECKS
 from lightning_aigc.data.conditions import pair_conditions
@@ -84,10 +84,6 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
     index.validation = validation
     index.has_masks = settings.mask_folder is not None or settings.use_alpha_mask
     _add_class_pictures(index, accepted.get("class", []), settings)
-    if count := long_captions([sample.caption for sample in index.samples]):
-        report.notes.append(
-            f"{count} captions have more than {LONG_CAPTION_WORDS} words; the tokenizer keeps about 75 tokens of each"
-        )
     rows = zip(index.shapes, index.buckets, index.class_buckets, strict=True)
     report.images_held_out = len(validation)
     report.buckets = [_bucket_row(shape, items, of_class, index.samples) for shape, items, of_class in rows]
@@ -140,9 +136,10 @@ def _in_buckets(user: Sequence[tuple[Sample, int]], report: DataReport) -> Train
     """The user's pictures, each as often as its repeats, in buckets of one shape."""
     shapes = sorted({(sample.placement.width, sample.placement.height) for sample, _ in user})
     buckets: list[list[int]] = [[] for _ in shapes]
+    bucket_of = {shape: bucket for bucket, shape in enumerate(shapes)}
     samples = []
     for row, (sample, repeats) in enumerate(user):
-        bucket = shapes.index((sample.placement.width, sample.placement.height))
+        bucket = bucket_of[sample.placement.width, sample.placement.height]
         buckets[bucket] += [row] * repeats
         samples.append(replace(sample, bucket=bucket))
         report.repeats[repeats] = report.repeats.get(repeats, 0) + 1

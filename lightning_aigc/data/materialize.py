@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.data.cache import check_writable
-from lightning_aigc.data.image_file import PICTURE_SUFFIXES
+from lightning_aigc.data.webdataset_shards import expand, read_shard
 from lightning_aigc.errors import DataError
 
 _DONE = "metadata.jsonl"
+SAMPLES_FORMAT = 2
+"""Which members of a shard make a sample; a folder that was written by another rule is not used again."""
 
 
 def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, caption_key: str) -> Path:
@@ -29,7 +31,7 @@ def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, ca
 
     Raises: DataError for a shard that is absent or damaged.
     """
-    shards = _expand(pattern)
+    shards = expand(pattern)
     stamps = []
     for shard in shards:
         if not shard.is_file():
@@ -40,11 +42,14 @@ def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, ca
     def rows() -> Iterator[tuple[bytes, str, str | None]]:
         for number, shard in enumerate(shards):
             try:
-                yield from _read_shard(shard, number, caption_extension.lstrip(".").lower(), caption_key)
+                samples = read_shard(shard, caption_extension.lstrip(".").lower(), caption_key)
+                for count, (content, key, caption) in enumerate(samples):
+                    safe = re.sub(r"\W+", "_", key.rpartition("/")[2])[:80]
+                    yield content, f"{number:05d}_{count:07d}_{safe}", caption
             except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
                 raise DataError(f"the shard {shard} cannot be read: {error}; make or download it again") from error
 
-    return _materialize(cache_dir / "shards", [stamps, caption_extension, caption_key], rows)
+    return _materialize(cache_dir / "shards", [stamps, caption_extension, caption_key, SAMPLES_FORMAT], rows)
 
 
 def folder_from_dataset(name: str, split: str, image_column: str, caption_column: str, cache_dir: Path) -> Path:
@@ -123,52 +128,6 @@ def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[
     return folder
 
 
-def _read_shard(
-    shard: Path, number: int, caption_extension: str, caption_key: str
-) -> Iterator[tuple[bytes, str, str | None]]:
-    """Yield (picture, stem, caption) of every sample; members of a sample share the name before its first dot."""
-    with tarfile.open(shard) as tar:
-        key, parts, count = "", dict[str, bytes](), 0
-        for member in tar:
-            file = tar.extractfile(member) if member.isfile() else None
-            directory, _, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(".")
-            if file is None or not stem:
-                continue
-            if parts and f"{directory}/{stem}" != key:
-                yield from _sample_of(parts, key, number, count, caption_extension, caption_key)
-                parts, count = {}, count + 1
-            key = f"{directory}/{stem}"
-            parts[extension.lower()] = file.read()
-        if parts:
-            yield from _sample_of(parts, key, number, count, caption_extension, caption_key)
-
-
-def _sample_of(
-    parts: dict[str, bytes], key: str, shard: int, count: int, caption_extension: str, caption_key: str
-) -> Iterator[tuple[bytes, str, str | None]]:
-    from lightning_aigc.data.captions import decode_text
-
-    pictures = [content for extension, content in parts.items() if f".{extension}" in PICTURE_SUFFIXES]
-    if not pictures:
-        return
-    caption: str | None = None
-    for extension in (caption_extension, "txt", "text", "caption"):
-        if extension in parts:
-            caption = decode_text(parts[extension])[0]
-            break
-    else:
-        if "json" in parts:
-            try:
-                found = json.loads(parts["json"])
-            except ValueError as error:
-                raise DataError(f"{key}.json in shard {shard} is not valid JSON: {error}") from error
-            value = found.get(caption_key, found.get("caption")) if isinstance(found, dict) else None
-            caption = value if isinstance(value, str) else None
-    safe = re.sub(r"\W+", "_", key.rpartition("/")[2])[:80]
-    yield pictures[0], f"{shard:05d}_{count:07d}_{safe}", caption
-
-
 def _image_bytes(value: Any, name: str, number: int, column: str) -> bytes:
     if isinstance(value, dict) and value.get("bytes") is not None:
         return bytes(value["bytes"])
@@ -189,40 +148,3 @@ def _image_bytes(value: Any, name: str, number: int, column: str) -> bytes:
 
 def _suffix(content: bytes) -> str:
     return ".jpg" if content.startswith(b"\xff\xd8") else ".png"  # only a name: pictures are opened by their content
-
-
-def _expand(pattern: str) -> list[Path]:
-    """The paths that match a pattern: {000..009} and {a,b} as in a shell, then * and ?."""
-    texts = [str(Path(pattern).expanduser())]
-    while any(_brace(text) for text in texts):
-        texts = [expanded for text in texts for expanded in (_expand_brace(text) if _brace(text) else [text])]
-    paths: list[Path] = []
-    for text in texts:
-        path = Path(text)
-        if any(sign in text for sign in "*?"):
-            found = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor) if path.anchor else path)))
-            if not found:
-                raise DataError(f"no shard matches {text!r}; set data.init_args.shards to .tar files")
-            paths += found
-        else:
-            paths.append(path)
-    return paths
-
-
-def _brace(text: str) -> re.Match[str] | None:
-    return re.search(r"\{([^{}]*(?:\.\.|,)[^{}]*)\}", text)
-
-
-def _expand_brace(text: str) -> list[str]:
-    match = _brace(text)
-    assert match is not None
-    inner = match[1]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
-    if span is None:
-        values = inner.split(",")
-    else:
-        width = len(span[1]) if span[1].startswith("0") else 1
-        values = [f"{number:0{width}d}" for number in range(int(span[1]), int(span[2]) + 1)]
-    if not values or (span is None and ".." in inner):
-        raise DataError(f"cannot expand {match[0]!r} in {text!r}; write shards as data/{{000..009}}.tar")
-    return [text[: match.start()] + value + text[match.end() :] for value in values]

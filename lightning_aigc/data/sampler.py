@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch.utils.data import DistributedSampler
@@ -70,12 +72,14 @@ class BucketBatchSampler(ResumableSampler):
         """Args:
         buckets: The samples of each bucket, one entry per repeat.
         class_buckets: The class samples of each bucket; all empty without prior preservation.
+        prior_ratio: Class samples for each user sample, over the training: a batch has what is due since the one before
+            it, which is none in some batches of a small ratio.
         """
         super().__init__(range(sum(map(len, buckets))), num_replicas=world_size, rank=rank, seed=seed)  # type: ignore[arg-type]
         self.buckets = buckets
         self.class_buckets = class_buckets
         self.batch_size = batch_size
-        self.prior_ratio = prior_ratio
+        self._ratio = Fraction(str(prior_ratio)) if any(class_buckets) else Fraction(0)
         self._start = 0
         self._plans: tuple[int, list[BatchPlan]] | None = None
 
@@ -98,17 +102,23 @@ class BucketBatchSampler(ResumableSampler):
         world = self.num_replicas
         first_draw = 0
         class_draw = -1  # class pictures count downwards, so that every draw in an epoch is unique
+        of_rank = [-(-len(bucket) // world) for bucket in self.buckets]
+        ends = list(itertools.accumulate(of_rank))
         for number, bucket in enumerate(self.buckets):
             order = list(range(len(bucket)))
             random.Random(f"{self.seed}|{epoch}|{number}").shuffle(order)
             if world > 1 and order:
                 order += [order[place % len(order)] for place in range(-len(order) % world)]
-            class_order = self._class_order(number, epoch, self._class_count_of_epoch(len(order)))
+            seen = ends[number] - of_rank[number]
+            class_order = self._class_order(number, world * self._drawn_before(epoch, seen, ends[number], ends[-1]))
             for at in range(0, len(order), self.batch_size * world):
                 together = order[at : at + self.batch_size * world]
+                users = len(together) // world
+                class_count = self._due(epoch * ends[-1] + seen + users) - self._due(epoch * ends[-1] + seen)
+                seen += users
                 for rank in range(world):
                     mine = together[rank::world]
-                    class_samples = [next(class_order) for _ in range(self._class_count(len(mine)))]
+                    class_samples = list(itertools.islice(class_order, class_count))
                     if rank == self.rank:
                         samples = (*(bucket[place] for place in mine), *class_samples)
                         draws = (
@@ -121,24 +131,24 @@ class BucketBatchSampler(ResumableSampler):
         random.Random(f"{self.seed}|{epoch}|steps").shuffle(steps)
         return steps
 
-    def _class_count(self, user_count: int) -> int:
-        if not any(self.class_buckets):
-            return 0
-        return max(1, round(self.prior_ratio * user_count))
+    def _due(self, users: int) -> int:
+        """Class samples that a rank has drawn beside this number of user samples, since the training began."""
+        return users * self._ratio.numerator // self._ratio.denominator
 
-    def _class_count_of_epoch(self, items: int) -> int:
-        counts, world = 0, self.num_replicas
-        for at in range(0, items, self.batch_size * world):
-            counts += world * self._class_count(min(self.batch_size, (items - at) // world))
-        return counts
+    def _drawn_before(self, epoch: int, start: int, end: int, per_epoch: int) -> int:
+        """Class samples that a rank drew in earlier epochs between two positions of an epoch."""
+        period = self._ratio.denominator  # what is due repeats after as many epochs at the latest
+        whole, rest = divmod(epoch, period)
+        counts = [
+            self._due(before * per_epoch + end) - self._due(before * per_epoch + start)
+            for before in range(period if whole else rest)
+        ]
+        return whole * sum(counts) + sum(counts[:rest])
 
-    def _class_order(self, number: int, epoch: int, per_epoch: int) -> Iterator[int]:
-        """Yield class samples endlessly, each once before any repeats, continuing where the last epoch stopped."""
+    def _class_order(self, number: int, at: int) -> Iterator[int]:
+        """Yield a bucket's class samples endlessly from the `at`th on, each once before any comes again."""
         samples = self.class_buckets[number]
-        if not samples:
-            return
-        at = epoch * per_epoch
-        while True:
+        while samples:
             turn, place = divmod(at, len(samples))
             order = list(samples)
             random.Random(f"{self.seed}|class|{number}|{turn}").shuffle(order)

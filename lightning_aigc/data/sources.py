@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_aigc.data.captions import clean_caption, decode_text
-from lightning_aigc.data.image_file import looks_like_a_picture
+from lightning_aigc.data.image_file import PICTURE_SUFFIXES, looks_like_a_picture
 from lightning_aigc.data.listed_captions import ListedCaptions
 from lightning_aigc.data.names import comparable, printable
 from lightning_aigc.errors import DataError
@@ -124,8 +124,10 @@ def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dic
     for picture in found.pictures:
         picture.condition = captions.conditions.get(comparable(picture.name))
         listed = captions.take(picture.name)
-        key = str(picture.path.with_suffix("")) if picture.path.suffix else str(picture.path)
-        sidecar = sidecars.get(key, sidecars.get(str(picture.path)))
+        keys = [str(picture.path.with_suffix("")), str(picture.path)]
+        if picture.path.suffix.lower() not in PICTURE_SUFFIXES:  # `photo.v2`, an image without a suffix
+            keys.reverse()
+        sidecar = next((sidecars[key] for key in keys if key in sidecars), None)
         if listed is not None:
             text, where = listed
         elif sidecar is not None:

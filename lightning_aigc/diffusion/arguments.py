@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_aigc.callbacks.output_name import check_output_name
 from lightning_aigc.diffusion.lora_targets import lora_config
 from lightning_aigc.errors import ModelError
 
@@ -22,6 +23,7 @@ def check_shared_arguments(args: Any) -> None:
         raise ModelError(
             f"model.init_args.checkpoints_total_limit must be at least -1 (all), got {args.checkpoints_total_limit}"
         )
+    check_output_name(args.output_name, "model.init_args.output_name")
     if args.vae_dtype not in ("float32", "bfloat16"):
         raise ModelError(f"model.init_args.vae_dtype must be float32 or bfloat16, got {args.vae_dtype}")
 

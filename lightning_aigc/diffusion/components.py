@@ -16,6 +16,7 @@ import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import nn
 
+from lightning_aigc.diffusion.denoiser_channels import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
 from lightning_aigc.diffusion.saved_schedule import of_single_file
 from lightning_aigc.errors import ModelError
@@ -106,6 +107,8 @@ def load_components(
         raise
     except Exception as error:  # diffusers raises anything from OSError to KeyError here
         raise ModelError(_explain(error, name_or_path, path)) from error
+    if parts.denoiser is not None:
+        check_channels(parts.family, name_or_path, parts.denoiser.config, parts.vae.config)
     for module in filter(None, (parts.denoiser, parts.vae, *parts.text_encoders)):
         module.requires_grad_(False).eval()
     if parts.family in TRANSFORMERS and parts.denoiser is not None:
@@ -127,12 +130,14 @@ def _load(
     if path.is_file():
         family = family_of_checkpoint(path)
         _check_family(family, families, name_or_path)
+        check_channels(family, name_or_path, *channels_of_checkpoint(path))
         pipeline = _load_single_file(path, family, dtypes)
     else:
         pipeline_class: Any = DiffusionPipeline
         extras: dict[str, Any] = dict.fromkeys(LEFT_OUT[only]) if only is not None else {}
         if path.is_dir():
             family = _check_folder(path, families, name_or_path)
+            check_channels_of_folder(path, family, name_or_path)
             pipeline_class = getattr(diffusers, _class_name(path, name_or_path))
             known = (*FAMILIES[family].folders, *FAMILIES[family].optional_folders)
             extras = {part: None for part in extras if part in known}
@@ -194,6 +199,12 @@ def _check_folder(path: Path, families: Sequence[str], name: str, others: str | 
         files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
         check_not_distilled(family, name, *(_config(path / file, name) for file in files))
     return family
+
+
+def check_channels_of_folder(path: Path, family: FamilyName, name: str) -> None:
+    """Raise ModelError for a folder whose denoiser reads more than noisy latents; reads no weights."""
+    parts = ("transformer" if family in TRANSFORMERS else "unet", "vae")
+    check_channels(family, name, *(_config(path / part / "config.json", name) for part in parts))
 
 
 def _parts_of_zeros(path: Path, name: str) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_aigc.data.image_file import PictureRejectedError, load_picture
+from lightning_aigc.data.image_file import PictureRejectedError, load_condition, load_picture
 from lightning_aigc.diffusion import controlnet_model, transformer_controlnet
 from lightning_aigc.diffusion.components import Components
 from lightning_aigc.diffusion.conditions import find_maker, from_bytes, to_bytes
@@ -53,17 +53,18 @@ class ControlNetSampler:
         pixels_per_latent = FAMILIES[self.parts.family].pixels_per_latent(self.parts.vae)
         pictures = []
         size: tuple[int, int] | None = None
+        make = None if are_conditions else self.make
         for path in paths:
             try:
-                picture = load_picture(path)[0]
+                picture = load_condition(path) if make is None else load_picture(path)[0]
             except (Exception, PictureRejectedError) as error:
                 raise ModelError(f"the condition {path} cannot be read: {error}; give a picture") from error
             size = size or _fitting(picture.size, resolution, 8 * pixels_per_latent)
             kind = Image.Resampling.BOX if are_conditions else Image.Resampling.LANCZOS
             pictures.append(torch.from_numpy(np.array(picture.resize(size, kind))).permute(2, 0, 1))
         stacked = torch.stack(pictures)
-        if self.make is not None and not are_conditions:
-            stacked = to_bytes(self.make(stacked.float() / 255), stacked.shape, "conditions")
+        if make is not None:
+            stacked = to_bytes(make(stacked.float() / 255), stacked.shape, "conditions")
         return from_bytes(stacked, self.channels, [str(path) for path in paths])
 
     def sample(

@@ -19,6 +19,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion import optimization
 from lightning_aigc.diffusion.arguments import check_shared_arguments
 from lightning_aigc.diffusion.averaging import follow_shards, is_schedule_free
+from lightning_aigc.diffusion.caption_tokens import count_tokens
 from lightning_aigc.diffusion.components import Components, Part, check_source, load_components
 from lightning_aigc.diffusion.default_callbacks import RunSettings, default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.encoders import EncodesCaches
@@ -37,6 +39,7 @@ from lightning_aigc.diffusion.half_precision import check_precision, computed_in
 from lightning_aigc.diffusion.inherited_arguments import merged_signature
 from lightning_aigc.diffusion.objectives import with_prior
 from lightning_aigc.diffusion.packed_base import check_base_quantization, pack_base, with_full_precision
+from lightning_aigc.diffusion.picture_sizes import check_picture_sizes
 from lightning_aigc.diffusion.sampling import IMAGE_REMEDIES, TimeLimit
 from lightning_aigc.diffusion.trained_weights import KeepsTrainedWeights
 from lightning_aigc.quantization import BaseQuantization, PackedBase
@@ -83,7 +86,7 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         num_inference_steps: Denoising steps of a sample picture.
         guidance_scale: Classifier-free guidance of a sample picture.
         sample_time_limit_s: Skip sample pictures, with a warning, if sampling would take longer than this.
-        output_name: Name of the result's file, without its suffix.
+        output_name: Name of the result's file, without folder and suffix; it lies in `trainer.default_root_dir`.
     """
 
     snapshot_ignored_arguments = frozenset(
@@ -162,6 +165,8 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
         if self.components is not None:
             return
         args, parts = self.args, self.load_components()
+        if self._trainer is not None and self._trainer.state.fn != TrainerFn.PREDICTING:
+            check_picture_sizes(parts, self._trainer.datamodule)  # type: ignore[attr-defined]
         self.adapt(parts)
         self.components = parts
         for parameter in self.trainable_parameters():
@@ -227,6 +232,10 @@ class DiffusionModule(EncodesCaches, KeepsTrainedWeights, EvaluatedModule):
             self.configure_model()
         assert self.components is not None
         return self.components
+
+    def count_tokens(self, captions: Sequence[str]) -> tuple[Sequence[int], int] | None:
+        """protocols.CountsTokens: each caption's tokens, and how many the text encoder keeps."""
+        return count_tokens(self.args.pretrained_model_name_or_path, self.args.revision, captions)
 
     # Training --------------------------------------------------------------------------------------------------------
 

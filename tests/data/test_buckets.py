@@ -58,6 +58,25 @@ def test_without_upscaling_a_small_picture_keeps_its_size():
     assert large.width * large.height <= 512**2 and large.width > large.height
 
 
+@pytest.mark.parametrize("resolution", [512, 768, 1024])
+@pytest.mark.parametrize(("across", "down"), [(1, 1), (4, 1), (1, 4)])
+def test_without_upscaling_every_larger_picture_of_a_buckets_ratio_gets_that_bucket(resolution, across, down):
+    settings = BucketSettings(resolution, max_bucket_reso=4096, bucket_no_upscale=True)
+    bucket = {(1, 1): (resolution, resolution), (4, 1): (2 * resolution, resolution // 2)}.get((across, down))
+    bucket = bucket or (resolution // 2, 2 * resolution)
+    for factor in range(resolution, 4 * resolution):
+        placement = place(factor * across, factor * down, settings, [])
+        assert (placement.width, placement.height) == bucket, factor
+
+
+@pytest.mark.parametrize("no_upscale", [False, True])
+def test_the_largest_side_is_cut_to_steps_too(no_upscale):
+    settings = BucketSettings(512, max_bucket_reso=1000, bucket_no_upscale=no_upscale)
+    for shape in [(4000, 1000), (1000, 4000)]:
+        placement = place(*shape, settings, bucket_shapes(settings))
+        assert (placement.width % 64, placement.height % 64) == (0, 0)
+
+
 def test_without_buckets_everything_is_square():
     settings = BucketSettings(64, enable_bucket=False)
     assert bucket_shapes(settings) == [(64, 64)]

@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from lightning_aigc.data.captions import add_trigger_word, shuffle_tags
+from lightning_aigc.data.captions import add_trigger_word, shuffle_tags, trigger_tags
 from lightning_aigc.errors import DataError
 
 
@@ -175,6 +175,30 @@ def test_the_trigger_word_stays_in_front_of_shuffled_tags(tools, make, folder):
     found = captions(make(trigger_word="zorp", shuffle_caption=True)).values()
     assert all(caption.startswith("zorp, ") for caption in found)
     assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("front", ["Zorp", "ZORP", "a zorp shoe", "Zorp mug"])
+def test_a_trigger_word_in_another_case_or_within_the_first_tag_stays_in_front(tools, make, folder, front):
+    for number in range(8):
+        tools.save(folder / f"{number}.png", caption=f"{front}, b, c, d, e")
+    found = captions(make(trigger_word="zorp", shuffle_caption=True)).values()
+    assert all(caption.startswith(f"{front}, ") for caption in found)
+    assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize(
+    ("caption", "separator", "tags"),
+    [
+        ("Zorp, b", ",", 1),
+        ("zorpian, b", ",", 0),
+        ("b, zorp", ",", 0),
+        ("the red, Shoe, b", ",", 2),
+        ("ZORP|b", "|", 1),
+    ],
+)
+def test_tags_that_the_trigger_word_keeps_in_front(caption, separator, tags):
+    assert trigger_tags(caption, "red, shoe" if "red" in caption else "zorp", separator) == tags
+    assert trigger_tags(caption, None, separator) == 0
 
 
 def test_caption_dropout_empties_its_share(tools, make, folder):

@@ -90,6 +90,9 @@ def grey(path: Path, size: tuple[int, int], value: int = 200) -> None:
         (lambda folder: grey(folder / "cup.png", (64, 64)), r"1 conditions match no picture, such as .*cup\.png"),
         (lambda folder: grey(folder / "2.png", (64, 200)), r"2\.png is 64 x 200 and its picture 2\.png 64 x 64"),
         (lambda folder: grey(folder / "3.png", (128, 72), 0), r"3\.png is black everywhere"),
+        (lambda folder: grey(folder / "3.png", (128, 72), 255), r"3\.png is white everywhere"),
+        (lambda folder: grey(folder / "3.png", (128, 72), 9), r"3\.png is of one colour \(9, 9, 9\) everywhere"),
+        (lambda folder: Image.new("RGBA", (128, 72)).save(folder / "3.png"), r"3\.png is black everywhere"),
         (lambda folder: (folder / "0.png").write_bytes(b"no"), r"0\.png cannot be read"),
     ],
 )
@@ -99,6 +102,51 @@ def test_a_condition_that_cannot_be_is_one_sentence(tmp_path: Path, break_one: A
     with pytest.raises(DataError, match=said) as raised:
         make_data(photos, conditioning_data_dir=str(conditions)).prepare()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize(
+    ("line", "hidden", "shown"),
+    [
+        (255, 0, (0, 255)),  # white lines, as diffusers' convert("RGB") shows them
+        (255, 255, (0, 255)),  # the same from an editor that leaves white below transparency
+        (0, 255, (0, 255)),  # black lines on transparency are to be seen on white alone
+        (0, 0, (0, 255)),
+        (90, 0, (0, 90)),  # a grey one stays on black
+    ],
+)
+def test_lines_on_transparency_are_seen(
+    tmp_path: Path, mode: str, line: int, hidden: int, shown: tuple[int, int]
+) -> None:
+    photos, conditions = make_folder(tmp_path)
+    for number, (width, height) in enumerate(SIDES):
+        drawn = np.full((height, width, 4), (hidden, hidden, hidden, 0), np.uint8)
+        drawn[height // 2 - 8 : height // 2 + 8] = (line, line, line, 255)
+        image = Image.fromarray(drawn, "RGBA")
+        if mode == "P":
+            image = image.quantize(4)
+        (image.convert(mode) if mode == "LA" else image).save(conditions / f"{number}.png")
+    data = make_data(photos, conditioning_data_dir=str(conditions))
+    data.prepare()
+    for batch in data.loader():
+        middle = batch["conditioning"].shape[2] // 2
+        assert (int(batch["conditioning"].min()), int(batch["conditioning"].max())) == shown
+        assert int(batch["conditioning"][0, 0, middle, 0]) == line
+
+
+def test_training_images_stay_on_white_masks_on_black_and_a_white_drawing_is_noted(tmp_path: Path) -> None:
+    photos, _ = make_folder(tmp_path)
+    white = np.zeros((64, 64, 4), np.uint8)
+    white[:, :32] = 255
+    Image.fromarray(white, "RGBA").save(photos / "logo.png")
+    (photos / "logo.txt").write_text("a logo")
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(white, "RGBA").save(tmp_path / "masks" / "logo.png")
+    data = make_data(photos, mask_dir=str(tmp_path / "masks"))
+    assert "1 images in " in data.report() and "are one colour everywhere" in data.report()
+    batch = next(batch for batch in data.loader() if batch["names"] == ["logo.png"])
+    assert float(batch["pixel_values"].min()) == 1
+    assert batch["mask"][0, 0, 0].tolist() == [1.0] * 32 + [0.0] * 32
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

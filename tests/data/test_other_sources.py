@@ -54,6 +54,46 @@ def test_shards_give_their_pictures_and_captions(make, shards, pattern):
     assert captions(data) == sorted(f"thing {shard}{number}" for shard in range(3) for number in range(2))
 
 
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        (["photo.v2.jpg", "photo.v2.txt"], ["photo.v2"]),
+        (["photo.jpg", "photo.txt", "photo.v2.jpg", "photo.v2.txt"], ["photo", "photo.v2"]),
+        (["photo.v1.jpg", "photo.v1.json", "photo.v2.final.PNG", "photo.v2.final.txt"], ["photo.v1", "photo.v2.final"]),
+        (["a.b.jpg", "a.txt"], ["a"]),  # webdataset: key `a`, extension `b.jpg`
+        (["a.txt", "a.jpg", "a.depth.png", "a.depth.json"], ["a", "a.depth"]),
+        (["a.txt", "a.jpg", "a.depth.png"], ["a"]),  # a part of the sample, no image to learn
+        (["a.img.jpg", "a.depth.png", "a.txt"], ["a"]),
+        (["./a.1.jpg", "./a.1.txt", "./b.1.jpg", "./b.1.txt"], ["a.1", "b.1"]),
+    ],
+)
+def test_dots_in_the_names_of_a_shards_members(tools, make, tmp_path, members, expected):
+    def content(name):
+        stem, _, suffix = name.removeprefix("./").rpartition(".")
+        if suffix in ("txt", "json"):
+            return (json.dumps({"text": stem}) if suffix == "json" else stem).encode()
+        return encoded(tools, len(name), "jpg" if suffix == "jpg" else "png")
+
+    write_shard(tmp_path / "a.tar", [(name, content(name)) for name in members])
+    assert captions(make(train_data_dir=None, shards=str(tmp_path / "a.tar"))) == expected
+
+
+def test_a_caption_extension_with_a_dot_of_its_own_is_read_from_shards(tools, make, tmp_path):
+    members = [("a.jpg", encoded(tools, 1, "jpg")), ("a.tags.txt", b"tags"), ("a.txt", b"a sentence")]
+    write_shard(tmp_path / "a.tar", members)
+    data = make(train_data_dir=None, shards=str(tmp_path / "a.tar"), caption_extension=".tags.txt")
+    assert captions(data) == ["tags"]
+
+
+def test_a_folders_names_with_dots_find_their_captions(tools, make, folder):
+    for name in ("photo.jpg", "photo.v2.jpg", "photo.v2.final.jpg"):
+        tools.save(folder / name, caption=name)
+    tools.save(folder / "other.v3.png", caption=None).rename(folder / "other.v3")
+    tools.save(folder / "other.png", caption="other.png")
+    (folder / "other.v3.txt").write_text("other.v3")
+    assert captions(make()) == ["other.png", "other.v3", "photo.jpg", "photo.v2.final.jpg", "photo.v2.jpg"]
+
+
 def test_shards_are_extracted_once_and_again_when_they_change(tools, make, shards, tmp_path):
     pattern = str(shards / "data-*.tar")
     before = tools.fingerprint(shards)

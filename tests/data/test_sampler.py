@@ -81,7 +81,7 @@ def test_a_loaded_position_goes_on_with_the_very_next_batch(position, epoch):
         assert list(resumed) == list(whole), "the epoch after the resumed one is whole"
 
 
-@pytest.mark.parametrize(("ratio", "batch", "expected"), [(1.0, 4, 4), (0.5, 4, 2), (2.0, 3, 6), (0.1, 4, 1)])
+@pytest.mark.parametrize(("ratio", "batch", "expected"), [(1.0, 4, 4), (0.5, 4, 2), (2.0, 3, 6)])
 def test_a_batch_has_its_class_pictures_after_the_users(ratio, batch, expected):
     sampler = BucketBatchSampler([list(range(8 * batch))], [list(range(100, 107))], batch, ratio)
     for plan in sampler:
@@ -90,13 +90,43 @@ def test_a_batch_has_its_class_pictures_after_the_users(ratio, batch, expected):
         assert all(index >= 100 for index in plan.samples[batch:])
 
 
+def class_counts(sampler: BucketBatchSampler, epoch: int) -> list[int]:
+    sampler.set_epoch(epoch)
+    return [len(plan.samples) - plan.user_count for plan in sampler]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "batch", "in_a_batch", "in_all"),
+    [(0.5, 1, {0, 1}, 50), (0.1, 4, {0, 1}, 10), (1.5, 1, {1, 2}, 150), (0.29, 1, {0, 1}, 29), (0.3, 3, {0, 1}, 30)],
+)
+@pytest.mark.parametrize("counts", [[100], [1, 37, 62], [5] * 20])
+def test_a_ratio_that_does_not_divide_a_batch_holds_over_the_epoch(ratio, batch, in_a_batch, in_all, counts):
+    class_buckets = [list(range(1000 + 50 * bucket, 1000 + 50 * bucket + 7)) for bucket in range(len(counts))]
+    found = class_counts(BucketBatchSampler(buckets_of(counts), class_buckets, batch, ratio), 0)
+    assert sum(found) == in_all
+    assert set(found) <= in_a_batch, "spread over the batches"
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_ratio_below_one_an_epoch_holds_over_epochs_and_is_the_same_on_all_ranks(world_size):
+    users = 3 * world_size
+    ranks = [
+        BucketBatchSampler([list(range(users))], [[100, 101]], 1, 0.1, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    found = [[class_counts(sampler, epoch) for epoch in range(20)] for sampler in ranks]
+    assert all(each == found[0] for each in found), "each rank has as much to do in a step"
+    assert sum(map(sum, found[0])) == 6 and max(map(sum, found[0])) == 1
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75, 1.0, 1.4])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_class_picture_is_used_once_before_any_comes_again(world_size):
+def test_every_class_picture_is_used_once_before_any_comes_again(world_size, ratio):
     drawn: list[int] = []
-    for epoch in range(5):
+    for epoch in range(9):
         by_draw: dict[int, int] = {}
         for rank in range(world_size):
-            sampler = BucketBatchSampler([list(range(13))], [list(range(100, 117))], 2, 1.0, 7, rank, world_size)
+            sampler = BucketBatchSampler([list(range(13))], [list(range(100, 117))], 2, ratio, 7, rank, world_size)
             sampler.set_epoch(epoch)
             for plan in sampler:
                 by_draw |= dict(zip(plan.draws[plan.user_count :], plan.samples[plan.user_count :], strict=True))
@@ -113,3 +143,12 @@ def test_no_draw_is_used_twice_in_an_epoch():
         for draw in plan.draws
     ]
     assert len(draws) == len(set(draws))
+
+
+def test_half_a_class_image_a_batch_is_one_in_every_other(tools, make, folder, tmp_path):
+    for number in range(10):
+        tools.save(folder / f"{number}.png")
+        tools.save(tmp_path / "class" / f"{number}.png", tools.picture(seed=100 + number))
+    data = make(class_data_dir=str(tmp_path / "class"), prior_ratio=0.5, train_batch_size=1)
+    shown = [batch["is_prior"].tolist() for batch in data.loader()]
+    assert sorted(shown) == [[False]] * 5 + [[False, True]] * 5

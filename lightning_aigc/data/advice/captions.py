@@ -54,4 +54,8 @@ def _content(caption: str, trigger_word: str | None) -> set[str]:
 
 
 def _without(caption: str, trigger_word: str | None) -> str:
-    return re.sub(re.escape(trigger_word), "", caption).strip(" ,") if trigger_word else caption.strip()
+    return (
+        re.sub(re.escape(trigger_word), "", caption, flags=re.IGNORECASE).strip(" ,")
+        if trigger_word
+        else caption.strip()
+    )

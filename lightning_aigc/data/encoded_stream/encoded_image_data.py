@@ -157,6 +157,15 @@ class EncodedImageData(LightningDataModule):
         """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
         return {**self.manifest(self.shards_dir).facts, "train_batch_size": self.train_batch_size}
 
+    def picture_sizes(self) -> list[tuple[int, int]]:
+        """Each (width, height) of the shards, those of `validation_shards_dir` among them."""
+        folders = [folder for folder in (self.shards_dir, self.validation_shards_dir) if folder is not None]
+        return sorted({size for folder in folders for size in self.manifest(folder).buckets()})
+
+    def size_remedy(self, step: int) -> str:
+        """What to encode the images with, so that all sides are multiples of `step`."""
+        return f"encode them again with data.init_args.bucket_reso_steps and resolution that are multiples of {step}"
+
     def manifest(self, folder: str) -> Manifest:
         """What a folder holds, read once."""
         if folder not in self._manifests:

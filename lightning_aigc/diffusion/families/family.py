@@ -29,6 +29,8 @@ class Family(ABC):
     """What a pipeline folder must hold."""
     optional_folders: ClassVar[tuple[str, ...]] = ()
     """What it may lack, though diffusers' pipeline knows it."""
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75}
+    """By tokenizer, the most tokens of a caption that its encoder is given."""
     draws_latents: ClassVar[bool] = True
     """Whether training draws latents from the autoencoder's distribution or takes its mean, as diffusers' script."""
 
@@ -54,6 +56,14 @@ class Family(ABC):
     def pixels_per_latent(self, vae: Any) -> int:
         """Pixels to a side of an unscaled latent's pixel."""
         return int(2 ** (len(vae.config.block_out_channels) - 1))
+
+    def size_step(self, denoiser: Any, vae: Any) -> int:
+        """Pixels that each side of an image must be a multiple of."""
+        return self.pixels_per_latent(vae)
+
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        """Channels of this autoencoder's latents as the denoiser reads them; None where the config does not say."""
+        return vae_config.get("latent_channels")
 
     def encode(self, vae: Any, pixels_B3HW: Tensor) -> Tensor:
         """The mean and log-variance of unscaled latents, [B, 2C, H, W], of pixels in -1..1."""

@@ -58,6 +58,7 @@ class Flux(TwoStreamFamily):
     control_path = ("controlnet_x_embedder", "controlnet_blocks", "controlnet_single_blocks")
     negative_prompt = None
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 19)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_2": 511}
     modelspec = "flux-1-dev"
     base = "black-forest-labs/FLUX.1-dev"
 
@@ -95,6 +96,10 @@ class Flux(TwoStreamFamily):
             "txt_ids": embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
             "img_ids": positions(height // 2, width // 2, embeddings_BTD),
         }
+
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("latent_channels")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
 
     def patch_size(self, denoiser: Any) -> int:
         return 2

@@ -51,6 +51,7 @@ class Flux2Klein(TransformerFamily):
     }
     widening: ClassVar[Mapping[str, int]] = {"linear_in": 6, "attn.to_qkv_mlp_proj": 9}
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
     base = "black-forest-labs/FLUX.2-klein-base-4B"
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
@@ -93,6 +94,13 @@ class Flux2Klein(TransformerFamily):
             return_dict=False,
         )[0]
         return velocity_BNC.transpose(1, 2).reshape(noisy_BCHW.shape)
+
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("latent_channels")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
+
+    def size_step(self, denoiser: Any, vae: Any) -> int:
+        return 2 * self.pixels_per_latent(vae)
 
     def patch_size(self, denoiser: Any) -> int:
         return 1  # of scaled latents, which hold 2 x 2 pixels

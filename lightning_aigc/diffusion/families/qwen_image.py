@@ -40,6 +40,7 @@ class QwenImage(TwoStreamFamily):
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 60)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 1024}
     modelspec = "qwen-image"
     base = "Qwen/Qwen-Image"
 
@@ -98,6 +99,10 @@ class QwenImage(TwoStreamFamily):
             "encoder_hidden_states_mask": None if min(lengths) == max(lengths) else mask_BT,
             "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy_BCHW),
         }
+
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("z_dim")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
 
     def patch_size(self, denoiser: Any) -> int:
         return 2

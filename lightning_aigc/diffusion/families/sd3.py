@@ -47,6 +47,7 @@ class StableDiffusion3(TwoStreamFamily):
     new_control: ClassVar[Mapping[str, Any]] = {"force_zeros_for_pooled_projection": False}
     control_path = ("pos_embed_input", "controlnet_blocks")
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(1536, 24), (2432, 38)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_3": 255}
     modelspec = "stable-diffusion-3"
     base = "stabilityai/stable-diffusion-3.5-medium"
 

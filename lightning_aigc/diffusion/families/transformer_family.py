@@ -146,6 +146,9 @@ class TransformerFamily(Family):
         """Scaled latent pixels to a side of a token."""
         return int(denoiser.config.patch_size)
 
+    def size_step(self, denoiser: Any, vae: Any) -> int:
+        return self.patch_size(denoiser) * self.pixels_per_latent(vae)
+
     def sample_size(self, denoiser: Any) -> int:
         return int(getattr(denoiser.config, "sample_size", 128))  # 1024 pixels, where the config does not say
 
@@ -160,7 +163,7 @@ class TransformerFamily(Family):
         return False
 
     def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:
-        """Raise ModelError for scaled latents that do not divide into the transformer's patches."""
+        """Raise ModelError for scaled latents of a size that the transformer cannot take."""
         check_divides(self.patch_size(denoiser), self.pixels_per_latent(vae), height, width)
 
 
@@ -175,7 +178,8 @@ def check_divides(patch: int, pixels_per_latent: int, height: int, width: int) -
     if height % patch or width % patch:
         raise ModelError(
             f"pictures of {width * pixels_per_latent} x {height * pixels_per_latent} pixels do not divide into the"
-            f" transformer's patches; set data.init_args.resolution to a multiple of {patch * pixels_per_latent}"
+            " transformer's patches; set data.init_args.bucket_reso_steps and resolution to a multiple of"
+            f" {patch * pixels_per_latent}"
         )
 
 

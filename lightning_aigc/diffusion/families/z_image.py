@@ -47,6 +47,7 @@ class ZImage(ControlledFamily):
     controlnet = "ZImageControlNetModel"
     controlnet_pipeline = "ZImageControlNetPipeline"
     control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 6}
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "z-image"
     base = "Tongyi-MAI/Z-Image"
     draws_latents = False

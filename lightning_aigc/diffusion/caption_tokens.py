@@ -1,0 +1,42 @@
+"""Tokens of captions by a pipeline's own tokenizer, read without the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from transformers import AutoTokenizer
+
+from lightning_aigc.diffusion.families import FAMILIES
+from lightning_aigc.tiny.embedded import resolve
+
+
+def count_tokens(source: str, revision: str | None, captions: Sequence[str]) -> tuple[list[int], int] | None:
+    """Each caption's tokens by the tokenizer whose encoder keeps the most, and how many that is.
+
+    None for a single file, and for a hub id that is not on this machine.
+    """
+    path = resolve(source)
+    if path.is_file():
+        return None
+    where: dict[str, Any] = {"revision": revision, "local_files_only": True}
+    name = str(path) if path.is_dir() else source
+    try:
+        config = DiffusionPipeline.load_config(name, **where)
+        family = next(family for family in FAMILIES.values() if family.pipeline == config["_class_name"])
+        present = {folder: kept for folder, kept in family.caption_tokens.items() if (config.get(folder) or [None])[0]}
+        folder = max(present, key=lambda folder: present[folder])
+        tokenizer = AutoTokenizer.from_pretrained(name, subfolder=folder, **where)
+    except Exception:  # the hub, diffusers and transformers raise anything; loading the model says what is wrong
+        return None
+    kept = min(present[folder], int(tokenizer.model_max_length) - tokenizer.num_special_tokens_to_add())
+    # A token has at least a byte of the text, so short captions need no tokenizer.
+    long = [row for row, caption in enumerate(captions) if len(caption.encode("utf-8", errors="replace")) > kept]
+    counts = [0] * len(captions)
+    if long:
+        given = [captions[row] for row in long]
+        tokens = tokenizer(given, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        for row, of_caption in zip(long, tokens, strict=True):
+            counts[row] = len(of_caption)
+    return counts, kept
