@@ -137,7 +137,9 @@ def follow_new_end(trainer: Trainer) -> None:
         groups = schedule.optimizer.param_groups
         if [float(group["lr"]) for group in groups] != [float(rate) for rate in schedule.get_last_lr()]:
             continue
-        schedule._last_lr = list(schedule.get_lr())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects get_lr to be called by the schedule's own step alone
+            schedule._last_lr = list(schedule.get_lr())
         for group, rate in zip(groups, schedule._last_lr, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(float(rate))
