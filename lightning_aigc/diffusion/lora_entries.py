@@ -8,7 +8,7 @@ ai-toolkit), `lora_transformer_` (OneTrainer), `lycoris_` (SimpleTuner's LyCORIS
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,12 +48,28 @@ PREFIXES = {
 _WRAPPERS = re.compile(r"^(base_model\.model\.|_orig_mod[._]|module\.)+")
 _SUFFIX = re.compile(
     r"(?:(?:\.processor)?\.to_(?P<old>q|k|v|out)_lora\.(?P<old_side>down|up)\.weight"
-    r"|\.lora_(?P<letter>[AB])(?:\.(?!weight$)\w+)?(?:\.weight)?"
+    r"|\.lora_(?P<letter>[AB])(?:\.(?!weight$|bias$)\w+)?(?:\.weight)?"
     r"|\.lora(?:_linear_layer)?[._](?P<side>down|up)(?:\.(?!weight$)\w+)?\.weight"
     r"|\.(?P<alpha>alpha)"
     r"|\.(?P<scale>dora_scale)"
     r"|\.(?P<magnitude>lora_magnitude_vector)(?:\.\w+)*)$"
 )
+OTHER_KINDS = {
+    "LoHa": r"\.hada_\w+$",
+    "LoKr": r"\.lokr_\w+$",
+    "OFT": r"\.(oft_\w+|oft_R(\.\w+)*)$",
+    "GLoRA": r"\.[ab][12]\.weight$",
+    "IA3": r"\.(on_input|ia3_l(\.\w+)*)$",
+    "VeRA": r"\.vera_\w+(\.\w+)*$",
+    "a LoRA in Tucker's form": r"\.lora_mid\.weight$",
+    "a LoRA with biases": r"\.(lora_[AB](\.\w+)?|lora_(down|up))\.bias$",
+    "a LoRA with trained norms": r"\.[wb]_norm$",
+    "whole differences of weights": r"\.diff(_b)?$",
+    "an embedding of new words": r"^(bundle_emb\.|emb_params$|string_to_param)",
+    "a LoRA with layers that were trained whole": r"^(unet|transformer|text_encoder\w*)\.[\w.]+\.(weight|bias)$",
+    "a whole model": r"\.(weight|bias)$",
+}
+"""Patterns of a key by the kind of file that has it; the first that is found counts."""
 _SIDES = {"A": "down", "B": "up"}
 
 
@@ -82,7 +98,7 @@ def group(state: Mapping[str, Tensor]) -> list[Entries]:
     for key, tensor in state.items():
         match = _SUFFIX.search(key)
         if match is None:
-            raise ModelError(f"got {key}; wanted plain LoRA or DoRA (LoHa, LoKr and others cannot be converted)")
+            raise not_lora(state)
         component, name = _without_prefix(key[: match.start()])
         if old := match["old"]:
             in_text = component in TEXT_ENCODERS
@@ -92,11 +108,27 @@ def group(state: Mapping[str, Tensor]) -> list[Entries]:
         parts = groups.setdefault((component, name), {})
         if kind in parts:
             raise ModelError(f"got {key}, a second {kind} of {name}; the file holds more than one LoRA")
-        parts[kind] = tensor
+        # Sums and products of a file's layers are computed in its dtype; float16 holds every float8 value.
+        parts[kind] = tensor.half() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
     found = [Entries(component, name, parts) for (component, name), parts in groups.items()]
     for entries in found:
         _check(entries)
     return found
+
+
+def not_lora(keys: Iterable[str]) -> ModelError:
+    """The error for a file with these entries, some of which are of another kind than LoRA; it names the kind."""
+    keys = sorted(keys)
+    others = [key for key in keys if _SUFFIX.search(key) is None]
+    kind, key = next(
+        ((kind, key) for kind, pattern in OTHER_KINDS.items() for key in others if re.search(pattern, key)),
+        ("nothing that is known here", ", ".join(others[:2]) or "no entry"),
+    )
+    if kind == "a whole model":
+        remedy = "load it with model.init_args.pretrained_model_name_or_path"
+    else:
+        remedy = "merge it into its base model by the program that trained it"
+    return ModelError(f"got {kind} ({key}), not LoRA weights; wanted plain LoRA or DoRA: {remedy}")
 
 
 def _without_prefix(name: str) -> tuple[str, str]:
@@ -112,11 +144,25 @@ def _check(entries: Entries) -> None:
     if down is None or up is None:
         missing = "down" if down is None else "up"
         raise ModelError(f"got {entries} without its {missing} weight; the file is incomplete")
-    if down.ndim not in (2, 4) or up.ndim != down.ndim or up.shape[1] != down.shape[0]:
+    if down.ndim not in (2, 4) or not down.shape[0] or up.ndim != down.ndim or up.shape[1] != down.shape[0]:
         raise ModelError(
             f"got {entries} with down {list(down.shape)} and up {list(up.shape)}; wanted [rank, in] and [out, rank], "
             "or their convolution forms"
         )
+    for kind, tensor in entries.parts.items():
+        if kind == "alpha" and tensor.numel() != 1:
+            raise ModelError(
+                f"got {entries}.alpha of shape {list(tensor.shape)}; wanted one value: export the file again"
+            )
+        if not tensor.is_floating_point() and kind != "alpha":
+            raise ModelError(
+                f"got {entries} in {str(tensor.dtype).removeprefix('torch.')}, a quantized LoRA; wanted float32, "
+                "bfloat16, float16 or float8: write it unquantized by the program that trained it"
+            )
+        if not tensor.isfinite().all():
+            raise ModelError(
+                f"got {entries} with values that are not finite: the training diverged; use a file of an earlier step"
+            )
     magnitude = entries.parts.get("dora_scale")
     if magnitude is not None and magnitude.numel() != up.shape[0]:
         raise ModelError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from lightning_aigc.diffusion import (
     lora_reading,
 )
 from lightning_aigc.diffusion.lora_bytes import HASH_KEYS, serialize, write_atomically
+from lightning_aigc.diffusion.lora_entries import not_lora
 from lightning_aigc.diffusion.lora_layers import LoRALayer
 from lightning_aigc.diffusion.lora_layouts import ADAPTER_METADATA_KEY
 from lightning_aigc.diffusion.lora_metadata import BaseModel, LoRAMetadata
@@ -63,7 +65,7 @@ class LoRAFile:
         layers = lora_reading.read_layers(
             self.state,
             self.metadata,
-            json.loads(self.metadata.get(ADAPTER_METADATA_KEY) or "{}"),
+            _adapter_metadata(self.metadata),
             base_model=base_model,
             layers_per_block=_layers_per_block(self.metadata),
         )
@@ -194,7 +196,7 @@ def _layout_of(path: Path, state: Mapping[str, Tensor]) -> Layout:
     if any("lora" in key or key.startswith("lycoris_") for key in state):
         is_diffusers = any(key.startswith(tuple(f"{component}." for component in COMPONENTS)) for key in state)
         return "diffusers" if is_diffusers else "other"
-    raise ModelError(f"got {path}, whose entries ({', '.join(sorted(state)[:2]) or 'none'}) are not LoRA weights")
+    raise ModelError(f"{path}: {not_lora(state)}")
 
 
 def _cast(layer: LoRALayer, dtype: torch.dtype) -> LoRALayer:
@@ -249,4 +251,22 @@ def _is_sdxl(header: Mapping[str, str], layers: Sequence[LoRALayer]) -> bool:
 
 
 def _layers_per_block(header: Mapping[str, str]) -> int:
-    return int(header.get(_LAYERS_PER_BLOCK_KEY, lora_names.SDXL_LAYERS_PER_BLOCK))
+    given = header.get(_LAYERS_PER_BLOCK_KEY, str(lora_names.SDXL_LAYERS_PER_BLOCK))
+    if not given.isdecimal():
+        raise ModelError(f"got a header whose {_LAYERS_PER_BLOCK_KEY} is {given!r}, no number; export the file again")
+    return int(given)
+
+
+def _adapter_metadata(header: Mapping[str, str]) -> dict[str, Any]:
+    """peft's settings by component, as diffusers writes them."""
+    try:
+        found = json.loads(header.get(ADAPTER_METADATA_KEY) or "{}")
+        alphas = [value for key, value in found.items() if key.endswith(".lora_alpha")]
+        alphas += [each for key, value in found.items() if key.endswith(".alpha_pattern") for each in value.values()]
+        if not all(isinstance(alpha, (int, float)) and math.isfinite(alpha) for alpha in alphas):
+            raise ValueError("an alpha that is no number")
+    except (ValueError, AttributeError) as error:
+        raise ModelError(
+            f"got a header whose {ADAPTER_METADATA_KEY} cannot be read ({error}); export the file again"
+        ) from error
+    return dict(found)

@@ -91,8 +91,8 @@ def _denoiser_modules(
         raise _unknown(strange[0], f"its header names {told}" if told else "its header names no base model")
     if told is not None:
         raise ModelError(
-            f"got a LoRA whose header names {told}, which is not known here; if its layers are those of "
-            f"{next(iter(fits))}, add --base_model {next(iter(fits))}"
+            f"got a LoRA whose header names {told}, which is not known here; {', '.join(fits)} have its layers: "
+            f"add --base_model {next(iter(fits))}, or the one that it was trained on"
         )
     if len({tuple(found.items()) for found in fits.values()}) > 1:  # equal names in all need no choice
         shapes = [(fits[name][each.name][0], each.parts["down"].shape[1]) for each in entries for name in fits]

@@ -17,6 +17,8 @@ from lightning_aigc.report.paired_scores import Check
 
 RECORD_FILE, SUMMARY_FILE = "report.json", "summary.json"
 FORMAT = 1
+MOST = 2**63 - 1
+"""The largest whole number that a record holds."""
 T = TypeVar("T")
 
 
@@ -232,9 +234,11 @@ def read_run(folder: Path) -> RunRecord:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise DataError(f"{file} is of format {values['format']}; this version reads {FORMAT}: install a newer one")
+            raise DataError(
+                f"{file} is of format {str(values['format'])[:80]}; this version reads {FORMAT}: install a newer one"
+            )
         record: RunRecord = _built(RunRecord, values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(
@@ -274,6 +278,6 @@ def _built(wanted: Any, value: Any) -> Any:
         return [_built(arguments[0], item) for item in value]
     if typing.get_origin(wanted) is dict:
         return {str(key): _built(arguments[1], item) for key, item in value.items()}
-    if not isinstance(value, wanted):
-        raise TypeError(f"got {value!r}, wanted {wanted.__name__}")
-    return value
+    if not isinstance(value, wanted) or (wanted is int and (isinstance(value, bool) or abs(value) > MOST)):
+        raise TypeError(f"got {str(value)[:80]!r}, wanted {wanted.__name__}")
+    return value.encode(errors="replace").decode() if wanted is str else value  # half a surrogate pair

@@ -69,7 +69,7 @@ def cost(record: RunRecord) -> dict[str, str]:
         if value != "-":
             scored[f"{label}{f', ± {noise}' if noise else ''}"] = value
     if "edge_f1" in record.figures:
-        floor, ceiling = record.figures["edge_f1_floor"], record.figures["edge_f1_ceiling"]
+        floor, ceiling = (record.figures.get(name, math.nan) for name in ("edge_f1_floor", "edge_f1_ceiling"))
         scored[f"edge F1, floor {floor:.2f}, ceiling {ceiling:.2f}"] = f"{record.figures['edge_f1']:.2f}"
     return scored | {
         "optimizer steps": f"{record.steps:,}",

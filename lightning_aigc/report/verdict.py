@@ -128,8 +128,9 @@ def judge(record: RunRecord) -> Verdict:
     warning = record.guard.memorising if record.guard is not None else None
     found = _findings(record)
     said = ("; it began to memorise on the way" if warning else "") + found
+    is_mixed = bool(said) or _are_others_changed(record)
     return Verdict(
-        "learned", "mixed" if said else "good", f"{_learned(record, text, image)}{_kept(record)}{memory}{said}."
+        "learned", "mixed" if is_mixed else "good", f"{_learned(record, text, image)}{_kept(record)}{memory}{said}."
     )
 
 
@@ -164,9 +165,15 @@ def _ruined(record: RunRecord) -> str:
 
 
 def _unrecognised(record: RunRecord) -> str:
-    """Why the scores say little, if the judge did not tell the base's own images from shuffled prompts."""
+    """Why the scores say little: most images show nothing, or the judge did not tell those of before from others."""
     looks = record.looks
-    if looks is None or not math.isfinite(looks.recognition):
+    if looks is None:
+        return ""
+    if len(looks.ruined_after) > looks.images / 2:
+        kinds = " or ".join(dict.fromkeys(looks.ruined_after))
+        before = len(looks.ruined_before)
+        return f"{len(looks.ruined_after)} of {looks.images} images are {kinds}, and {before} were before"
+    if not math.isfinite(looks.recognition) or not math.isfinite(looks.recognition_stderr):
         return ""
     if looks.recognition > CLEAR * looks.recognition_stderr:
         return ""
@@ -189,7 +196,7 @@ def _guard_scores(guard: GuardResult) -> str:
 def _memory(record: RunRecord, other: Change | None) -> str:
     """Whether the other prompts kept their score."""
     if other is None:
-        return ""
+        return "; images of the other prompts, which have no score, changed" * _are_others_changed(record)
     if not other.is_fall:
         return "; nothing forgotten" + (", though other prompts' images changed" * _are_others_changed(record))
     return f"; other prompts hardly lower (CLIP-T {other.numbers()})"
@@ -222,6 +229,9 @@ def _why_unscored(record: RunRecord) -> str:
     for note in record.notes:
         if "CLIP" in note or "sampl" in note:
             return note.rstrip(".")
+    text = record.scores.get("clip_t")
+    if text is not None and text.before:
+        return "the images after the training have no score that is a number" + (" each" if text.after else "")
     if not record.pictures:
         return "no pictures were drawn; give the module `sample` and validation_prompts"
     return "RunReport has no clip_model"

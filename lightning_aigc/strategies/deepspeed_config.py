@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.strategies.deepspeed_imported import Imported
-from lightning_aigc.strategies.deepspeed_json import read_json
+from lightning_aigc.strategies.deepspeed_json import plain_values, read_json
 from lightning_aigc.strategies.deepspeed_keys import (
     ACCELERATE_NO_EFFECT,
     AUTO,
@@ -19,6 +19,7 @@ from lightning_aigc.strategies.deepspeed_keys import (
     SIZES,
     TAKEN,
     found_in,
+    no_object,
 )
 from lightning_aigc.strategies.deepspeed_training import take_optimizer, take_scheduler
 
@@ -26,9 +27,10 @@ CLIPPING = 1.0
 """Where a file does not name gradient_clipping, in DeepSpeed 0.19; older versions do not clip then."""
 
 
-def import_file(path: str | Path) -> Imported:
+def import_file(path: str | Path, *, of_accelerate: bool = False) -> Imported:
     """Read a ds_config.json or accelerate's YAML file.
 
+    of_accelerate: the file is one that accelerate's YAML names, so it is DeepSpeed's own.
     Raises: ConfigError for a file that cannot be read, and for a key that asks for what is not built.
     """
     path = Path(path)
@@ -40,9 +42,9 @@ def import_file(path: str | Path) -> Imported:
         if path.suffix in (".yaml", ".yml"):
             import yaml
 
-            given = yaml.safe_load(text)
+            given = plain_values(yaml.safe_load(text))
         else:
-            given = read_json(text)
+            given = plain_values(read_json(text))
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     except Exception as error:  # yaml's errors have no common base that is imported here
@@ -52,6 +54,8 @@ def import_file(path: str | Path) -> Imported:
     found = Imported()
     try:
         if {"compute_environment", "distributed_type", "deepspeed_config"} & given.keys():
+            if of_accelerate:
+                raise ConfigError(f"{path} is accelerate's own file; deepspeed_config_file takes a ds_config.json")
             _read_accelerate(given, found, path)
         else:
             _read_deepspeed(given, found, path)
@@ -72,9 +76,11 @@ def _read_deepspeed(given: dict[str, Any], found: Imported, path: Path) -> None:
             f"{path} holds {len(known)} of DeepSpeed's keys, such as zero_optimization, and {len(given) - len(known)}"
             " others; give a ds_config.json"
         )
+    if wrong := no_object(given):
+        raise ConfigError(f"{path}: {wrong}")
     for key, value in _flat(given).items():
         section = _section(given, key)
-        if value == AUTO and not key.startswith(("optimizer.", "scheduler.")):
+        if value == AUTO and not key.startswith(("optimizer.", "scheduler.", "zero_optimization.stage")):
             found.lines.append(f"{key}: auto, the YAML's value")
         elif value is None:
             found.lines.append(f"{key}: null, as if it were not there")
@@ -101,7 +107,7 @@ def _section(given: dict[str, Any], key: str) -> set[str]:
 
 
 def _is_off(value: Any) -> bool:
-    return value in (False, 0, None, "false", "none", "")
+    return value in (False, 0, None)
 
 
 def _take_defaults(given: dict[str, Any], found: Imported) -> None:
@@ -109,7 +115,11 @@ def _take_defaults(given: dict[str, Any], found: Imported) -> None:
     if "stage" not in found.strategy:
         found.strategy["stage"] = 0
         found.notes.append("zero_optimization: not in the file: stage 0, as in DeepSpeed: strategy ddp")
-    if "gradient_clipping" not in given and "gradient_clip_val" not in found.trainer:
+    _take_clipping(given, found)
+
+
+def _take_clipping(given: dict[str, Any], found: Imported) -> None:
+    if given.get("gradient_clipping") is None and "gradient_clip_val" not in found.trainer:
         found.trainer["gradient_clip_val"] = CLIPPING
         found.notes.append(
             f"gradient_clipping: not in the file: trainer.gradient_clip_val {CLIPPING}, as in DeepSpeed 0.19; for an"
@@ -130,7 +140,7 @@ def _take(key: str, value: Any, given: dict[str, Any], found: Imported, path: Pa
         case ["gradient_accumulation_steps"]:
             taken("trainer", found.trainer, "accumulate_grad_batches", int(value))
         case ["gradient_clipping"] | ["optimizer", "params", "max_grad_norm"]:
-            taken("trainer", found.trainer, "gradient_clip_val", float(value) or None)
+            taken("trainer", found.trainer, "gradient_clip_val", float(value) if float(value) > 0 else None)
         case ["gradient_allreduce_op"]:
             if str(value).lower() not in ("avg", "mean", "average"):
                 raise ConfigError(f"{path}: {key} {value} is not built: gradients are averaged over ranks; take it out")
@@ -199,11 +209,12 @@ def _warn_of_unknown(key: str, found: Imported, path: Path) -> None:
 
 def _take_offload(key: str, part: str, value: Any, found: Imported, path: Path) -> None:
     if part == "device":
-        if value == "nvme":
-            raise ConfigError(f"{path}: {key}: nvme is not built; use cpu, or more ranks: states are 8 bytes a value")
-        if value == "cpu":
-            found.strategy["offload_optimizer"] = True
-        found.lines.append(f"{key}: ZeROStrategy.offload_optimizer: {str(value == 'cpu').lower()}")
+        if value != "cpu":
+            raise ConfigError(
+                f"{path}: {key}: {value} is not built; use cpu, or more ranks: states are 8 bytes a value"
+            )
+        found.strategy["offload_optimizer"] = True
+        found.lines.append(f"{key}: ZeROStrategy.offload_optimizer: true")
     else:
         found.lines.append(f"{key}: no effect here: host memory is pinned where there is an accelerator")
 
@@ -232,8 +243,8 @@ def _read_accelerate(given: dict[str, Any], found: Imported, path: Path) -> None
                     place = place.setdefault(step, {})
                 place[last] = of
             _read_deepspeed(translated, found, path)
-            if file is not None and file != "none":
-                further = import_file(path.parent / file)
+            if file is not None:
+                further = import_file(path.parent / file, of_accelerate=True)
                 for block in ("trainer", "strategy", "precision", "model", "data"):
                     getattr(found, block).update(getattr(further, block))
                 found.lines += further.lines
@@ -255,6 +266,9 @@ def _read_accelerate(given: dict[str, Any], found: Imported, path: Path) -> None
         else:
             found.lines.append(f"{key}: no key of accelerate's config that is known here; ignored")
             warnings.warn(f"{path}: {found.lines[-1]}", stacklevel=3)
+    inner = given.get("deepspeed_config") or {}
+    if kind == "DEEPSPEED" and inner.get("deepspeed_config_file") is None:
+        _take_clipping(inner, found)
     if "stage" not in found.strategy:
         found.strategy["stage"] = 2 if kind == "DEEPSPEED" else 0
         found.notes.append(f"zero_stage: not in the file: stage {found.strategy['stage']}, as accelerate's {kind}")

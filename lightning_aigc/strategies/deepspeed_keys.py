@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from typing import Any
 
 AUTO = "auto"
 TAKEN = (
@@ -132,6 +133,25 @@ ACCELERATE_NO_EFFECT = (
     "image_uri", "additional_args", "fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config",
     "monitor_interval",
 )  # fmt: skip
+SECTIONS = {
+    "optimizer": '{"type": "AdamW", "params": {"lr": 1e-4}}',
+    "scheduler": '{"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
+    "zero_optimization": '{"stage": 2}',
+    "activation_checkpointing": '{"partition_activations": true}',
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "amp", "torch_autocast"), '{"enabled": true}'),
+}
+"""Keys whose value is an object that changes the training, each with an example."""
+
+
+def no_object(given: Mapping[str, Any]) -> str | None:
+    """A sentence on a section that is no object, which nothing would read; None where all are."""
+    for name, example in SECTIONS.items():
+        value = given.get(name)
+        if value in (None, AUTO) or (name == "zero_optimization" and isinstance(value, bool)):
+            continue
+        if not isinstance(value, dict) or not isinstance(value.get("params") or {}, dict):
+            return f"{name} is {value!r}, wanted an object such as {example}; write one"
+    return None
 
 
 def found_in(key: str, table: Mapping[str, str]) -> str | None:

@@ -46,7 +46,7 @@ def take_optimizer(section: dict[str, Any], path: Any) -> tuple[dict[str, Any], 
     name = _optimizer_name(kind, params, path)
     if params.pop("bias_correction", True) is False:
         raise ConfigError(f"{path}: optimizer.params.bias_correction: false is not built; take it out")
-    kept = {key: _number(params[key]) for key in KEPT if params.get(key, AUTO) != AUTO}
+    kept = {key: params[key] for key in KEPT if params.get(key, AUTO) not in (AUTO, None)}
     is_adam = name in ("Adam", "AdamW")
     lines = []
     if is_adam and "weight_decay" not in params and not params.get("torch_adam"):
@@ -105,7 +105,7 @@ def take_scheduler(section: dict[str, Any], path: Any) -> tuple[dict[str, Any], 
     unknown = sorted(params.keys() - set(PARAMS[kind]))
     if unknown:
         raise ConfigError(f"{path}: scheduler.params.{unknown[0]} is none of {kind}'s: {', '.join(PARAMS[kind])}")
-    given = {key: _number(value) for key, value in params.items() if value is not None and value != AUTO}
+    given = {key: value for key, value in params.items() if value is not None and value != AUTO}
     given |= {key: None for key in OF_THE_RUN if params.get(key) == AUTO}
     for key in ("warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size"):
         if given.get(key) is not None:
@@ -122,13 +122,3 @@ def take_scheduler(section: dict[str, Any], path: Any) -> tuple[dict[str, Any], 
     if any(given.get(key, 0) is None for key in OF_THE_RUN):
         line += "; null is the run's: lr_warmup_steps, max_train_steps"
     return model, [line]
-
-
-def _number(value: Any) -> Any:
-    """YAML reads 1e-5 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return [_number(each) for each in value] if isinstance(value, list) else value

@@ -29,17 +29,48 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
         ({"account_key": SECRET}, HIDDEN),
         ({"aws_secret_access_key": SECRET}, HIDDEN),
         ({"password": SECRET}, HIDDEN),
+        ({"apiKey": SECRET}, HIDDEN),
+        ({"X-Api-Key": SECRET}, HIDDEN),
+        ({"aws-secret-access-key": SECRET}, HIDDEN),
+        ({"credentials": {"user": SECRET, "pass": SECRET}}, {"user": HIDDEN, "pass": HIDDEN}),
+        ({"passwords": [SECRET, 123]}, [HIDDEN, HIDDEN]),
+        ({"fs_kwargs": {"key": SECRET}}, {"key": HIDDEN}),
+        ({"extra_headers": {"x": SECRET}}, {"x": HIDDEN}),
+        ({"tags": ["hf_" + 30 * "x"]}, [HIDDEN]),
         ({"keep_tokens": 2}, 2),
+        ({"placeholder_token": "<cat>"}, "<cat>"),
         ({"trigger_word": "token"}, "token"),
         ({"prior_prompts": ["a secret: the key"]}, ["a secret: the key"]),
         ({"shards_dir": f"s3://user:{SECRET}@bucket/shards"}, f"s3://{HIDDEN}@bucket/shards"),
         ({"shards_dir": f"https://x.example/a?sv=1&sig={SECRET}&se=2"}, f"https://x.example/a?sv=1&sig={HIDDEN}&se=2"),
         ({"tracking_uri": f"http://me:{SECRET}@host:5000"}, f"http://{HIDDEN}@host:5000"),
+        ({"tracking_uri": f"https://{SECRET}@host/p"}, f"https://{HIDDEN}@host/p"),
+        ({"shards_dir": f"s3://KEY:{SECRET}/with/slashes@bucket/a"}, f"s3://{HIDDEN}@bucket/a"),
+        ({"shards_dir": f"http://me:a@b{SECRET}@host:5000/x"}, f"http://{HIDDEN}@host:5000/x"),
+        ({"shards_dir": f"https://h/x?access_token={SECRET}&a=1"}, f"https://h/x?access_token={HIDDEN}&a=1"),
+        ({"shards_dir": "http://host:8080/images@2x.png"}, "http://host:8080/images@2x.png"),
     ],
 )  # fmt: skip
 def test_a_value_is_hidden_by_its_name_or_its_place_in_an_address(given: dict[str, Any], left: Any) -> None:
     assert redact(given) == {next(iter(given)): left}
     assert SECRET not in redact_text(f"cannot read {given.get('shards_dir', '')}")
+
+
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        (
+            f"--data.init_args.storage_options.key={SECRET} is wrong",
+            f"--data.init_args.storage_options.key={HIDDEN} is wrong",
+        ),
+        (f"got {{'storage_options': {{'key': '{SECRET}'}}, 'a': 1}}", f"got {{'storage_options': {HIDDEN}, 'a': 1}}"),
+        (f"got {{'api_key': '{SECRET}', 'a': 1}}", f"got {{'api_key': '{HIDDEN}', 'a': 1}}"),
+        ("data.init_args.storage_options.key: this copy", "data.init_args.storage_options.key: this copy"),
+        ("trigger_word=token and token: wanted", "trigger_word=token and token: wanted"),
+    ],
+)
+def test_a_printed_line_hides_what_is_assigned_to_a_secret_name(line: str, left: str) -> None:
+    assert redact_text(line) == left
 
 
 def test_a_copy_without_a_value_is_refused_with_its_key() -> None:

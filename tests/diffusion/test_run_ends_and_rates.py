@@ -77,6 +77,13 @@ def test_whichever_limit_comes_first_ends_the_run(
     assert rates == pytest.approx([1e-3 * (wanted - step) / wanted for step in range(wanted)])  # to the real end
 
 
+def test_a_run_with_a_schedule_starts_without_a_warning_of_torch(sd: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(make_module(sd, max_train_steps=1, lr_scheduler="linear"), tmp_path)
+    assert [str(each.message) for each in said if "get_last_lr" in str(each.message)] == []
+
+
 @pytest.mark.parametrize("kind", [ReduceLROnPlateau, torch.optim.lr_scheduler.ReduceLROnPlateau])
 def test_a_plateau_is_looked_for_every_validation_steps(sd: str, tmp_path: Path, kind: Any) -> None:
     options = {"monitor": "loss"} if kind is ReduceLROnPlateau else {}

@@ -143,3 +143,23 @@ def test_snippets_quote_what_they_are_given(tmp_path: Path) -> None:
     page = render_run_page(record)
     assert "cp &#x27;/tmp/a b" in page
     assert "\\&quot;); import os" in page and "(&quot;x\\&quot;); print(" in page
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format":1,"config":' + '{"a":' * 50_000 + "1" + "}" * 50_001,
+        '{"format":1,"name":"x","steps":1' + "0" * 400 + "}",
+        '{"format":1,"name":"x","steps":true}',
+    ],
+    ids=["deep", "huge", "switch"],
+)
+def test_a_record_that_no_run_writes_is_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(DataError, match=r"report\.json cannot be read .*torn or was edited"):
+        read_run(tmp_path)
+
+
+def test_half_a_surrogate_pair_in_a_name_is_written_as_a_question_mark(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text('{"format":1,"name":"\\ud800 run"}')
+    assert render_run_page(read_run(tmp_path)).encode().count(b"? run") == 2

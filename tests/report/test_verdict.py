@@ -154,3 +154,20 @@ def test_other_prompts_that_fell_a_little_and_changed_in_every_pixel_are_forgott
     assert judge(record(HIGH, scores=dict(fell), looks=looks(changed=0.3))).kind == "learned"
     kept = judge(record(HIGH, scores={"prior_clip_t": KEPT}, looks=looks(changed=0.75)))
     assert kept.kind == "learned" and "nothing forgotten, though other prompts' images changed" in kept.sentence
+
+
+def test_a_base_and_a_result_that_both_draw_noise_are_not_called_learned() -> None:
+    found = judge(record(HIGH, looks=Looks(0.4, 0.05, 0.9, 0.2, 8, ["noise"] * 8, ["noise"] * 8)))
+    assert (found.kind, found.tone) == ("cannot tell", "unknown")
+    assert "8 of 8 images are noise, and 8 were before" in found.sentence
+
+
+def test_other_prompts_whose_images_changed_are_named_without_a_score_and_no_good_news() -> None:
+    unscored, kept = (judge(record(HIGH, scores=s, looks=looks(changed=0.75))) for s in ({}, {"prior_clip_t": KEPT}))
+    assert unscored.tone == kept.tone == "mixed" and unscored.kind == "learned"
+    assert "images of the other prompts, which have no score, changed" in unscored.sentence
+
+
+def test_a_score_that_is_no_number_is_not_blamed_on_the_config() -> None:
+    assert "no score that is a number" in judge(record(scores={"clip_t": Paired(LOW, [])})).sentence
+    assert "no score that is a number" in judge(record(scores={"clip_t": Paired(LOW, [math.nan] * len(LOW))})).sentence

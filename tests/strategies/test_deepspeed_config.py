@@ -92,7 +92,7 @@ deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 4, offload_optimi
 """
     found = import_file(written(tmp_path, text, "accelerate.yaml"))
     assert found.strategy == {"stage": 3, "offload_optimizer": True}
-    assert found.trainer == {"devices": 8, "num_nodes": 2, "accumulate_grad_batches": 4}
+    assert found.trainer == {"devices": 8, "num_nodes": 2, "accumulate_grad_batches": 4, "gradient_clip_val": 1.0}
 
 
 def test_the_command_prints_a_yaml_and_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,6 +196,48 @@ def test_deepspeeds_adam_is_adamw_unless_adam_w_mode_is_false(
     assert made["class_path"] == f"torch.optim.{kind}" and made["init_args"]["weight_decay"] == decay
 
 
+def test_switches_and_numbers_that_are_text_count_as_what_they_say(tmp_path: Path) -> None:
+    given = {
+        "zero_optimization": {"stage": "2", "cpu_offload": "false"},
+        "fp16": {"enabled": "False"},
+        "gradient_clipping": "0.5",
+        "optimizer": {"type": "Adam", "params": {"adam_w_mode": "false", "lr": "2e-5", "betas": ["0.9", 0.95]}},
+    }
+    found = import_file(written(tmp_path, "\ufeff" + json.dumps(given)))
+    assert found.strategy == {"stage": 2} and found.precision == {} and found.trainer == {"gradient_clip_val": 0.5}
+    made = {"betas": [0.9, 0.95], "lr": 2e-5, "weight_decay": 0.0}
+    assert found.model["optimizer"] == {"class_path": "torch.optim.Adam", "init_args": made}
+    assert import_file(written(tmp_path, of_stage_2(gradient_clipping=-1))).trainer == {"gradient_clip_val": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": "AdamW"}, r'optimizer is \'AdamW\', wanted an object such as \{"type": "AdamW"'),
+        ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, "scheduler is .*'params': 'auto'.*wanted an object"),
+        ({"bf16": True}, r'bf16 is True, wanted an object such as \{"enabled": true\}'),
+        ({"zero_optimization": 2}, r'zero_optimization is 2, wanted an object such as \{"stage": 2\}'),
+        ({"zero_optimization": {"stage": "auto"}}, r"stage must be 0 \(strategy ddp\), 1, 2 or 3, got auto"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "NVMe"}}}, "NVMe is not built; use cpu"),
+        ({"gradient_clipping": float("nan")}, "NaN is no number"),
+    ],
+)
+def test_a_value_that_nothing_would_read_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        import_file(written(tmp_path, {"gradient_clipping": 1.0, **given}))
+
+
+def test_accelerates_file_clips_as_deepspeed_does_and_names_a_file_of_deepspeeds(tmp_path: Path) -> None:
+    given = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, "gradient_clipping": "none"}}
+    assert import_file(written(tmp_path, given, "accelerate.json")).trainer == {"gradient_clip_val": 1.0}
+    written(tmp_path, {"zero_optimization": STAGE_2, "gradient_clipping": 0.3})
+    given["deepspeed_config"] = {"deepspeed_config_file": "ds_config.json"}
+    assert import_file(written(tmp_path, given, "accelerate.json")).trainer == {"gradient_clip_val": 0.3}
+    given["deepspeed_config"] = {"deepspeed_config_file": "accelerate.json"}
+    with pytest.raises(ConfigError, match="deepspeed_config_file takes a ds_config"):
+        import_file(written(tmp_path, given, "accelerate.json"))
+
+
 def rates(schedule: Any, steps: int) -> list[float]:
     """The rate of each optimizer step."""
     found = []
