@@ -36,6 +36,6 @@ def check_output_name(name: str, argument: str) -> None:
         possible = f"{possible}_result" if possible.lower() in TAKEN else possible
         raise ModelError(
             f"{argument} must be the name of a file without folder and ending, got {name!r}, which has"
-            f" {' and '.join(wrong)}; set {argument}: {possible or 'result'}, and the folder by"
+            f" {wrong[0]}; set {argument}: {possible or 'result'}, and the folder by"
             " trainer.default_root_dir"
         )
