@@ -52,8 +52,9 @@ def _interfaces(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         text = environ.get(variable)
         if text is None or text.startswith("^"):
             continue
-        is_whole = variable.startswith(("GLOO", "TP")) or text.startswith("=")
-        for wanted in text.removeprefix("=").split(","):
+        is_gloo = variable.startswith(("GLOO", "TP"))
+        is_whole = is_gloo or text.startswith("=")
+        for wanted in (text if is_gloo else text.removeprefix("=")).split(","):
             if not any(name == wanted if is_whole else name.startswith(wanted) for name in here) or not wanted:
                 yield (
                     "problem",
@@ -86,7 +87,14 @@ def _meeting(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             "problem",
             f"MASTER_ADDR={address} is each node's own loopback, with NNODES={nodes}: give node 0's address",
         )
-    if port is not None:
+    node = environ.get("NODE_RANK", environ.get("GROUP_RANK"))
+    if node == "0" and not is_here:
+        yield (
+            "problem",
+            f"MASTER_ADDR={address} is another machine, and NODE_RANK=0 is this one, on which rank 0 will listen: give"
+            " this node's own address",
+        )
+    elif port is not None:
         yield _bind(found[0], port) if is_here else _dial(found[0], port)
 
 

@@ -21,6 +21,10 @@ PAYLOAD_SHARE = {"cpu": 1448 / 1538, "cuda": 1.0, "npu": 1.0}
 takes as long as 1538 with headers, preamble and gap (RFC 9293, RFC 7323, IEEE 802.3); what cards add is taken as 0."""
 
 
+MOST_PARAMETERS = 1e15
+"""Beyond it a count is a slip, and overflows what torch counts."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One card's part of a training step. Raises: ConfigError for a value outside what its field says."""
@@ -49,8 +53,12 @@ class Job:
     """What compresses: npu, cuda or cpu."""
 
     def __post_init__(self) -> None:
-        if self.trainable <= 0 or self.protected < 0 or self.small < 0:
-            raise ConfigError(f"trainable must be above 0, protected and small at least 0; got {self}")
+        if not 0 < self.trainable <= MOST_PARAMETERS:
+            raise ConfigError(f"trainable parameters must be above 0 and at most 1e15, got {self.trainable:g}")
+        if self.protected < 0 or self.small < 0:
+            raise ConfigError(
+                f"protected and small parameters must be 0 or more, got {self.protected:g} and {self.small:g}"
+            )
         if self.protected + self.small > self.trainable:
             raise ConfigError(
                 f"protected ({self.protected:,.0f}) and small ({self.small:,.0f}) parameters are part of the trainable"
@@ -62,8 +70,10 @@ class Job:
             raise ConfigError(f"sparsity must be in [0, 1), got {self.sparsity}")
         if not 0 <= self.overlap_share <= 1:
             raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
-        if self.local_steps < 1 or self.bucket_bytes <= 0:
-            raise ConfigError(f"local_steps must be at least 1 and buckets hold something; got {self}")
+        if self.local_steps < 1:
+            raise ConfigError(f"local_steps must be at least 1, got {self.local_steps}")
+        if self.bucket_bytes <= 0:
+            raise ConfigError(f"a bucket must hold more than 0 MB, got {self.bucket_bytes / 1e6:g}; set 25, DDP's own")
         if self.device not in COMPRESSION_BPS:
             raise ConfigError(f"device must be one of {', '.join(COMPRESSION_BPS)}; got {self.device!r}")
 

@@ -103,3 +103,15 @@ def test_another_node_is_dialled() -> None:
         os.write(writer, b"x")
         os.waitpid(listening, 0)
         assert status == 0
+
+
+def test_the_node_of_rank_0_has_the_address_of_rank_0() -> None:
+    [text] = problems(MASTER_ADDR="192.0.2.1", MASTER_PORT="29511", NODE_RANK="0")  # an address of documentation
+    assert "MASTER_ADDR=192.0.2.1 is another machine, and NODE_RANK=0 is this one" in text
+    assert problems(MASTER_ADDR="127.0.0.1", NODE_RANK="0") == []
+
+
+def test_gloo_takes_an_interface_s_name_without_a_sign() -> None:
+    [text] = problems(GLOO_SOCKET_IFNAME="=lo")
+    assert "this machine has no interface =lo; it has" in text
+    assert problems(NCCL_SOCKET_IFNAME="=lo") == problems(GLOO_SOCKET_IFNAME="lo") == []

@@ -39,6 +39,8 @@ class OptimizerHistory:
         """How far the last step moved each weight, still on the device."""
         self.moving: list[bool] = []
         """Which of the sampled weights had a gradient at that step, where they were sampled."""
+        self.farthest: tuple[float, str] | None = None
+        """Ratio and name of the weight that a step moved too far, as long as the loss has not come back since."""
 
     def attach(self, named: Named) -> None:
         """Sample the parameters as they are when training starts."""
@@ -76,6 +78,7 @@ class OptimizerHistory:
             "steps": self.steps,
             "ratios": None if self.ratios is None else self.ratios.cpu(),
             "moving": list(self.moving),
+            "farthest": self.farthest,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -87,3 +90,5 @@ class OptimizerHistory:
             self.stage.load(state["trend"])
         self.steps = int(state.get("steps", state.get("taken_steps", 0)))
         self.ratios, self.moving = state["ratios"], list(state["moving"])
+        farthest = state.get("farthest")
+        self.farthest = None if farthest is None else (float(farthest[0]), str(farthest[1]))

@@ -70,6 +70,11 @@ class StageTracker:
         first = statistics.median(self._first)
         return statistics.median(self._last) < first - (1 - LEARNED) * abs(first)
 
+    @property
+    def rise(self) -> float:
+        """Median of the last losses over the very first one; 1 where that is not above zero."""
+        return statistics.median(self._last) / self._first[0] if self._first and self._first[0] > 0 else 1.0
+
     def at(self, loss: float) -> TrainingStage:
         """Return the stage at a step with this loss."""
         first = statistics.median(self._first) if self._first else 0.0

@@ -23,7 +23,7 @@ YOUNG_CONVOLUTION = 0.03
 """Gain of a zero convolution below which gradients behind it, which are proportional to it, may be as small."""
 SHIFTED_LOOKS = (3, 5, 7)
 """Numbers of last looks whose median shows a lasting rise that single looks hide in their spread."""
-SPIKE_SHARE = 0.1
+SPIKE_SHARE = 0.02
 """Share of the norm of all gradients below which one layer's spike is not worth a word: a bias before a norm."""
 START_LOOKS, GROWN = 10, 2.0
 """Looks after which a gradient that began below the limit must have grown by this factor, if nothing was learned."""

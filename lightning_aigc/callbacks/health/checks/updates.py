@@ -36,7 +36,24 @@ class UpdateCheck(Check):
         history.ratios = None
         names = [name for name, _ in history.samples.named]
         moving = history.moving or [True] * len(names)
+        if history.stage.at(reading.loss).is_fitted:  # an optimizer that has found the minimum stands still
+            moving = [False] * len(names)
         found = check_updates(names, ratios, moving, reading.limits, reading.remedies)
+        farthest = max(
+            (
+                (ratio, name)
+                for name, ratio, moves in zip(names, ratios, moving, strict=True)
+                if moves and ratio > reading.limits.update_ratio_high
+            ),
+            default=None,
+        )
+        rise = history.stage.rise
+        if history.farthest is not None and rise > reading.limits.loss_ratio:
+            # The weights have grown with the steps, so that the next ones look small beside them.
+            found = [each for each in found if each.level not in ("warning", "error") or each.check != "update_ratio"]
+            found.append(_ruinous(*history.farthest, rise, reading.remedies))
+        else:
+            history.farthest = farthest
         return Findings(found, self.policies, reading.layers_of(names), step=reading.step - 1)
 
 
@@ -83,6 +100,17 @@ def check_updates(
             )
         )
     return findings
+
+
+def _ruinous(ratio: float, name: str, rise: float, remedies: Remedies) -> Finding:
+    return Finding(
+        "update_ratio",
+        name,
+        "error",
+        f"one step changed it by {ratio:.2g} of its size, and the loss is {rise:.2g} times the first one since",
+        "a learning rate that is too high",
+        remedies.learning_rate(float(f"{USUAL_RATIO / ratio:.1g}")),
+    )
 
 
 def _unmoved(name: str, remedies: Remedies) -> Finding:
