@@ -23,7 +23,7 @@ STRATEGIES: dict[str, Any] = {
     "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
 }
 SHARE_OF_BYTES = {"32-true": 0.9}
-HALF_SHARE = 0.445
+HALF_SHARE = 0.44
 """Of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
 RATES: dict[str, Any] = {
     "cosine": "cosine",
@@ -104,7 +104,9 @@ def quantization_of(row: Row, base: Path) -> Any:
     """The model's `base_quantization`."""
     if row["base"] != "budget":
         return None if row["base"] == "whole" else row["base"]
-    folders = ("unet", "transformer", *([] if row["text_encoder"] else ["text_encoder*"]))  # what is trained stays
+    # Neither what is trained nor text encoders that leave before the transformer is loaded are packed.
+    has_texts = not row["text_encoder"] and (row["family"] in U_NETS or row["caches"] != "both")
+    folders = ("unet", "transformer", *(["text_encoder*"] if has_texts else []))
     bytes_ = sum(file.stat().st_size for name in folders for file in base.glob(f"{name}/*.safetensors"))
     return {"target_mib": SHARE_OF_BYTES.get(row["precision"], HALF_SHARE) * bytes_ / 2**20}
 
