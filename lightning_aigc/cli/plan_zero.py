@@ -27,7 +27,7 @@ USUAL_TENSORS = 686
 
 
 def _usual_shapes(parameters: int, ranks: int) -> list[tuple[int]]:
-    """Equal tensors of so many parameters; stage 1 deals whole tensors out, so one alone would stay with one rank."""
+    """Equal tensors of so many parameters: one alone would stay with one rank."""
     count = max(USUAL_TENSORS // ranks, 1) * ranks
     return [(parameters // count + (place < parameters % count),) for place in range(count)]
 
@@ -51,7 +51,8 @@ class Sharing:
     def of(cls, strategy: str, job: Job, shape: Shape, shapes: Sequence[Sequence[int]]) -> Sharing:
         """Args: shapes: of the trained parameters; empty where they were not counted."""
         stage, ranks = STAGES[strategy], shape.ranks
-        known = shapes or _usual_shapes(int(job.trainable), ranks)
+        # Stage 1 deals whole tensors out, the others cut each evenly.
+        known = shapes or (_usual_shapes(int(job.trainable), ranks) if stage == 1 else ((int(job.trainable),),))
         each = range(ranks if shapes else 1)  # equal tensors: the first rank has as much as any
         return cls(
             strategy,

@@ -38,7 +38,8 @@ def follow_shards(ema: EMAModel, trained: Sequence[nn.Parameter]) -> EMAModel:
 def averaged(trained: list[nn.Parameter], ema: EMAModel | None, optimizers: Sequence[Any]) -> Iterator[None]:
     """Load the average into `trained` until the block ends, then restore the weights bit for bit."""
     free = [o for o in optimizers if is_schedule_free(o)]
-    is_gathered = ema is not None and isinstance(ema.shadow_params[0], DTensor) and not isinstance(trained[0], DTensor)
+    averages = ema.shadow_params if ema is not None else [p for o in free for p in o.param_groups[0]["params"]]
+    is_gathered = isinstance(next(iter(averages), None), DTensor) and not isinstance(trained[0], DTensor)
     if (ema is None and not free) or is_gathered:  # a sharded model's average is swapped in before it is gathered
         yield
         return

@@ -134,7 +134,9 @@ def generate(
             negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
             extra = family.sampling_arguments(parts, chosen, negative, guidance_scale, device)
             # Stored embeddings keep their dtype where their text encoders are gone.
-            texts = {v.dtype for k, v in extra.items() if "embeds" in k and isinstance(v, Tensor)}
+            texts = {
+                v.dtype for k, v in extra.items() if "embeds" in k and isinstance(v, Tensor) and v.is_floating_point()
+            }
             narrowest = min(dtypes | texts, key=lambda dtype: dtype.itemsize)
             autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes | texts) > 1)
             if control is None:

@@ -235,3 +235,10 @@ def test_a_shared_out_model_says_what_a_rank_stores_and_sends(command: Command) 
     found = json.loads(command(*asked, "--json").out)
     assert found["stored_bytes"]["total"] == pytest.approx(16 * 859.5e6 / 8, rel=1e-6)
     assert found["sent_bytes"]["weights"] == pytest.approx(2 * 7 / 8 * 4 * 859.5e6, rel=1e-6)
+
+
+def test_a_model_that_was_not_counted_is_divided_over_the_ranks(command: Command) -> None:
+    # Taken for one tensor, all of it was one rank's: 1.32 TB a step.
+    asked = ("plan", "--nodes", 48, "--devices", 8, "--link", "200Gb", "--trainable", "859.5M", "--step_time", 1.2)
+    said = command(*asked, "--strategy", "zero_1")
+    assert "zero_1 sends 10.3 GB a rank and step at most" in said.out and "50% less than ddp's" in said.out

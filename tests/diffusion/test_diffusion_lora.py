@@ -206,7 +206,8 @@ def test_a_u_net_and_a_transformer_are_told_apart(sd3: str, sd: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "words"), [(SIDE + 2, "set data.init_args.resolution to a multiple of 4"), (128, "over 64")]
+    ("side", "words"),
+    [(SIDE + 2, "set data.init_args.bucket_reso_steps and resolution to a multiple of 4"), (128, "over 64")],
 )
 def test_a_picture_size_that_does_not_fit_is_one_sentence(sd3: str, side: int, words: str) -> None:
     module, batch = make_module(sd3), make_batch()

@@ -326,12 +326,13 @@ def test_bfloat16_weights_move_on_the_average_below_their_resolution(sd: str, tm
         module = StableDiffusionFineTuning(sd, optimizer_in_backward=in_backward, **small)  # type: ignore[arg-type]
         fit(module, tmp_path, precision="bf16-true")
         assert module.unet is not None
-        start = StableDiffusionPipeline.from_pretrained(sd, safety_checker=None, dtype=torch.bfloat16).unet
+        dtype = torch.bfloat16 if in_backward else torch.float32  # only stochastic rounding trains bfloat16 weights
+        start = StableDiffusionPipeline.from_pretrained(sd, safety_checker=None, dtype=dtype).unet
         weights = dict(start.named_parameters())["conv_in.weight"]
         now = module.unet.conv_in.weight
-        assert now.dtype == torch.bfloat16
-        moved.append(int((now != weights).sum()))
-    assert moved[0] < moved[1]
+        assert now.dtype == dtype
+        moved.append(float((now != weights).float().mean()))
+    assert moved[0] > 0.9 and 0 < moved[1] < 0.9
 
 
 @pytest.mark.parametrize(
