@@ -13,12 +13,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
+from schedulefree import AdamWScheduleFree
 from torch.utils.data import DataLoader
 
 from fakes.pipelines import make_batch, make_pipeline
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import CLIPConvergenceGuard, SaveLoRA, SaveModel
-from lightning_aigc.callbacks.sampling.gathered import written_weights
+from lightning_aigc.callbacks.sampling.gathered import gathered_weights, written_weights
 from lightning_aigc.diffusion import ControlNetTraining, StableDiffusionFineTuning, StableDiffusionLoRA
 
 STRATEGIES = ("ddp", "zero_2", "zero_3")
@@ -26,6 +27,12 @@ LORA: dict[str, Any] = {"rank": 2}
 RESULTS: dict[str, tuple[Any, dict[str, Any], str, list[str]]] = {
     "lora": (StableDiffusionLoRA, LORA, "32-true", ["model_step_000001", "model"]),
     "lora, ema": (StableDiffusionLoRA, LORA | {"use_ema": True}, "32-true", ["model"]),
+    "lora, schedule-free": (
+        StableDiffusionLoRA,
+        LORA | {"train_text_encoder": True, "optimizer": lambda groups: AdamWScheduleFree(groups, lr=1e-3)},
+        "32-true",
+        ["model"],
+    ),
     "dora of both": (
         StableDiffusionLoRA,
         LORA | {"use_dora": True, "train_text_encoder": True},
@@ -55,6 +62,9 @@ def fit_all(rank: int, pipeline: str, folder: str) -> None:
             torch.manual_seed(1)
             batches: Any = [make_batch(seed=2 * step + rank) for step in range(2)]
             trainer.fit(module, DataLoader(batches, batch_size=None))
+            if "schedule-free" in result:  # restoring weights that were freed meanwhile ends the process
+                with gathered_weights(module):
+                    module.sample(["a red cup"], [0], num_inference_steps=1)
             if result == "lora":
                 CLIPConvergenceGuard()._write_best(trainer, module)
             if name == "zero_3":
