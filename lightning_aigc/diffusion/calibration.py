@@ -41,7 +41,9 @@ def outputs_to_judge(module: Any, datamodule: Any) -> Iterator[Tensor]:
         row = slice(part % pictures, part % pictures + 1)
         one = {key: value[row] for key, value in batch.items() if isinstance(value, (Tensor, list))}
         noisy, timesteps, _ = module.noised(latents_NCHW[row], SeededNoise([part]), part, PICTURES)
-        with evaluating(module), torch.enable_grad():
+        dtype = module.frozen_dtype()  # a ControlNet that is trained whole is float32 beside it
+        autocast = torch.autocast(module.device.type, dtype=dtype, enabled=dtype != torch.float32)
+        with evaluating(module), torch.enable_grad(), autocast:
             yield module.predict(noisy, timesteps, {key: value[row] for key, value in condition.items()}, one)
 
 

@@ -104,8 +104,7 @@ def quantization_of(row: Row, base: Path) -> Any:
     """The model's `base_quantization`."""
     if row["base"] != "budget":
         return None if row["base"] == "whole" else row["base"]
-    # Neither what is trained nor text encoders that leave before the transformer is loaded are packed.
-    has_texts = not row["text_encoder"] and (row["family"] in U_NETS or row["caches"] != "both")
+    has_texts = row["family"] in U_NETS or row["caches"] != "both"  # else they leave before the transformer is loaded
     folders = ("unet", "transformer", *(["text_encoder*"] if has_texts else []))
     bytes_ = sum(file.stat().st_size for name in folders for file in base.glob(f"{name}/*.safetensors"))
     return {"target_mib": SHARE_OF_BYTES.get(row["precision"], HALF_SHARE) * bytes_ / 2**20}
