@@ -15,6 +15,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_aigc.diffusion.denoiser_channels import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
@@ -322,11 +323,16 @@ def _explain(error: Exception, name: str, path: Path) -> str:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A short hash of a sample of a module's weights, cheap enough to compute at every start."""
+    """A short hash of a sample of a module's weights, cheap enough to compute at every start.
+
+    Sharded weights count by name and shape: only what is trained is sharded, and nothing that it makes is cached.
+    """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        if "lora_" not in name:
+        if "lora_" in name:
+            continue
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if not isinstance(parameter, DTensor):
             flat = parameter.detach().flatten()
-            picked = flat[:: max(1, flat.numel() // 64)][:64].float().cpu()
-            digest.update(f"{name}{tuple(parameter.shape)}".encode() + picked.numpy().tobytes())
+            digest.update(flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:20]
