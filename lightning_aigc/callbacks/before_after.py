@@ -43,7 +43,7 @@ class BeforeAfter:
         self.ruined: dict[str, list[str]] = {}
         """A word for each ruined image, by kind and time."""
         self.recognition = (math.nan, math.nan)
-        """Of the images of before, by `metrics.recognition`; on rank zero."""
+        """Recognition of the images of before, by `metrics.recognition`; on rank zero."""
         self.full_base: dict[str, Paired] = {}
         """Scores after training on a packed base and on the full-precision one, by name."""
 
@@ -129,7 +129,7 @@ class BeforeAfter:
         return found | self.full_base
 
     def looks(self) -> Looks:
-        """What the images show without a score."""
+        """Facts about the images that need no score."""
         words = {when: [word for kind in self.prompts for word in self.ruined.get(kind + when, ())] for when in WHENS}
         count = sum(len(self.pairs(prompts)) for prompts in self.prompts.values())
         changed = self._changed(""), self._changed("prior_")

@@ -255,12 +255,12 @@ def _init_args(class_path: str) -> list[str]:
 
 
 def _room(class_path: str) -> str:
-    """The package of ours that a class is in, such as lightning_aigc.diffusion."""
+    """The package of this project that a class is in, such as lightning_aigc.diffusion."""
     return ".".join(class_path.split(".")[:2])
 
 
 def _siblings(class_path: str | None) -> list[str]:
-    """The public classes of the room that a class of ours is in."""
+    """The public classes of the package that a class is in; empty for a class of another project."""
     if class_path is None or not class_path.startswith("lightning_aigc."):
         return []
     room = _room(class_path)

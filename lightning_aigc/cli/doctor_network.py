@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from lightning_aigc.cli.doctor_host import Findings, Host
 
 DIAL_S = 3.0
-"""How long the address of rank 0 may take to answer."""
+"""Seconds that the address of rank 0 may take to answer."""
 COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NNODES", "NPROC_PER_NODE", "OMP_NUM_THREADS")
 """Whole numbers from 1 on."""
 INDEXES = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")

@@ -27,7 +27,7 @@ USUAL_TENSORS = 686
 
 
 def _usual_shapes(parameters: int, ranks: int) -> list[tuple[int]]:
-    """Equal tensors of so many parameters: one alone would stay with one rank."""
+    """Equal tensors that have these parameters together: one alone would stay with one rank."""
     count = max(USUAL_TENSORS // ranks, 1) * ranks
     return [(parameters // count + (place < parameters % count),) for place in range(count)]
 

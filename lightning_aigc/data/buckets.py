@@ -31,7 +31,7 @@ class BucketSettings:
             )
 
     def remedy(self, step: int) -> str:
-        """What to set so that the sides of all buckets are multiples of `step` pixels."""
+        """Settings that make the sides of all buckets multiples of `step` pixels."""
         keys = ("bucket_reso_steps", "resolution") if self.enable_bucket else ("resolution",)
         wrong = [(key, -(-value // step) * step) for key in keys if (value := getattr(self, key)) % step]
         return "set " + " and ".join(f"data.init_args.{key}: {value}" for key, value in wrong)

@@ -11,9 +11,9 @@ LONG_CAPTION_WORDS = 60
 """CLIP keeps 75 tokens; English averages about 1.25 tokens a word."""
 LETTERS_A_WORD = 6
 WORDS_A_CHARACTER = 1.5
-"""Of a script without spaces (Chinese, Japanese, Thai): CLIP takes about two tokens a character."""
+"""Characters of a script without spaces (Chinese, Japanese, Thai): CLIP takes about two tokens a character."""
 WORDS_A_LETTER = 0.5
-"""Of another script than Latin (Cyrillic, Greek, Arabic), which CLIP has few words of."""
+"""Characters of another script than Latin (Cyrillic, Greek, Arabic), which CLIP has few words of."""
 _LETTERS = re.compile(r"[^\W_]+")
 
 

@@ -23,7 +23,7 @@ from lightning_aigc.errors import DataError
 
 _DONE = "metadata.jsonl"
 SAMPLES_FORMAT = 2
-"""Which members of a shard make a sample; a folder that was written by another rule is not used again."""
+"""Rule by which members of a shard make a sample; a folder that was written by another rule is not used again."""
 
 
 def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, caption_key: str) -> Path:

@@ -39,7 +39,7 @@ def clip_similarity(
 
 
 def recognition(similarity_NP: Tensor, own_N: Tensor) -> tuple[float, float]:
-    """How far images score above chance on their own prompt: the mean over the prompts, and its standard error.
+    """Score of images on their own prompt above chance: the mean over the prompts, and its standard error.
 
     A prompt's value is the mean score of its own images, minus that of the other prompts' images on it: what shuffled
     prompts would score. It is near 0 where the judge knows neither the words nor what the images show.

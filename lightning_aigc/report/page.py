@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_aigc.report.style import STYLE
 
-# No address is allowed, so that nothing can be fetched or sent.
+# No address is allowed: nothing can be fetched or sent.
 POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {}"
 IMAGE = re.compile(r"data:image/(?:png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+={0,2}")
 MARKS = {"good": "✓", "mixed": "–", "bad": "✕", "unknown": "?"}

@@ -52,7 +52,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Looks:
-    """What the images of before and after show without a score, and whether the judge knew those of before."""
+    """Facts about the images of before and after that need no score, and whether the judge knew those of before."""
 
     recognition: float = math.nan
     """Score of the base's own images above that of shuffled prompts; NaN where it was not measured."""
@@ -60,7 +60,7 @@ class Looks:
     changed: float = math.nan
     """Pixel distance between before and after, over that between two images of before; of the trained prompts."""
     others_changed: float = math.nan
-    """Of the unrelated prompts."""
+    """The same for the unrelated prompts."""
     images: int = 0
     """Images of each time."""
     ruined_before: list[str] = field(default_factory=list)

@@ -156,7 +156,7 @@ def _are_others_changed(record: RunRecord) -> bool:
 
 
 def _ruined(record: RunRecord) -> str:
-    """Which images became noise, flat, saturated or black, if many did."""
+    """The images that became noise, flat, saturated or black, if many did."""
     looks = record.looks
     if looks is None or len(looks.ruined_after) - len(looks.ruined_before) < max(1, RUINED_SHARE * looks.images):
         return ""

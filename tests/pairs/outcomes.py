@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
 
 def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None) -> Ended:
-    """Run the `lightning` command on so many ranks; with `kill_when`, kill them once a file of that pattern is there.
+    """Run the `lightning` command on these ranks; with `kill_when`, kill them once a file of that pattern is there.
 
     The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.
     """

@@ -38,7 +38,7 @@ class OptimizerHistory:
         self.ratios: Tensor | None = None
         """How far the last step moved each weight, still on the device."""
         self.moving: list[bool] = []
-        """Which of the sampled weights had a gradient at that step, where they were sampled."""
+        """Whether each sampled weight had a gradient at that step, where it was sampled."""
         self.farthest: tuple[float, str] | None = None
         """Ratio and name of the weight that a step moved too far, as long as the loss has not come back since."""
 

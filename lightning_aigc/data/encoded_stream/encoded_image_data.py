@@ -163,7 +163,7 @@ class EncodedImageData(LightningDataModule):
         return sorted({size for folder in folders for size in self.manifest(folder).buckets()})
 
     def size_remedy(self, step: int) -> str:
-        """What to encode the images with, so that all sides are multiples of `step`."""
+        """Settings to encode the images with, so that all sides are multiples of `step`."""
         return f"encode them again with data.init_args.bucket_reso_steps and resolution that are multiples of {step}"
 
     def manifest(self, folder: str) -> Manifest:
