@@ -114,7 +114,7 @@ def precision_of(row: Row) -> dict[str, Any]:
     """The trainer's entries for precision and memory."""
     if row["memory"] == "stock":
         return {"precision": row["precision"]}
-    memory = {"kept": 0.5} if row["memory"] == "budget" else row["memory"]
+    memory = {"kept": 0.7} if row["memory"] == "budget" else row["memory"]
     options = {"precision": row["precision"], "memory": memory}
     return {"plugins": {"class_path": "FusedBackwardPrecision", "init_args": options}}
 
