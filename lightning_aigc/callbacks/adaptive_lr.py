@@ -157,8 +157,9 @@ class AdaptiveLR(Callback):
 
     def _heed(self, harm: str | None) -> None:
         """Take back a part of what the search raised, if there is a sign of harm."""
-        for rate in self._rates if harm is not None else ():
-            assert harm is not None
+        if harm is None:
+            return
+        for rate in self._rates:
             reason = rate.control.heed(harm)
             if reason is not None:
                 self._tell(rate, Change(rate.steps, rate.control.factor, reason))

@@ -14,7 +14,7 @@ from lightning_aigc.report.paired_scores import improvement
 CLEAR = 2.0
 """Standard errors by which a check must lie below step 0."""
 LARGEST_ADAPTER = 0.5
-"""Norm of an adapter's change of the weights over the weights' own norm; docs/convergence.md has the trainings."""
+"""Norm of an adapter's change of the weights over the weights' own norm."""
 
 
 class HarmWatch:

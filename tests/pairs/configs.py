@@ -24,7 +24,7 @@ STRATEGIES: dict[str, Any] = {
 }
 SHARE_OF_BYTES = {"32-true": 0.9}
 HALF_SHARE = 0.44
-"""Of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
+"""Share of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
 RATES: dict[str, Any] = {
     "cosine": "cosine",
     "plateau": {"class_path": "lightning.pytorch.cli.ReduceLROnPlateau", "init_args": {"monitor": "loss"}},

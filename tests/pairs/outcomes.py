@@ -28,7 +28,7 @@ LORA_UPS = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up")
 
 
 class Ended(NamedTuple):
-    """How a command ended, and all that it printed."""
+    """A command's exit code, and all that it printed."""
 
     code: int
     said: str

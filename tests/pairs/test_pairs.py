@@ -96,13 +96,18 @@ def test_two_seeds_give_two_arrays_and_one_seed_one() -> None:
     assert covering_array(1) == covering_array(1) != covering_array(2)
 
 
+@pytest.fixture
+def time_left() -> None:
+    if time.monotonic() - BEGUN > 60 * MINUTES:
+        pytest.skip(f"PAIRS_MINUTES={MINUTES:g} are over; `make test-pairs` without it runs every row")
+
+
 @pytest.mark.pairs
+@pytest.mark.usefixtures("time_left")
 @pytest.mark.parametrize("row", ROWS, ids=[f"{number}-{name_of(row)}" for number, row in enumerate(ROWS)])
 def test_a_row_trains_and_its_result_works_in_plain_diffusers(
     row: Row, materials: Callable[..., Path], tmp_path: Path
 ) -> None:
-    if time.monotonic() - BEGUN > 60 * MINUTES:
-        pytest.skip(f"PAIRS_MINUTES={MINUTES:g} are over; `make test-pairs` without it runs every row")
     ended, base, root = _fit(row, materials, tmp_path)
     assert "Traceback" not in ended.said, ended.said[-3000:]
     if ended.code != 0 and len(ended.errors) == 1 and TOO_SMALL in ended.errors[0]:
@@ -114,12 +119,11 @@ def test_a_row_trains_and_its_result_works_in_plain_diffusers(
 
 
 @pytest.mark.pairs
+@pytest.mark.usefixtures("time_left")
 @pytest.mark.parametrize("pair", list(refused()), ids=name_of)
 def test_a_refused_pair_ends_in_one_sentence_before_the_first_step(
     pair: Row, materials: Callable[..., Path], tmp_path: Path
 ) -> None:
-    if time.monotonic() - BEGUN > 60 * MINUTES:
-        pytest.skip(f"PAIRS_MINUTES={MINUTES:g} are over; `make test-pairs` without it runs every row")
     ended, base, root = _fit(PLAIN | pair, materials, tmp_path)
     if "export" in pair:
         assert ended.code == 0, ended.said[-3000:]

@@ -61,7 +61,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 class Markup(HTMLParser):
-    """What a page's markup runs or asks for."""
+    """Scripts and addresses that a page's markup runs or asks for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Step, Callable[[Any], torch.opt
                     lambda net, step: F.mse_loss(net(images(step)[0]), images(step)[0]), adamw(3e-3)),
 }  # fmt: skip
 QUICK = ("resnet18, SGD", "timm vit", "timm cait, layer scale", "gpt2", "clip, contrastive with logit_scale")
-"""Those that gave false errors, or are unlike the others."""
+"""Models that gave false errors, or are unlike the others."""
 
 
 class Foreign(LightningModule):
