@@ -1,0 +1,31 @@
+"""Each shipped config trains as recorded in golden.json: first losses, saved files, and the files of a resumed run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fakes.golden_runs import CONFIGS, GOLDEN, family_of, machine, run_config
+from fakes.transformer_pipelines import MAKE
+
+golden = json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning says about precisions and loaders
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_trains_saves_and_resumes_as_recorded(
+    config: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning"])
+    family = family_of(config)
+    base = "embedded:sd" if family is None else str(MAKE[family](tmp_path_factory.mktemp(family)))
+    result, recorded = run_config(config, tmp_path, base), golden[config.stem]
+    assert result["resumed"] == result["files"] and result["files"].keys() == recorded["files"].keys()
+    assert [float.fromhex(loss) for loss in result["losses"]] == pytest.approx(
+        [float.fromhex(loss) for loss in recorded["losses"]], rel=2e-2
+    )  # bfloat16 differs between processors
+    if machine() == golden["machine"]:
+        assert result == recorded
