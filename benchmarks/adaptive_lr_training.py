@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.rng import isolate_rng
@@ -63,7 +63,7 @@ class Cell:
         return cls(row["setting"], float(row["times"]), int(row["seed"]), row["variant"])
 
 
-class Brand(StableDiffusionLoRA):
+class Brand(DiffusionLoRA):
     def configure_callbacks(self) -> list[Callback]:
         return []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion.lora_targets import LoRATarget, lora_config
+from lightning_aigc.diffusion.families.unet_lora import LoRATarget, unet_lora_config
 
 WARMUP_STEPS, SNR_GAMMA, MAX_GRAD_NORM, EMA_DECAY = 10, 5.0, 1.0, 0.98
 TARGETS: tuple[LoRATarget, ...] = ("attention", "feed_forward", "convolutions")
@@ -38,7 +38,7 @@ class Job:
 
     def lora(self) -> Any:
         """peft's configuration of the LoRA."""
-        return lora_config(TARGETS, self.rank, float(self.rank))
+        return unet_lora_config(TARGETS, self.rank, float(self.rank))
 
     def of(self, steps: int) -> Job:
         """The job in so many steps; a few steps get a test's batches, pictures and intervals."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from kept_memory import kept_mib
-from lightning_aigc.diffusion.components import Components
-from lightning_aigc.diffusion.sampling import TimeLimit, generate
+from lightning_aigc.diffusion.pipeline.generate import TimeLimit, generate
+from lightning_aigc.diffusion.pipeline.loading import Components
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.rng import isolate_rng

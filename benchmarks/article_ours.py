@@ -15,9 +15,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from article_jobs import EMA_DECAY, MAX_GRAD_NORM, SNR_GAMMA, TARGETS, WARMUP_STEPS, Job, brand_pictures
 from article_meter import GUIDANCE, INFERENCE_STEPS, PROMPTS, Meter, Scorer, kept_by_a_step_mib
 from lightning_aigc.callbacks import AdaptiveLR, CLIPConvergenceGuard, ExactSnapshot
-from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.components import Components
-from lightning_aigc.diffusion.unet_training import UNetTraining
+from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.pipeline.loading import Components
+from lightning_aigc.diffusion.training.unet_training import UNetTraining
 from lightning_aigc.precision import FusedBackwardPrecision
 
 LEFT_OUT = {
@@ -42,7 +42,7 @@ class WholeUNet(UNetTraining):
         return []
 
 
-class LoRA(StableDiffusionLoRA):
+class LoRA(DiffusionLoRA):
     """Without the callbacks that the package adds to a run: pictures, report and the LoRA's files."""
 
     def configure_callbacks(self) -> list[Callback]:
@@ -75,7 +75,7 @@ class Look(Callback):
         self.meter.resume()  # for the last snapshot and the end of the run
 
     def _score(self, module: Any) -> None:
-        self.scorer.score(self.steps, module.loaded(), module.schedule.config, module.averaged_weights)
+        self.scorer.score(self.steps, module.loaded(), module.objective.schedule.config, module.averaged_weights)
 
 
 class WaitForSnapshot(Callback):

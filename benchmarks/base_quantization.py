@@ -29,8 +29,8 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
+from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.objectives.noise import SeededNoise, example_seeds
 from lightning_aigc.precision import FusedBackwardPrecision
 from rows import keep_row
 
@@ -38,15 +38,15 @@ BATCHES = 10
 """Batches of training pictures that are scored."""
 
 
-def make(kind: Any, steps: int, seed: int) -> StableDiffusionLoRA:
+def make(kind: Any, steps: int, seed: int) -> DiffusionLoRA:
     seed_everything(seed, verbose=False)
-    return StableDiffusionLoRA(
+    return DiffusionLoRA(
         "embedded:sd", rank=16, learning_rate=2e-3, max_train_steps=steps, lr_scheduler="cosine", lr_warmup_steps=20,
         lora_targets=["attention", "feed_forward", "convolutions"], snr_gamma=5.0, base_quantization=kind,
     )  # fmt: skip
 
 
-def train(kind: Any, steps: int, seed: int, folder: str) -> tuple[StableDiffusionLoRA, ImageCaptionData, float]:
+def train(kind: Any, steps: int, seed: int, folder: str) -> tuple[DiffusionLoRA, ImageCaptionData, float]:
     """Train on a packed or whole base; returns the module, the data and the seconds."""
     module = make(kind, steps, seed)
     data = ImageCaptionData(
@@ -65,14 +65,14 @@ def train(kind: Any, steps: int, seed: int, folder: str) -> tuple[StableDiffusio
 
 
 @torch.no_grad()
-def loss_of(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> float:
+def loss_of(module: DiffusionLoRA, batches: list[dict[str, Any]]) -> float:
     module.eval()
     losses = [module.validation_losses(batch, SeededNoise(example_seeds(batch))) for batch in batches]
     return float(torch.cat(losses).mean())
 
 
 @torch.no_grad()
-def base_outputs(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> Tensor:
+def base_outputs(module: DiffusionLoRA, batches: list[dict[str, Any]]) -> Tensor:
     """The base's outputs without its LoRA, flat."""
     found = []
     adapters = {name: p.clone() for name, p in module.named_parameters() if "lora_B" in name}
@@ -85,7 +85,7 @@ def base_outputs(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> 
         condition = module.encoders.condition(batch, with_gradients=False)
         for part in range(8):
             timesteps = noise.timesteps(part, 8, module.num_train_timesteps)
-            noisy = module.schedule.add_noise(latents, noise.normal_like(latents), timesteps)  # type: ignore[union-attr]
+            noisy = module.objective.schedule.add_noise(latents, noise.normal_like(latents), timesteps)  # type: ignore[union-attr]
             found.append(module.predict(noisy, timesteps, condition, batch).flatten())
     for name, parameter in module.named_parameters():
         if name in adapters:
@@ -93,7 +93,7 @@ def base_outputs(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> 
     return torch.cat(found)
 
 
-def trained(module: StableDiffusionLoRA) -> dict[str, Tensor]:
+def trained(module: DiffusionLoRA) -> dict[str, Tensor]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -106,7 +106,7 @@ def batches_of(data: ImageCaptionData) -> tuple[list[dict[str, Any]], list[dict[
 
 def rows_of_seed(seed: int, kinds: list[Any], steps: int, folder: str) -> Iterator[dict[str, Any]]:
     """The untrained base, the LoRA of the float32 base, and of each packed one."""
-    whole: StableDiffusionLoRA | None = None
+    whole: DiffusionLoRA | None = None
     baseline: dict[str, float] = {}
     for kind in (None, *kinds):
         module, data, seconds = train(kind, steps, seed, folder)

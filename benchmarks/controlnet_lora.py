@@ -22,7 +22,7 @@ import torch
 from diffusers import ControlNetModel
 
 from edge_run import run_demo
-from lightning_aigc.diffusion.controlnet_lora import add_lora, control_lora_tensors
+from lightning_aigc.diffusion.controlnet.lora import add_lora, control_lora_tensors
 from rows import keep_row
 
 BASES: dict[str, dict[str, Any]] = {

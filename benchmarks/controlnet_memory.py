@@ -21,7 +21,7 @@ from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import nn
 
 from kept_memory import LiveStorages
-from lightning_aigc.diffusion.components import load_components
+from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.precision import FusedBackwardPrecision
 from rows import keep_row
 from unet_variants import SD15

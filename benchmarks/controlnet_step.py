@@ -1,4 +1,4 @@
-"""Losses and step time of ControlNetTraining, compared with diffusers' train_controlnet.py on the same work.
+"""Losses and step time of DiffusionControlNet, compared with diffusers' train_controlnet.py on the same work.
 
     OMP_NUM_THREADS=1 python benchmarks/controlnet_step.py [--output benchmarks/results/controlnet_step.jsonl]
 
@@ -26,7 +26,7 @@ from canny_agreement import pictures
 from controlnet_loop import controlnet_steps
 from diffusers_loop import LEARNING_RATE, MAX_GRAD_NORM
 from lightning_aigc.callbacks import RunProgress
-from lightning_aigc.diffusion import ControlNetTraining
+from lightning_aigc.diffusion import DiffusionControlNet
 from lightning_aigc.metrics import canny
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.tiny.embedded import resolve
@@ -49,7 +49,7 @@ def run(case: str, given: argparse.Namespace) -> dict[str, Any]:
 
         plain = make_data(PICTURES, root, given, cached=False)
         alternate = Alternate(controlnet_steps(plain, edges, Path(root), resolve(MODEL)), given.block)
-        module = ControlNetTraining(
+        module = DiffusionControlNet(
             MODEL,
             conditions=conditions,
             learning_rate=LEARNING_RATE,

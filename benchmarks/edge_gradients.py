@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import ControlNetTraining
+from lightning_aigc.diffusion import DiffusionControlNet
 from rows import keep_row
 
 LOOKS = (0, 1, 2, 5, 10, 20, 40)
@@ -46,7 +46,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    module = ControlNetTraining("embedded:sd")
+    module = DiffusionControlNet("embedded:sd")
     module.configure_model()
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     with tempfile.TemporaryDirectory() as root:

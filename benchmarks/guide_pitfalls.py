@@ -129,7 +129,7 @@ PITFALLS: tuple[Pitfall, ...] = (
     Pitfall(
         "wrong_prediction_type",
         "The wrong prediction type",
-        "StableDiffusionLoRA",
+        "DiffusionLoRA",
         r"prediction_type v_prediction does not fit",
         {f"{MODEL}prediction_type": "null"},
         is_seen_at_start=True,

@@ -15,8 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from guide_pictures import labelled_strip
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion.components import load_components
-from lightning_aigc.diffusion.vae_checks import round_trip
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.diffusion.pipeline.vae_checks import round_trip
 from lightning_aigc.diffusion.vae_text import LEGIBLE, least_legible_height, legibility
 
 FACES = [f"{code:x}" for code in range(0x1F600, 0x1F640)]

@@ -35,7 +35,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -62,7 +62,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-class FullFineTune(StableDiffusionLoRA):
+class FullFineTune(DiffusionLoRA):
     """The same training with every weight of the U-Net, and no LoRA."""
 
     def configure_model(self) -> None:
@@ -79,7 +79,7 @@ class FullFineTune(StableDiffusionLoRA):
         return []
 
 
-class LoRA(StableDiffusionLoRA):
+class LoRA(DiffusionLoRA):
     def configure_callbacks(self) -> list[Callback]:
         return []
 

@@ -36,7 +36,7 @@ from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 """
 CASES = {
     "import lightning_aigc": "import lightning_aigc",
-    "import StableDiffusionLoRA": "from lightning_aigc.diffusion import StableDiffusionLoRA",
+    "import DiffusionLoRA": "from lightning_aigc.diffusion import DiffusionLoRA",
 }
 
 

@@ -1,4 +1,4 @@
-"""Step time of StableDiffusionLoRA, compared with diffusers' text-to-image LoRA loop on the same work.
+"""Step time of DiffusionLoRA, compared with diffusers' text-to-image LoRA loop on the same work.
 
     OMP_NUM_THREADS=1 python benchmarks/lora_step.py
     OMP_NUM_THREADS=1 python benchmarks/lora_step.py --precision bf16-mixed --steps 120
@@ -42,7 +42,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from diffusers_loop import LEARNING_RATE, MAX_GRAD_NORM, RANK, SEED_OF_STEPS, diffusers_steps
 from lightning_aigc.callbacks import RunProgress
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.tiny.embedded import resolve
 
 MODEL, PICTURES = "embedded:sd", "embedded:brand"
@@ -106,7 +106,7 @@ def run(case: str, cached: bool, given: argparse.Namespace) -> dict[str, Any]:
         plain = make_data(PICTURES, root, given, cached=False)
         theirs = diffusers_steps(plain, Path(root), given.precision, resolve(MODEL))
         alternate = Alternate(theirs, given.block)
-        module = StableDiffusionLoRA(
+        module = DiffusionLoRA(
             MODEL, rank=RANK, learning_rate=LEARNING_RATE, checkpointing_steps=10**9, max_train_steps=given.steps
         )
         trainer = Trainer(

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
 from rows import keep_row
 
@@ -56,7 +56,7 @@ class Watch(Callback):
 def train(steps: int, lossy: dict[str, Any], folder: str) -> Watch:
     seed_everything(0, verbose=False)
     watch = Watch()
-    model = StableDiffusionLoRA("embedded:sd", rank=16, learning_rate=1e-3, max_train_steps=steps)
+    model = DiffusionLoRA("embedded:sd", rank=16, learning_rate=1e-3, max_train_steps=steps)
     data = ImageCaptionData("embedded:brand", resolution=64, train_batch_size=8, cache_dir=f"{folder}/cache", seed=0)
     trainer = Trainer(
         default_root_dir=folder, accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 
-from lightning_aigc.diffusion.packed_cache import PackedCache
+from lightning_aigc.diffusion.pipeline.quantized_cache import PackedCache
 from lightning_aigc.quantization.frozen import PackedBase, pack_layers
 from lightning_aigc.quantization.layers import FORMATS, frozen_layers
 from lightning_aigc_kernels.packed_weight import packed_weights, reference

@@ -37,7 +37,7 @@ from article_table import free_port
 from guide_run import import_once
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks, set_references
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion.unet_training import UNetTraining
+from lightning_aigc.diffusion.training.unet_training import UNetTraining
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.strategies import NPUSparseStrategy
 from rows import keep_row, read_rows

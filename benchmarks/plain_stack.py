@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from article_jobs import EMA_DECAY, MAX_GRAD_NORM, SNR_GAMMA, WARMUP_STEPS, Job, brand_pictures
 from article_meter import Meter, Scorer, kept_by_a_step_mib
 from diffusers_loop import SameBatches, TokenizedPictures, collate
-from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.pipeline.loading import Components
 from lightning_aigc.tiny.embedded import resolve
 
 

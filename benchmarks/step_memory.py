@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from diffusers_loop import diffusers_steps
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc_kernels import PackedWeight
 from real_size import build_pipeline, build_sdxl_pipeline
@@ -109,7 +109,7 @@ class SecondStep(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop.total_batch_idx == 1:
-            assert isinstance(pl_module, StableDiffusionLoRA)
+            assert isinstance(pl_module, DiffusionLoRA)
             parts = pl_module.loaded()
             parked = [*parts.text_encoders] if "prompt_embeds" in batch else []
             parked += [parts.vae] if "latent_moments" in batch else []
@@ -197,7 +197,7 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
     steps_in_all = 2 + given.timed_steps
     memory: Any
     memory, _, kind = variant.removesuffix("-uncached").partition("-")
-    module = StableDiffusionLoRA(
+    module = DiffusionLoRA(
         str(pipeline), rank=given.rank, max_train_steps=steps_in_all, checkpointing_steps=10**9,
         base_quantization=kind or None,
     )  # fmt: skip

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_aigc.diffusion.families import TRANSFORMERS
-from lightning_aigc.diffusion.lora_targets import lora_config
+from lightning_aigc.diffusion.families.unet_lora import unet_lora_config
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.quantization.frozen import stored_bytes
 from lightning_aigc.quantization.layers import FORMATS, frozen_layers
@@ -87,7 +87,7 @@ def on_meta(model: str, rank: int) -> Any:
         denoiser.requires_grad_(False)
         family = TRANSFORMERS.get(FAMILY.get(model, model))
         if family is None:
-            denoiser.add_adapter(lora_config(["attention"], rank, rank))
+            denoiser.add_adapter(unet_lora_config(["attention"], rank, rank))
         else:
             denoiser.add_adapter(LoraConfig(r=rank, target_modules=family.adapted_layers(denoiser, ["attention"])))
     return denoiser.train()

@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fakes.gathered_bytes import watch_gathered
 from fakes.ranks import run_ranks
-from lightning_aigc.diffusion.components import load_components
-from lightning_aigc.diffusion.pipeline_files import save_folder, save_single_file
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.diffusion.pipeline.saving import save_folder, save_single_file
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.saved_tensors import SavedBytes, owned_by
 from lightning_aigc.sharding.layout import shard_model

@@ -160,7 +160,6 @@ def test_an_edited_config_passes_a_dry_run_on_the_embedded_model(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning"])
     family = max((name for name in MAKE if path.stem.startswith(name)), key=len, default=None)  # flux2 is no flux
-    assert load(path)["model"]["class_path"].startswith("Diffusion") == (family is not None)
     base = "embedded:sd" if family is None else str(MAKE[family](tmp_path_factory.mktemp(family)))
     for number in range(4):
         Image.new("RGB", (64, 64), (60 * number, 90, 200)).save(tmp_path / f"{number}.png")

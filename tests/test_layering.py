@@ -14,7 +14,7 @@ PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_k
 
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
-    {"errors", "renamed", "atomic_file", "protocols", "_registration", "_torchvision_import"},
+    {"errors", "atomic_file", "protocols", "_registration", "_torchvision_import"},
     {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "_pytorch_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 
 import pytest
 
@@ -23,10 +22,14 @@ NAMES = {
     ],
     "lightning_aigc.data": ["DataReport", "EncodedImageData", "Encoder", "ImageCaptionData"],
     "lightning_aigc.diffusion": [
+        "ControlNet",
         "ControlNetTraining",
         "DiffusionControlNet",
         "DiffusionFineTuning",
         "DiffusionLoRA",
+        "DiffusionTraining",
+        "FullFineTuning",
+        "LoRA",
         "StableDiffusionFineTuning",
         "StableDiffusionLoRA",
     ],
@@ -63,14 +66,6 @@ DEFINED = {
     ],
 }  # fmt: skip
 """The public classes and functions of modules that are typed by their own name."""
-ALIASES = {
-    ("lightning_aigc.checkpoint", "AccumulationWindow"): "lightning_aigc.accumulation.AccumulationWindow",
-    ("lightning_aigc.checkpoint", "SnapshotStore"): "lightning_aigc.checkpoint.writer.SnapshotWriter",
-    ("lightning_aigc.checkpoint.window", "AccumulationWindow"): "lightning_aigc.accumulation.AccumulationWindow",
-    ("lightning_aigc.checkpoint.window", "effective_batch_size"): "lightning_aigc.accumulation.effective_batch_size",
-    ("lightning_aigc.checkpoint.window", "scale_to_mean"): "lightning_aigc.accumulation.scale_to_mean",
-}
-"""Former name -> present address."""
 ARGUMENTS = {
     ("lightning_aigc.diffusion", "StableDiffusionLoRA"): [
         "pretrained_model_name_or_path", "rank", "lora_alpha", "lora_dropout", "lora_targets", "use_dora", "use_rslora",
@@ -92,7 +87,7 @@ ARGUMENTS = {
     ],
     ("lightning_aigc.diffusion", "ControlNetTraining"): [
         "pretrained_model_name_or_path", "controlnet_model_name_or_path", "rank", "conditions", "canny_thresholds",
-        "protect_edges", "reward_weight", "reward_max_timestep", "reward_start_step", "optimizer_in_backward",
+        "protect_edges", "optimizer_in_backward",
         "save_dtype", "save_every_n_steps", "learning_rate", "output_name",
     ],
     ("lightning_aigc.diffusion", "DiffusionControlNet"): [
@@ -154,31 +149,26 @@ def test_a_module_defines_these_names(module: str) -> None:
     assert sorted(name for name in defined if not name.startswith("_")) == DEFINED[module]
 
 
-@pytest.mark.parametrize(("module", "name"), ALIASES)
-def test_a_former_name_is_the_new_object_and_says_where_it_is(module: str, name: str) -> None:
-    room = importlib.reload(importlib.import_module(module))  # as in a new process: nothing has been said yet
-    home, _, new = ALIASES[module, name].rpartition(".")
-    with pytest.warns(FutureWarning, match=re.escape(f"{module}.{name} is now {home}.{new}")):
-        found = getattr(room, name)
-    assert found is getattr(importlib.import_module(home), new)
-    assert getattr(room, name) is found  # warnings are errors here: the second time nothing is said
-
-
-def test_the_former_callback_is_the_new_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_aigc import callbacks
-
-    monkeypatch.setattr(callbacks.WholeWindows, "_has_warned", False)
-    with pytest.warns(FutureWarning, match=r"WholeWindows is now callbacks\.PartialWindowScaling"):
-        assert isinstance(callbacks.WholeWindows(), callbacks.PartialWindowScaling)
-    callbacks.WholeWindows()  # warnings are errors here
-
-
 @pytest.mark.parametrize(("module", "name"), ARGUMENTS)
 def test_arguments_keep_their_names(module: str, name: str) -> None:
     found = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
     missing = set(ARGUMENTS[module, name]) - set(found)
     assert not missing
     assert found[0] == ARGUMENTS[module, name][0]
+
+
+@pytest.mark.parametrize(
+    ("former", "name"),
+    [
+        ("StableDiffusionLoRA", "DiffusionLoRA"),
+        ("StableDiffusionFineTuning", "DiffusionFineTuning"),
+        ("ControlNetTraining", "DiffusionControlNet"),
+    ],
+)
+def test_the_earlier_names_for_u_nets_take_the_same_arguments(former: str, name: str) -> None:
+    room = importlib.import_module("lightning_aigc.diffusion")
+    assert issubclass(getattr(room, former), getattr(room, name))
+    assert inspect.signature(getattr(room, former)) == inspect.signature(getattr(room, name))
 
 
 def test_the_package_has_a_version_and_a_command() -> None:

@@ -8,7 +8,6 @@ from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.fine_tune import FineTuneCheck
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.partial_window_scaling import PartialWindowScaling
-from lightning_aigc.callbacks.partial_window_scaling import WholeWindows as WholeWindows  # the former name
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report import RunReport
 from lightning_aigc.callbacks.sample_grid import SampleGrid

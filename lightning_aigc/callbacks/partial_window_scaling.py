@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,15 +33,3 @@ class PartialWindowScaling(Callback):
         full = trainer.accumulate_grad_batches
         count = trainer.fit_loop.epoch_loop.batch_progress.current.ready % full or full
         scale_to_mean([p for group in optimizer.param_groups for p in group["params"]], count, full)
-
-
-class WholeWindows(PartialWindowScaling):
-    """The former name of PartialWindowScaling; a class, so that `class_path: WholeWindows` still finds it."""
-
-    _has_warned = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        if not WholeWindows._has_warned:
-            WholeWindows._has_warned = True
-            warnings.warn("callbacks.WholeWindows is now callbacks.PartialWindowScaling", FutureWarning, stacklevel=2)

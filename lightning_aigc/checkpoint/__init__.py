@@ -4,7 +4,6 @@ from lightning_aigc.checkpoint.async_checkpoint_io import SnapshotCheckpointIO
 from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots, newest_complete
 from lightning_aigc.checkpoint.serialization import pack, unpack
 from lightning_aigc.checkpoint.writer import SnapshotWriter
-from lightning_aigc.renamed import renamed
 
 __all__ = [
     "Snapshot",
@@ -15,11 +14,3 @@ __all__ = [
     "pack",
     "unpack",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "AccumulationWindow": "lightning_aigc.accumulation.AccumulationWindow",
-        "SnapshotStore": "lightning_aigc.checkpoint.writer.SnapshotWriter",
-    },
-)

@@ -29,7 +29,7 @@ from lightning_aigc.cli.placeholders import refuse_placeholders
 from lightning_aigc.cli.rank_agreement import check_ranks_agree
 from lightning_aigc.cli.rank_errors import share_errors
 from lightning_aigc.cli.where_to_look import where_to_look
-from lightning_aigc.diffusion.module import DiffusionModule
+from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import BringsSnapshots
 from lightning_aigc.secrets import redact, redact_text, refuse_hidden
@@ -162,7 +162,7 @@ class AIGCCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """The Trainer's arguments; validate, test and predict load the run's newest snapshot unless told otherwise."""
         given = super()._prepare_subcommand_kwargs(subcommand)
-        if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionModule):
+        if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionTraining):
             given["ckpt_path"] = load_weights(self.trainer, given.get("ckpt_path"))
             if subcommand == "predict" and not is_overridden(
                 "predict_dataloader", self.datamodule, LightningDataModule

@@ -46,7 +46,7 @@ OTHER_DIALECTS = {
 
 # Classes whose keys are looked up when a key stands in the wrong block.
 BLOCKS = {
-    "model": "lightning_aigc.diffusion.StableDiffusionLoRA",
+    "model": "lightning_aigc.diffusion.DiffusionLoRA",
     "data": "lightning_aigc.data.ImageCaptionData",
 }
 

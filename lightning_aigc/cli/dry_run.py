@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
-from lightning_aigc.diffusion.flow_objective import FlowObjective
-from lightning_aigc.diffusion.vae_checks import describe_vae
+from lightning_aigc.diffusion.objectives.flow import Flow
+from lightning_aigc.diffusion.pipeline.vae_checks import describe_vae
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.protocols import (
     CountsWrittenFiles,
@@ -46,7 +46,7 @@ class DryRun(Callback):
         if parts is not None and isinstance(data, HasReferenceImages):
             print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED), parts.family)))
         objective = getattr(pl_module, "objective", None)
-        if isinstance(objective, FlowObjective) and isinstance(data, HasExampleBatch):
+        if isinstance(objective, Flow) and isinstance(data, HasExampleBatch):
             module: Any = pl_module
             print(objective.density(module.encoders.latents(data.example_batch(1))))
         reset_peak_memory(pl_module.device)

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.data.encoded_stream.encoded_image_data import facts_of
     from lightning_aigc.data.encoder import require_encoder
     from lightning_aigc.devices import dtype_named
-    from lightning_aigc.diffusion.picture_sizes import check_picture_sizes
+    from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
 
     warnings.filterwarnings("ignore", ".*args parameter is intended to run from within Python.*")
     cli = AIGCCLI(args=["-c", str(args.config), "--trainer.logger=false"], run=False)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     cli.model.configure_model()
     cli.model._trainer = None
     cli.model.to(torch.device(device))
-    check_picture_sizes(cli.model.loaded(), data)
+    check_image_sizes(cli.model.loaded(), data)
     index = data.index()
     samples = samples_of(index)
     options = EncodeOptions(

@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: UserError with what to change.
     """
-    from lightning_aigc.diffusion.lora_file import convert
-    from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
+    from lightning_aigc.diffusion.lora.file import convert
+    from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 
     if args.merge_into is not None:
         output = merge_into_pipeline(args.lora, args.merge_into, args.output, args.strength, args.base_model)

@@ -52,18 +52,18 @@ def choose(
         chosen.append(Choice("model.init_args.base_quantization", *values.base_quantization))
     if card.precision is not None:
         chosen.append(Choice("trainer.plugins.init_args.precision", card.precision, "this card has no bfloat16"))
-    if base.family == "sdxl":
+    if base.family.name == "sdxl":
         chosen.append(
             Choice("model.init_args.gradient_checkpointing", False, f"memory: {memory} does its work, and faster")
         )
-    if card.kind == "910b" and base.family != "sd":  # whose shipped config says it
+    if card.kind == "910b" and base.family.name != "sd":  # whose shipped config says it
         chosen.append(Choice("trainer.accelerator", "npu", card.reason))
     chosen.append(_held_out(look))
     if is_embedded(base):
         for callback in ("RunReport", "CLIPConvergenceGuard", "FineTuneCheck"):
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_pretrained", None, "its own weights"))
-        measured = read_shipped(EMBEDDED_DEMOS[base.family])["model"]["init_args"]
+        measured = read_shipped(EMBEDDED_DEMOS[base.family.name])["model"]["init_args"]
         chosen += [Choice(f"model.init_args.{key}", measured[key], "as in the demo") for key in FROM_THE_DEMO]
     return list({choice.key: choice for choice in chosen}.values())
 

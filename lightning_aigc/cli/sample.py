@@ -9,7 +9,7 @@ from typing import Any
 from lightning_aigc.errors import ConfigError
 
 NO_LORA = "none"
-CONTROLNETS = ("ControlNetTraining", "DiffusionControlNet")
+CONTROLNETS = ("DiffusionControlNet", "DiffusionControlNet")
 """Classes whose runs draw what they are shown."""
 
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     from lightning_aigc.callbacks.sampling.png import write_png
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet
-    from lightning_aigc.diffusion.lora_sampling import LoRASampler
+    from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
     print(f"drawing with {lora or 'the base model alone'}")
     seeds = args.seeds or settings.seeds

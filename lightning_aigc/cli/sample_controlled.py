@@ -24,7 +24,7 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
 
     from lightning_aigc.callbacks.sampling.png import write_png
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet
-    from lightning_aigc.diffusion.controlnet_sampling import ControlNetSampler
+    from lightning_aigc.diffusion.samplers.controlnet import ControlNetSampler
 
     print(f"drawing with {folder}")
     sampler = ControlNetSampler(settings.model, settings.precision, settings.accelerator, folder)

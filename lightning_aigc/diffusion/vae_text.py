@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from lightning_aigc.diffusion.vae_checks import round_trip
+from lightning_aigc.diffusion.pipeline.vae_checks import round_trip
 
 HEIGHTS = (4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32)
 """Heights of a capital letter, in pixels."""

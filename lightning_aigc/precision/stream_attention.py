@@ -21,7 +21,7 @@ PROCESSORS = frozenset({
     "diffusers.models.transformers.transformer_flux2.Flux2ParallelSelfAttnProcessor",
     "diffusers.models.transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0",
     "diffusers.models.transformers.transformer_z_image.ZSingleStreamAttnProcessor",
-    "lightning_aigc.diffusion.equal_tokens.EqualTokensProcessor",
+    "lightning_aigc.precision.equal_tokens.EqualTokensProcessor",
 })  # fmt: skip
 SWIGLU = "diffusers.models.transformers.transformer_flux2.Flux2SwiGLU"
 RMS_NORMS = ("diffusers.models.normalization.RMSNorm", "torch.nn.modules.normalization.RMSNorm")

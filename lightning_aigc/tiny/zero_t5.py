@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
-from lightning_aigc.diffusion.components import ANSWERS_ZEROS
+from lightning_aigc.diffusion.pipeline.loading import ANSWERS_ZEROS
 
 
 def add_zero_t5(folder: Path) -> None:

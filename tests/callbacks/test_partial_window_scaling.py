@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_aigc.callbacks import PartialWindowScaling, WholeWindows
+from lightning_aigc.callbacks import PartialWindowScaling
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = torch.linspace(0, 1, 10).view(5, 2)
@@ -61,48 +59,3 @@ def test_the_effective_batch_size_is_said(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level("INFO"):
         gradients(tmp_path, PartialWindowScaling())
     assert "effective batch size: 3 samples a step: 1 in a batch x 3 batches x 1 rank(s)" in caplog.text
-
-
-@pytest.fixture
-def not_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not used the former name yet."""
-    monkeypatch.setattr(WholeWindows, "_has_warned", False)
-
-
-@pytest.mark.usefixtures("not_warned")
-def test_the_former_name_does_the_same_and_warns_once(tmp_path: Path) -> None:
-    with pytest.warns(FutureWarning, match="WholeWindows is now callbacks.PartialWindowScaling"):
-        former = WholeWindows()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        WholeWindows()
-    renamed = gradients(tmp_path, PartialWindowScaling())
-    assert all(torch.equal(a, b) for a, b in zip(gradients(tmp_path, former), renamed, strict=True))
-
-
-@pytest.mark.usefixtures("not_warned")
-@pytest.mark.parametrize("class_path", ["lightning_aigc.callbacks.WholeWindows", "WholeWindows"])
-def test_the_former_name_is_found_as_a_class_path(class_path: str) -> None:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--callbacks", type=list[Callback])
-    config = parser.parse_object({"callbacks": [{"class_path": class_path}]})
-    with pytest.warns(FutureWarning, match="is now"):
-        (made,) = parser.instantiate_classes(config).callbacks
-    assert isinstance(made, PartialWindowScaling)
-
-
-@pytest.mark.usefixtures("not_warned")
-def test_a_checkpoint_that_was_written_under_the_former_name_resumes(tmp_path: Path) -> None:
-    def fit(callback: Callback, epochs: int, ckpt_path: Path | None) -> Trainer:
-        trainer = Trainer(
-            accelerator="cpu", max_epochs=epochs, accumulate_grad_batches=3, callbacks=[callback], logger=False,
-            default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(Plain(), DataLoader(SAMPLES, batch_size=1), ckpt_path=ckpt_path, weights_only=True)
-        return trainer
-
-    fit(WholeWindows(), 1, None).save_checkpoint(path := tmp_path / "former.ckpt")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*callback.*")
-        assert fit(PartialWindowScaling(), 2, path).global_step == 4

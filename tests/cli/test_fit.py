@@ -139,7 +139,7 @@ def test_rank_zero_is_refused_before_anything_is_loaded(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("lightning_aigc.diffusion.module.load_components", never)
+    monkeypatch.setattr("lightning_aigc.diffusion.training.module.load_components", never)
     said = command("fit", "-c", quick, "--model.init_args.rank=0")
     assert said.code == 1
     assert said.errors == ["error: model.init_args.rank must be at least 1, got 0"]

@@ -17,7 +17,7 @@ import yaml
 
 from fakes.transformer_pipelines import MAKE
 from lightning_aigc.cli.init_base import SHORT, find_base
-from lightning_aigc.cli.init_cards import CARD_GIB, CARDS, COUNTED_GIB, Card, find_card, values_for
+from lightning_aigc.cli.init_cards import CARD_GIB, CARDS, Card, find_card, values_for
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.tiny.drawing import draw_brand
@@ -129,8 +129,10 @@ def test_a_short_name_and_a_card_choose_the_config_the_memory_level_and_the_base
 def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
     models = {"sd3": "sd35", "flux2": "klein"}
     rows = {(row["model"], row["variant"]): row for row in map(json.loads, ROWS.read_text().splitlines())}
-    for family, counted in COUNTED_GIB.items():
-        for kind, gib in counted.items():
+    for family in TRANSFORMERS:
+        counted = TRANSFORMERS[family].step_memory
+        assert counted is not None
+        for kind, gib in counted.gib.items():
             row = rows[models.get(family, family), "max" if kind is None else f"max-{kind}"]
             assert gib == round(row["peak_mib"] / 1024, 1), (family, kind)
             assert row["pixels"] == 1024 and row["batch"] == 1
@@ -138,10 +140,10 @@ def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
 
 def test_a_card_that_is_too_small_is_one_sentence_and_without_a_card_it_takes_one_that_is_not() -> None:
     with pytest.raises(ConfigError, match=r"--card 12gb: a step of Qwen-Image .* too much for 12 GB; use --card 24gb"):
-        values_for("qwen_image", Card("12gb", "--card 12gb"))
-    assert find_card(None, "qwen_image").kind in ("24gb", "910b") or "found" in find_card(None).reason
-    for family in TRANSFORMERS:
-        assert values_for(family, Card("24gb", ""))  # type: ignore[arg-type]
+        values_for(TRANSFORMERS["qwen_image"], Card("12gb", "--card 12gb"))
+    assert find_card(None, TRANSFORMERS["qwen_image"]).kind in ("24gb", "910b") or "found" in find_card(None).reason
+    for family in TRANSFORMERS.values():
+        assert values_for(family, Card("24gb", ""))
     assert list(CARDS) == sorted(CARDS, key=lambda card: CARD_GIB[card])
 
 
@@ -153,7 +155,7 @@ def test_an_npu_is_named_in_the_config(command: Command, tmp_path: Path, photos:
 @pytest.mark.parametrize(
     ("given", "family"),
     [
-        *((name, family) for name, (_, family) in SHORT.items()),
+        *((name, family.name) for name, family in SHORT.items()),
         *((family.base, name) for name, family in TRANSFORMERS.items()),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "sd3"), ("someone/sd3.5-large-mine", "sd3"),
         ("black-forest-labs/FLUX.1-Krea-dev", "flux"), ("someone/flux-2024-style", "flux"),
@@ -162,7 +164,7 @@ def test_an_npu_is_named_in_the_config(command: Command, tmp_path: Path, photos:
 )  # fmt: skip
 def test_a_name_tells_the_family(given: str, family: str) -> None:
     base = find_base(given)
-    assert (base.family, base.side) == (family, 512 if family == "sd" else 1024)
+    assert (base.family.name, base.side) == (family, 512 if family == "sd" else 1024)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_a_folder_that_does_not_train_is_one_sentence(
     for base, says in (
         (
             unknown,
-            "is a SanaPipeline; known are StableDiffusionPipeline, StableDiffusionXLPipeline, StableDiffusion3Pi",
+            "is a SanaPipeline; known are Flux2KleinPipeline, FluxPipeline, QwenImagePipeline, StableDiffusion",
         ),
         (distilled, "by its configuration a distilled model"),
         (sizeless, "do not say at which size it was trained"),

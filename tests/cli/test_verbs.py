@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.lora_sampling import LoRASampler
+from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 
 Command = Callable[..., Any]

@@ -23,7 +23,7 @@ from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor, RunReport
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
+from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.report.record import read_run

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_aigc.diffusion.caption_tokens import count_tokens
+from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 
 
 @pytest.mark.parametrize(

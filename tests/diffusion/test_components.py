@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_aigc.diffusion.components import KEY, load_components
+from lightning_aigc.diffusion.pipeline.loading import KEY, load_components
 from lightning_aigc.errors import ModelError, UserError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -39,7 +39,7 @@ def refusal(name: Path | str) -> str:
 
 def test_the_embedded_pipeline_loads_frozen_and_in_eval_mode() -> None:
     parts = load_components("embedded:sd")
-    assert parts.family == "sd" and len(parts.text_encoders) == len(parts.tokenizers) == 1
+    assert parts.family.name == "sd" and len(parts.text_encoders) == len(parts.tokenizers) == 1
     for module in (parts.denoiser, parts.vae, *parts.text_encoders):
         assert not module.training
         assert not any(p.requires_grad for p in module.parameters())

@@ -16,7 +16,8 @@ from torch import Tensor
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import fit
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import ControlNetTraining, conditions
+from lightning_aigc.diffusion import ControlNetTraining
+from lightning_aigc.diffusion.controlnet import conditions
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 

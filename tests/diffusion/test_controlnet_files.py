@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fakes.pipelines import make_pipeline
 from fakes.seeded_fits import cloned, same
 from lightning_aigc.diffusion import ControlNetTraining
-from lightning_aigc.diffusion.controlnet_model import PREFIX, single_file_name
+from lightning_aigc.diffusion.controlnet.unet import PREFIX, single_file_name
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
 

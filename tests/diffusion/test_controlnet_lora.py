@@ -19,8 +19,8 @@ from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.diffusion import ControlNetTraining
-from lightning_aigc.diffusion.controlnet_lora import MARK, TRAINED_WHOLE, merged_controlnet
-from lightning_aigc.diffusion.controlnet_model import PREFIX, make_controlnet
+from lightning_aigc.diffusion.controlnet.lora import MARK, TRAINED_WHOLE, merged_controlnet
+from lightning_aigc.diffusion.controlnet.unet import PREFIX, make_controlnet
 from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 

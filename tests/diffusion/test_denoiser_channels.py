@@ -24,8 +24,8 @@ from lightning_aigc.diffusion import (
     StableDiffusionFineTuning,
     StableDiffusionLoRA,
 )
-from lightning_aigc.diffusion.denoiser_channels import FIRST_LAYER, LAST_LAYER, LATENTS_LAYER, check_channels
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
+from lightning_aigc.diffusion.pipeline.channels import FIRST_LAYER, LAST_LAYER, LATENTS_LAYER, check_channels
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -51,9 +51,9 @@ def with_config(source: str | Path, copy: Path, part: str, **entries: Any) -> st
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_published_models_are_taken_and_twice_their_channels_are_not(family: str) -> None:
     denoiser, vae = PUBLISHED[family]
-    check_channels(family, "a", denoiser, vae)
+    check_channels(FAMILIES[family], "a", denoiser, vae)
     with pytest.raises(ModelError, match=rf"reads {2 * denoiser['in_channels']} channels"):
-        check_channels(family, "a", denoiser | {"in_channels": 2 * denoiser["in_channels"]}, vae)
+        check_channels(FAMILIES[family], "a", denoiser | {"in_channels": 2 * denoiser["in_channels"]}, vae)
 
 
 @pytest.mark.parametrize("kind", [StableDiffusionLoRA, StableDiffusionFineTuning, ControlNetTraining])

@@ -15,7 +15,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
-from fakes.transformer_controlnets import CAPTIONS, SCRIPTS, load_pipeline, make_module, stirred
+from fakes.training_losses import example_losses
+from fakes.transformer_controlnets import CAPTIONS, SCRIPTS, condition_latents, load_pipeline, make_module, stirred
 from lightning_aigc.callbacks.health.parameter_names import zero_convolution_gates
 from lightning_aigc.diffusion.families import CONTROLLED
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -54,7 +55,7 @@ def test_the_first_loss_is_that_of_diffusers_script(family: str, folder: str) ->
     shown_moments = module.encode_pixels(conditions.float() / 255 * 2 - 1).contiguous()
     given = batch | {"latent_moments": moments, "conditioning": conditions, "conditioning_moments": shown_moments}
     torch.manual_seed(5)
-    found = module.example_losses(given).mean()
+    found = example_losses(module, given).mean()
 
     pipeline, (encode, velocity_of) = load_pipeline(family, folder), SCRIPTS[family]
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -77,7 +78,7 @@ def test_conditions_are_encoded_as_pictures(family: str, folder: str) -> None:
     batch = make_batch(CAPTIONS) | {"conditioning": conditions}
     given = batch | {"conditioning_moments": module.encode_pixels(conditions.float() / 255 * 2 - 1)}
     module.eval()
-    assert torch.equal(module.condition_latents(batch), module.condition_latents(given))
+    assert torch.equal(condition_latents(module, batch), condition_latents(module, given))
 
 
 def test_a_new_controlnet_leaves_the_transformers_prediction_as_it_is(family: str, folder: str) -> None:
@@ -87,13 +88,15 @@ def test_a_new_controlnet_leaves_the_transformers_prediction_as_it_is(family: st
     condition = module.encoders.condition(batch, with_gradients=False)
     with torch.no_grad():
         found = module.predict(latents, timesteps, condition, batch)
-        wanted = CONTROLLED[family].predict(module.transformer, latents, timesteps, condition, 1.0)  # type: ignore[arg-type]
+        wanted = CONTROLLED[family].velocity(module.transformer, latents, timesteps, condition, 1.0)  # type: ignore[arg-type]
     assert torch.equal(found, wanted)
     assert same(cloned(pipeline.transformer), cloned(module.transformer))
     begins = module.controlnet.state_dict()
-    copied = CONTROLLED[family].copied_weights(module.controlnet, pipeline.transformer)
+    copied = CONTROLLED[family].control.copied_weights(module.controlnet, pipeline.transformer)
     assert copied and all(torch.equal(begins[name], weight) for name, weight in copied.items())
-    assert all(name.startswith(CONTROLLED[family].edge_path(module.controlnet)) for name in begins.keys() - copied)
+    assert all(
+        name.startswith(CONTROLLED[family].control.edge_path(module.controlnet)) for name in begins.keys() - copied
+    )
     assert dict(pipeline.transformer.config) == dict(module.transformer.config)  # type: ignore[arg-type, union-attr]
 
 
@@ -139,7 +142,7 @@ def test_gradients_begin_behind_the_zero_projections(family: str, folder: str) -
     module = make_module(folder)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gates = zero_convolution_gates(tuple(named))
-    module.example_losses(make_batch(CAPTIONS)).mean().backward()
+    example_losses(module, make_batch(CAPTIONS)).mean().backward()
     zero = {name for name, p in named.items() if p.grad is None or not p.grad.any()}
     assert zero == set(gates)
     opening = {gate for before in gates.values() for gate in before}

@@ -15,6 +15,7 @@ from diffusers import FluxControlNetModel
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import fit
+from fakes.training_losses import example_losses
 from fakes.transformer_controlnets import CAPTIONS, SCRIPTS, make_module
 from lightning_aigc.diffusion import DiffusionControlNet
 from lightning_aigc.diffusion.families import CONTROLLED
@@ -53,7 +54,7 @@ def test_a_u_nets_pipeline_is_one_sentence_that_names_its_class(sd: str) -> None
 def test_a_condition_without_files_or_pictures_is_one_sentence(transformers: Folder) -> None:
     module = make_module(transformers("sd3"), conditions="folder")
     with pytest.raises(ModelError, match=r"the batch has no conditions; set data\.init_args\.conditioning_data_dir"):
-        module.example_losses(make_batch(CAPTIONS))
+        example_losses(module, make_batch(CAPTIONS))
     with pytest.raises(ModelError, match="needs condition images; pass `conditions`"):
         make_module(transformers("sd3")).sample(["a red cup"], [0])
 
@@ -62,7 +63,7 @@ def test_a_size_that_does_not_divide_is_one_sentence(family: str, folder: str) -
     module, batch = make_module(folder), make_batch(CAPTIONS)
     batch["pixel_values"] = torch.rand(2, 3, SIDE, 34) * 2 - 1
     with pytest.raises(ModelError, match=r"34 x 32 pixels do not divide .* multiple of 4"):
-        module.example_losses(batch)
+        example_losses(module, batch)
     for width in (34, 33):
         with pytest.raises(ModelError, match=rf"{width} x 32 pixels do not divide .* multiple of 4"):
             module.sample(["a red cup"], [0], conditions=torch.rand(1, 3, SIDE, width))
@@ -87,11 +88,11 @@ def test_a_number_of_blocks_that_cannot_be_is_one_sentence(
 def test_of_a_controlnets_blocks_the_transformer_reads_each() -> None:
     """By the rules of diffusers' transformers: SD 3's last block takes nothing."""
     for blocks in (1, 2, 3, 19, 24, 38):
-        for count in CONTROLLED["sd3"].control_counts(blocks):
+        for count in CONTROLLED["sd3"].control.control_counts(blocks):
             assert {int(i / (blocks / count)) for i in range(blocks - 1)} == set(range(count))
-        for count in CONTROLLED["flux"].control_counts(blocks):
+        for count in CONTROLLED["flux"].control.control_counts(blocks):
             assert {i // -(-blocks // count) for i in range(blocks)} == set(range(count))
-    assert 12 in CONTROLLED["sd3"].control_counts(24) and 4 in CONTROLLED["flux"].control_counts(19)
+    assert 12 in CONTROLLED["sd3"].control.control_counts(24) and 4 in CONTROLLED["flux"].control.control_counts(19)
 
 
 def test_a_flux_controlnet_without_single_blocks_trains(transformers: Folder, tmp_path: Path) -> None:

@@ -21,11 +21,20 @@ from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
-from fakes.transformer_controlnets import CAPTIONS, QUICK, SCRIPTS, load_pipeline, make_module, stirred
+from fakes.training_losses import example_losses
+from fakes.transformer_controlnets import (
+    CAPTIONS,
+    QUICK,
+    SCRIPTS,
+    condition_latents,
+    load_pipeline,
+    make_module,
+    stirred,
+)
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.diffusion import DiffusionControlNet
-from lightning_aigc.diffusion.controlnet_sampling import ControlNetSampler
 from lightning_aigc.diffusion.families import CONTROLLED
+from lightning_aigc.diffusion.samplers.controlnet import ControlNetSampler
 
 pytestmark = [
     pytest.mark.usefixtures("without_report_page"),
@@ -52,7 +61,7 @@ def test_the_folder_loads_in_diffusers_pipeline_and_draws_the_same_picture(
 ) -> None:
     module = make_module(folder, learning_rate=0.05, use_ema=use_ema)
     fit(module, tmp_path, batch=make_batch(CAPTIONS))
-    kind: Any = getattr(diffusers, CONTROLLED[family].controlnet)
+    kind: Any = getattr(diffusers, CONTROLLED[family].control.network)
     saved = kind.from_pretrained(tmp_path / "edges")
     with module.averaged_weights():
         assert same(cloned(module.controlnet), cloned(saved))
@@ -100,14 +109,14 @@ def test_an_instantx_controlnet_reads_unshifted_latents_and_no_pooled_text(
     SD3ControlNetModel.from_config(config).save_pretrained(tmp_path / "instantx")
     module = make_module(folder, controlnet_model_name_or_path=str(tmp_path / "instantx"))
     vae, batch = module.loaded().vae, make_batch(CAPTIONS)
-    found, shifted_latents = (m.eval().condition_latents(batch) for m in (module, own))
+    found, shifted_latents = (condition_latents(m.eval(), batch) for m in (module, own))
     torch.testing.assert_close(found, shifted_latents + vae.config.shift_factor * vae.config.scaling_factor)
     seen: list[Tensor] = []
     module.controlnet.register_forward_pre_hook(
         lambda _, args, given: seen.append(given["pooled_projections"]), with_kwargs=True
     )
     with torch.no_grad():
-        module.example_losses(batch)
+        example_losses(module, batch)
     assert not seen[0].any()
 
 

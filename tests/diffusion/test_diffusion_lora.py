@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch, make_sd3_pipeline
+from fakes.training_losses import example_losses
 from lightning_aigc.diffusion import DiffusionLoRA, StableDiffusionLoRA
-from lightning_aigc.diffusion.lora_file import read_lora
-from lightning_aigc.diffusion.lora_sampling import LoRASampler
+from lightning_aigc.diffusion.lora.file import read_lora
+from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 
@@ -65,7 +66,7 @@ def test_the_first_loss_is_that_of_diffusers_script(sd3: str, weighting: Any) ->
     module.configure_model()
     moments = module.encode_pixels(batch["pixel_values"]).contiguous()  # equal strides, for equal draws
     torch.manual_seed(5)
-    found = module.example_losses(batch | {"latent_moments": moments}).mean()
+    found = example_losses(module, batch | {"latent_moments": moments}).mean()
 
     pipeline = StableDiffusion3Pipeline.from_pretrained(
         sd3, text_encoder_3=None, tokenizer_3=None, image_encoder=None, feature_extractor=None
@@ -119,7 +120,7 @@ def test_the_loss_falls(sd3: str, tmp_path: Path) -> None:
     def loss() -> float:
         torch.manual_seed(7)
         with torch.no_grad():
-            return float(torch.stack([module.example_losses(make_batch()).mean() for _ in range(8)]).mean())
+            return float(torch.stack([example_losses(module, make_batch()).mean() for _ in range(8)]).mean())
 
     before = loss()
     fit(module, tmp_path, steps=30)
@@ -181,7 +182,7 @@ def test_level_max_keeps_the_gradients_and_little_of_what_is_kept(sd3: str, prec
             return tensor
 
         with plugin.forward_context(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = module.example_losses(make_batch()).mean()
+            loss = example_losses(module, make_batch()).mean()
         loss.backward()
         gradients[memory] = {n: p.grad.clone() for n, p in transformer.named_parameters() if p.grad is not None}
         kept[memory] = sum(saved.values())
@@ -213,7 +214,7 @@ def test_a_picture_size_that_does_not_fit_is_one_sentence(sd3: str, side: int, w
     module, batch = make_module(sd3), make_batch()
     batch["pixel_values"] = torch.zeros(2, 3, side, side)
     with pytest.raises(ModelError, match=rf"pictures of {side} x {side} pixels .*{words}"):
-        module.example_losses(batch)
+        example_losses(module, batch)
 
 
 @pytest.mark.parametrize(

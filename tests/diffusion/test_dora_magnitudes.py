@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fakes.lora_models import EVERYTHING, adapt, make_unet
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.lora_file import convert, read_lora, save_lora
+from lightning_aigc.diffusion.lora.file import convert, read_lora, save_lora
 from lightning_aigc.errors import ModelError
 
 

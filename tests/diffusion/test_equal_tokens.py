@@ -15,10 +15,10 @@ from diffusers import SD3ControlNetModel, SD3Transformer2DModel
 from torch import Tensor, nn
 
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.diffusion.components import load_components
-from lightning_aigc.diffusion.equal_tokens import EqualTokensProcessor, run_equal_tokens_once
 from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.precision import FusedBackwardPrecision, fused_transformer_blocks
+from lightning_aigc.precision.equal_tokens import EqualTokensProcessor, run_equal_tokens_once
 
 FIRST, COUNT, WIDTH = 5, 32, 24
 

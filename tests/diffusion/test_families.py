@@ -29,15 +29,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch
+from fakes.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.data.encoded import EmbeddingCache
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import TRANSFORMERS
-from lightning_aigc.diffusion.flow_objective import FlowObjective
-from lightning_aigc.diffusion.lora_file import LoRAFile, convert, read_lora
-from lightning_aigc.diffusion.lora_layers import LoRALayer
-from lightning_aigc.diffusion.lora_original_names import to_original
-from lightning_aigc.diffusion.lora_sampling import LoRASampler
+from lightning_aigc.diffusion.lora.file import LoRAFile, convert, read_lora
+from lightning_aigc.diffusion.lora.layers import LoRALayer
+from lightning_aigc.diffusion.lora.original_names import to_original
+from lightning_aigc.diffusion.objectives.flow import Flow
+from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 
 pytestmark = [
@@ -228,7 +229,7 @@ def test_the_first_loss_is_that_of_diffusers_script(family: str, folder: str) ->
     module.configure_model()
     moments = module.encode_pixels(batch["pixel_values"]).contiguous()  # equal strides, for equal draws
     torch.manual_seed(5)
-    found = module.example_losses(batch | {"latent_moments": moments}).mean()
+    found = example_losses(module, batch | {"latent_moments": moments}).mean()
 
     pipeline, row = load_pipeline(folder), FAMILIES[family]
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
@@ -250,7 +251,7 @@ def test_an_automatic_shift_is_that_of_the_familys_pipeline(family: str, folder:
     module.configure_model()
     parts = module.loaded()
     latents = module.encoders.latents(make_batch())
-    assert isinstance(module.objective, FlowObjective)
+    assert isinstance(module.objective, Flow)
     table = module.objective._sigma_table(latents)
     pipeline = load_pipeline(folder)
     pipeline.scheduler.register_to_config(shift_terminal=None)  # which stretches the last steps of sampling
@@ -419,7 +420,7 @@ def test_a_packed_base_trains_close_to_the_whole_one(folder: str, tmp_path: Path
     for module in modules:
         module.configure_model()
         torch.manual_seed(5)
-        losses.append(float(module.example_losses(make_batch(CAPTIONS)).mean()))
+        losses.append(float(example_losses(module, make_batch(CAPTIONS)).mean()))
     assert modules[1].packed_base is not None and modules[1].packed_base.packed > 20
     assert 0 < abs(losses[1] - losses[0]) < (0.02 if kind == "int8" else 0.2) * losses[0]
     fit(modules[1], tmp_path)
@@ -439,7 +440,7 @@ def test_a_guidance_distilled_transformer_alone_is_told_a_guidance(family: str, 
     for guidance in (1.0, 3.5):
         module = make_module(folder, training_guidance=guidance)
         torch.manual_seed(5)
-        losses.append(float(module.example_losses(make_batch(CAPTIONS)).mean()))
+        losses.append(float(example_losses(module, make_batch(CAPTIONS)).mean()))
     assert (losses[0] != losses[1]) == (family == "flux")
 
 
@@ -515,7 +516,7 @@ def test_a_picture_size_that_does_not_fit_is_one_sentence(folder: str) -> None:
     module, batch = make_module(folder), make_batch()
     batch["pixel_values"] = torch.zeros(2, 3, SIDE + 2, SIDE + 2)
     with pytest.raises(ModelError, match=r"pictures of 34 x 34 pixels do not divide .*resolution to a multiple of 4$"):
-        module.example_losses(batch)
+        example_losses(module, batch)
 
 
 def test_an_unknown_family_is_refused_with_those_that_are_known(tmp_path: Path) -> None:

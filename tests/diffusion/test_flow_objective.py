@@ -1,4 +1,4 @@
-"""FlowObjective against diffusers' training script and its scheduler."""
+"""Flow against diffusers' training script and its scheduler."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from lightning_aigc.diffusion.evaluation import SeededNoise
-from lightning_aigc.diffusion.flow_objective import FlowObjective
+from lightning_aigc.diffusion.objectives import Flow, ObjectiveSettings, SeededNoise
 
 SHIFTS = [1.0, 3.0, 6.5]
 DYNAMIC = {
@@ -24,8 +23,8 @@ DYNAMIC = {
 }  # fmt: skip
 
 
-def make(shift: float = 3.0, **options: Any) -> FlowObjective:
-    return FlowObjective(FlowMatchEulerDiscreteScheduler(shift=shift).config, **options)
+def make(shift: float = 3.0, **options: Any) -> Flow:
+    return Flow(FlowMatchEulerDiscreteScheduler(shift=shift).config, ObjectiveSettings(**options))
 
 
 def script_timesteps(scheme: str, batch: int, shift: float) -> Tensor:
@@ -73,7 +72,7 @@ def test_the_loss_is_that_of_diffusers_script(weighting: Any) -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (64, 32), (128, 128)])
 def test_a_dynamic_shift_follows_the_number_of_tokens(height: int, width: int) -> None:
-    objective = FlowObjective(FlowMatchEulerDiscreteScheduler(**DYNAMIC).config, timestep_sampling="uniform")
+    objective = Flow(FlowMatchEulerDiscreteScheduler(**DYNAMIC).config, ObjectiveSettings(timestep_sampling="uniform"))
     tokens = height * width // 4
     mu = 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
     scheduler = FlowMatchEulerDiscreteScheduler(**DYNAMIC)

@@ -34,8 +34,8 @@ from fakes.lora_models import (
 from fakes.pipelines import make_text_encoder
 from lightning_aigc import cli
 from lightning_aigc.cli import export
-from lightning_aigc.diffusion import lora_names
-from lightning_aigc.diffusion.lora_file import convert, read_lora, save_lora
+from lightning_aigc.diffusion.lora import names as lora_names
+from lightning_aigc.diffusion.lora.file import convert, read_lora, save_lora
 from lightning_aigc.errors import ConfigError, ModelError, UserError
 
 OPTIONS = {

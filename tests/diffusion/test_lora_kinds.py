@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lightning_aigc.diffusion.lora_file import convert, read_lora
+from lightning_aigc.diffusion.lora.file import convert, read_lora
 from lightning_aigc.errors import ModelError
 
 NAME = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q"

@@ -19,9 +19,9 @@ from peft import LoraConfig
 from fakes import lora_models
 from fakes.lora_models import ATTENTION, EVERYTHING, TEXT, adapt, assert_same_model, make_unet
 from fakes.pipelines import make_pipeline, make_text_encoder
-from lightning_aigc.diffusion.components import load_components
-from lightning_aigc.diffusion.lora_file import save_lora
-from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
+from lightning_aigc.diffusion.lora.file import save_lora
+from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
+from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.errors import ModelError
 
 # Nothing of this package; torchvision's CUDA build does not load beside a CPU build of torch, and diffusers needs none.
@@ -76,7 +76,7 @@ def make_lora(path: Path, base: Path) -> Path:
     torch.manual_seed(5)
     parts.denoiser.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
     text = []
-    if parts.family == "sd":
+    if parts.family.name == "sd":
         text = [make_text_encoder()]
         text[0].add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     return save_lora(path, unet=parts.denoiser, text_encoders=text)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fakes.lora_models import ATTENTION, adapt, make_unet
-from lightning_aigc.diffusion.lora_file import read_lora, save_lora
-from lightning_aigc.diffusion.lora_metadata import LoRAMetadata, hash_base_model
+from lightning_aigc.diffusion.lora.file import read_lora, save_lora
+from lightning_aigc.diffusion.lora.metadata import LoRAMetadata, hash_base_model
 
 
 def test_header_says_what_a1111_and_comfyui_show(tmp_path: Path) -> None:

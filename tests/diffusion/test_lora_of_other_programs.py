@@ -15,7 +15,7 @@ from torch import Tensor
 from fakes.lora_models import ATTENTION, adapt, make_unet
 from fakes.pipelines import make_sd3_pipeline
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.diffusion.lora_file import LoRAFile, convert, read_lora, save_lora
+from lightning_aigc.diffusion.lora.file import LoRAFile, convert, read_lora, save_lora
 from lightning_aigc.errors import ModelError
 
 PEFT = ("lora_A.weight", "lora_B.weight")
@@ -117,7 +117,7 @@ def test_a_base_model_that_is_given_decides_and_a_wrong_one_is_refused(tmp_path:
     file = converted(tmp_path, state, "kohya", base_model="qwen_image")
     assert "lora_unet_transformer_blocks_0_attn_to_q.alpha" in file.state
     assert convert(tmp_path / "out.safetensors", tmp_path / "again.safetensors", "diffusers")  # its header says it now
-    with pytest.raises(ModelError, match="wanted one of sd1, sd2, sdxl, sd3, flux"):
+    with pytest.raises(ModelError, match="wanted one of flux, flux2, qwen_image, sd1, sd2, sdxl, sd3"):
         converted(tmp_path, state, "kohya", base_model="fluxx")
     with pytest.raises(ModelError, match=r"its header names z_image; wanted layers of"):
         converted(tmp_path, state, "diffusers", {"modelspec.architecture": "z-image"})

@@ -13,13 +13,13 @@ import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-from lightning_aigc.diffusion.objectives import (
+from lightning_aigc.diffusion.objectives.ddpm import (
     MAX_DEBIASED_SNR,
-    draw_noise,
-    example_losses,
     loss_weights,
     training_target,
 )
+from lightning_aigc.diffusion.objectives.losses import example_losses
+from lightning_aigc.diffusion.objectives.noise import draw_noise
 
 STEPS = 1000
 EVERY_STEP = torch.arange(STEPS)

@@ -19,9 +19,9 @@ from PIL import Image
 from lightning_aigc.data import EncodedImageData, ImageCaptionData
 from lightning_aigc.data.encoded_stream.manifest import FILE, Manifest, Shard
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.diffusion.components import load_components
 from lightning_aigc.diffusion.families import FAMILIES
-from lightning_aigc.diffusion.picture_sizes import check_picture_sizes
+from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
+from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.errors import ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -44,18 +44,18 @@ class KnownSizes:
 @pytest.mark.parametrize("family", ["sd3", "flux", "flux2", "z_image", "qwen_image"])
 def test_each_family_asks_for_multiples_of_its_patches(family: str, transformers: Callable[[str], str]) -> None:
     parts = load_components(transformers(family), families=tuple(FAMILIES))  # 2 pixels a latent, patches of 2
-    check_picture_sizes(parts, KnownSizes((32, 32), (24, 36)))
-    check_picture_sizes(parts, object())  # of unknown sizes
+    check_image_sizes(parts, KnownSizes((32, 32), (24, 36)))
+    check_image_sizes(parts, object())  # of unknown sizes
     with pytest.raises(ModelError, match=r"images of 34 x 32 pixels \(and 1 more sizes\) .* use multiples of 4$"):
-        check_picture_sizes(parts, KnownSizes((32, 32), (34, 32), (32, 38)))
+        check_image_sizes(parts, KnownSizes((32, 32), (34, 32), (32, 38)))
 
 
 def test_a_unet_asks_for_multiples_of_its_autoencoders_step() -> None:
     parts = load_components("embedded:sd")
     step = 2 ** (len(parts.vae.config.block_out_channels) - 1)
-    check_picture_sizes(parts, KnownSizes((64 + step, 64)))
+    check_image_sizes(parts, KnownSizes((64 + step, 64)))
     with pytest.raises(ModelError, match="as this unet reads them"):
-        check_picture_sizes(parts, KnownSizes((64 + step // 2, 64)))
+        check_image_sizes(parts, KnownSizes((64 + step // 2, 64)))
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.prediction_check import LEARNED_SHARE, loss_by_type
-from lightning_aigc.diffusion.vae_checks import FLOAT16_MAX, describe_vae, round_trip
+from lightning_aigc.diffusion.objectives.prediction_check import LEARNED_SHARE, loss_by_type
+from lightning_aigc.diffusion.pipeline.vae_checks import FLOAT16_MAX, describe_vae, round_trip
 from lightning_aigc.diffusion.vae_text import Legibility, least_legible_height, legibility
 
 pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a run has no workers
@@ -46,7 +46,7 @@ def test_the_right_one_is_quiet_and_the_check_leaves_the_random_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = fit(tmp_path, None)  # warnings are errors here
-    monkeypatch.setattr("lightning_aigc.diffusion.unet_training.warn_of_prediction_type", lambda *_: None)
+    monkeypatch.setattr("lightning_aigc.diffusion.training.unet_training.warn_of_prediction_type", lambda *_: None)
     other = fit(tmp_path, None)
     assert all(torch.equal(a, b) for a, b in zip(one.trainable_parameters(), other.trainable_parameters(), strict=True))
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fakes.pipelines import make_batch
 from fakes.seeded_fits import cloned, fit, same
+from fakes.training_losses import example_losses
 from lightning_aigc.callbacks.health.parameter_names import zero_convolution_gates
 from lightning_aigc.diffusion import ControlNetTraining
-from lightning_aigc.diffusion.controlnet_model import EDGE_PATH
+from lightning_aigc.diffusion.families.sd import EDGE_PATH
 from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -160,7 +161,7 @@ def test_npu_sparse_sends_the_edge_path_whole(sd: str, mode: Any) -> None:
     check_protect(options, names)  # no default pattern that covers nothing here
     units = make_units(named, options, ranks=2)
     whole = {entry.name for unit in units if unit.uncompressed for entry in unit.entries}
-    assert whole >= {name for name in names if any(name.startswith(part) for part in EDGE_PATH)}
+    assert whole >= {name for name in names if any(name.startswith(f"controlnet.{part}") for part in EDGE_PATH)}
     assert not any(name.startswith("controlnet.down_blocks.1") for name in whole)
     assert SyncOptions(mode=mode).protecting((), names) == SyncOptions(mode=mode)
 
@@ -194,7 +195,7 @@ def test_gradients_begin_behind_the_zero_convolutions(sd: str) -> None:
     for step in range(3):
         optimizer.zero_grad()
         torch.manual_seed(step)
-        module.example_losses(make_batch()).mean().backward()
+        example_losses(module, make_batch()).mean().backward()
         weights = {name: float(p.detach().norm()) for name, p in named.items()}
         zero = {name for name, p in named.items() if p.grad is None or not p.grad.any()}
         expected = {name for name, before in gates.items() if all(weights[gate] == 0 for gate in before)}

@@ -20,7 +20,7 @@ from transformers import Adafactor
 from fakes.pipelines import make_batch
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.diffusion import DiffusionLoRA, StableDiffusionFineTuning, StableDiffusionLoRA
-from lightning_aigc.diffusion.optimization import build_schedule
+from lightning_aigc.diffusion.training.optimization import build_schedule
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import WarmupDecayLR
 
@@ -113,7 +113,7 @@ def test_adafactors_own_rate_needs_no_learning_rate(sd: str, tmp_path: Path) -> 
     assert trainer.global_step == 2
     assert any(not torch.equal(was, now) for was, now in zip(before, module.trainable_parameters(), strict=True))
     with pytest.raises(ModelError, match=r"Adafactor sets its own rate; set model\.init_args\.lr_scheduler: constant"):
-        build_schedule(module.make_optimizer(), "cosine", 0, 10)
+        build_schedule(module.build_optimizer(module.parameter_groups()), "cosine", 0, 10)
 
 
 @pytest.mark.parametrize(("rate", "warns"), [(1e-3, True), (1.0, False)])

@@ -31,10 +31,10 @@ from lightning_aigc.diffusion import (
     StableDiffusionLoRA,
 )
 from lightning_aigc.diffusion.families import TRANSFORMERS
-from lightning_aigc.diffusion.lora_file import convert, read_lora
-from lightning_aigc.diffusion.lora_merge import merge_into_pipeline
-from lightning_aigc.diffusion.lora_sampling import base_of_run
-from lightning_aigc.diffusion.saved_schedule import of_single_file
+from lightning_aigc.diffusion.lora.file import convert, read_lora
+from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
+from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
+from lightning_aigc.diffusion.samplers.lora import base_of_run
 from lightning_aigc.tiny.embedded import resolve
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -194,7 +194,7 @@ def test_a_single_file_is_marked_and_read_back(u_net_folder: str, objective: str
         names = set(file.keys())
         assert file.metadata()["modelspec.prediction_type"] == ("v" if is_v else "epsilon")
     assert ("v_pred" in names, "ztsnr" in names) == (is_v, is_zero)
-    config, is_sdxl = tmp_path / "tuned.yaml", module.loaded().family == "sdxl"
+    config, is_sdxl = tmp_path / "tuned.yaml", module.loaded().family.name == "sdxl"
     assert config.exists() == (is_v and not is_sdxl)  # A1111 knows SDXL's by the marker
     if config.exists():
         params = yaml.safe_load(config.read_text())["model"]["params"]

@@ -22,9 +22,9 @@ from fakes.pipelines import make_batch, make_pipeline
 from fakes.seeded_fits import fit, same
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.diffusion import StableDiffusionFineTuning
-from lightning_aigc.diffusion.optimizer_in_backward import round_stochastically_
-from lightning_aigc.diffusion.tensor_stream import DeferredTensor, write_tensors
-from lightning_aigc.diffusion.trained_parts import covers
+from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
+from lightning_aigc.diffusion.training.optimizer_in_backward import round_stochastically_
+from lightning_aigc.diffusion.training.trained_parts import covers
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -154,7 +154,7 @@ def test_a_pattern_matches_names_and_the_modules_above_them() -> None:
 
 
 def test_a_packed_base_is_refused(sd: str) -> None:
-    with pytest.raises(ModelError, match=r"base_quantization: int8 .* StableDiffusionLoRA"):
+    with pytest.raises(ModelError, match=r"base_quantization: int8 .* DiffusionLoRA"):
         StableDiffusionFineTuning(sd, base_quantization="int8")
 
 
@@ -357,4 +357,4 @@ def test_several_ranks_are_refused(sd: str) -> None:
     module.configure_model()
     module._trainer = Trainer(devices=2, accelerator="cpu", strategy="ddp", logger=False)
     with pytest.raises(ConfigError, match="there are 2 ranks"):
-        module.make_optimizer()
+        module.configure_optimizers()

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch, make_pipeline
+from fakes.training_losses import example_losses
 from lightning_aigc.cli.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import StableDiffusionLoRA, encoders
+from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion.pipeline import encoders
 from lightning_aigc.errors import DataError, ModelError
 from lightning_aigc.tiny.embedded import resolve
 
@@ -123,7 +125,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 def loss_at_fixed_noise(module: StableDiffusionLoRA, batch: dict[str, Any] | None = None) -> float:
     torch.manual_seed(7)
     with torch.no_grad():
-        return float(torch.stack([module.example_losses(batch or make_batch()).mean() for _ in range(8)]).mean())
+        return float(torch.stack([example_losses(module, batch or make_batch()).mean() for _ in range(8)]).mean())
 
 
 # What is trained ----------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def test_dora_and_rslora_train(sd: str, tmp_path: Path) -> None:
 def gradients(module: StableDiffusionLoRA) -> dict[str, Tensor]:
     torch.manual_seed(5)
     module.zero_grad()
-    module.example_losses(make_batch()).mean().backward()
+    example_losses(module, make_batch()).mean().backward()
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.requires_grad and p.grad is not None}
 
 
@@ -371,7 +373,7 @@ def test_class_pictures_count_by_their_weight(sd: str, tmp_path: Path, weight: f
     batch = make_batch(["a zorp cup", "a zorp shoe", "a red cup"], priors=1)
     module.configure_model()
     torch.manual_seed(3)
-    each = module.example_losses(batch)
+    each = example_losses(module, batch)
     watch = Losses()
     watch.on_train_batch_start = lambda *_: torch.manual_seed(3)  # type: ignore[method-assign, assignment]
     fit(module, tmp_path, watch, data=loader(batch), max_steps=1)
@@ -385,7 +387,7 @@ def test_a_batch_without_class_pictures_is_its_mean(sd: str) -> None:
     torch.manual_seed(2)
     loss = module.training_step(make_batch(), 0)
     torch.manual_seed(2)
-    assert torch.equal(loss, module.example_losses(make_batch()).mean())
+    assert torch.equal(loss, example_losses(module, make_batch()).mean())
 
 
 def test_v_prediction_with_zero_terminal_snr_trains_and_draws(
@@ -393,9 +395,9 @@ def test_v_prediction_with_zero_terminal_snr_trains_and_draws(
 ) -> None:
     module = make_module(sd, prediction_type="v_prediction", zero_terminal_snr=True, snr_gamma=5.0)
     module.configure_model()
-    assert module.schedule is not None
-    assert module.schedule.config.prediction_type == "v_prediction"
-    assert float(module.schedule.alphas_cumprod[-1]) < 1e-6
+    assert module.objective is not None
+    assert module.objective.schedule.config.prediction_type == "v_prediction"
+    assert float(module.objective.schedule.alphas_cumprod[-1]) < 1e-6
     # Every example at the last step, where there is no signal.
     monkeypatch.setattr(torch, "randint", lambda low, high, size, **_: torch.full(size, high - 1))
     watch = Losses()
@@ -725,5 +727,5 @@ def test_every_weight_of_sdxl_with_text_encoders_gets_a_gradient(sdxl: str, use_
         sdxl, rank=2, train_text_encoder=True, use_dora=use_dora, lora_targets=["attention", "feed_forward"]
     )
     module.configure_model()
-    module.example_losses(make_batch()).mean().backward()
+    example_losses(module, make_batch()).mean().backward()
     assert [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None] == []

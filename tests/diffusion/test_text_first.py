@@ -19,10 +19,11 @@ from PIL import Image
 
 from fakes.pipelines import SIDE
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.diffusion import DiffusionLoRA, module
-from lightning_aigc.diffusion.components import load_components
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import TRANSFORMERS
-from lightning_aigc.diffusion.module import DiffusionModule
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.diffusion.training import module
+from lightning_aigc.diffusion.training.module import DiffusionTraining
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
 PROMPTS = ["a red cup", "a blue shoe on a long wooden table"]
@@ -31,7 +32,8 @@ PROMPTS = ["a red cup", "a blue shoe on a long wooden table"]
 class WithEncoders(DiffusionLoRA):
     """Keeps the text encoders beside the transformer."""
 
-    load_components = DiffusionModule.load_components
+    def _load(self) -> Any:
+        return self.load_half(None)
 
 
 class Alive:
@@ -89,7 +91,7 @@ def make(kind: type[DiffusionLoRA], path: str, **options: Any) -> DiffusionLoRA:
 @pytest.fixture(autouse=True)
 def without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """No report's CLIP model, which a download would bring."""
-    monkeypatch.setattr(DiffusionModule, "configure_callbacks", lambda self: [])
+    monkeypatch.setattr(DiffusionTraining, "configure_callbacks", lambda self: [])
 
 
 @pytest.mark.parametrize(

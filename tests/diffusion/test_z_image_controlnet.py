@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
+from fakes.training_losses import example_losses
 from fakes.transformer_controlnets import CAPTIONS, load_pipeline, make_module, stirred
 from lightning_aigc.diffusion.families import CONTROLLED
 from lightning_aigc.errors import ModelError
@@ -40,8 +41,8 @@ def shown(width: int = SIDE) -> torch.Tensor:
 )
 def test_its_blocks_stand_at_equal_distances_as_in_the_published_ones(count: int, places: list[int]) -> None:
     transformer = SimpleNamespace(config=SimpleNamespace(n_layers=30, in_channels=16))
-    assert Z_IMAGE.control_config(transformer, {"num_layers": count})["control_layers_places"] == places
-    assert count in Z_IMAGE.control_counts(30)
+    assert Z_IMAGE.control.control_config(transformer, {"num_layers": count})["control_layers_places"] == places
+    assert count in Z_IMAGE.control.control_counts(30)
 
 
 def test_each_block_begins_as_the_layer_that_it_adds_to_and_the_condition_is_read_as_the_picture(folder: str) -> None:
@@ -78,7 +79,7 @@ def test_it_reads_the_transformers_modules_that_are_there_now(folder: str) -> No
     for factor in (1.0, 2.0):
         module.transformer.cap_pad_token = torch.nn.Parameter(torch.full((1, 64), factor), requires_grad=False)  # type: ignore[union-attr]
         torch.manual_seed(0)
-        losses.append(float(module.example_losses(batch).mean()))
+        losses.append(float(example_losses(module, batch).mean()))
     assert losses[0] != losses[1]
     assert module.controlnet.cap_pad_token is module.transformer.cap_pad_token  # type: ignore[union-attr]
 
@@ -92,7 +93,7 @@ def test_gradients_reach_every_weight_at_the_third_step(folder: str, tmp_path: P
     for step in range(3):
         optimizer.zero_grad()
         torch.manual_seed(step)
-        module.example_losses(make_batch(CAPTIONS)).mean().backward()
+        example_losses(module, make_batch(CAPTIONS)).mean().backward()
         still.append({name for name, p in named.items() if p.grad is None or not p.grad.any()})
         optimizer.step()
     assert still[0] == {name for name in named if "after_proj" not in name}

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_aigc.callbacks import ExactSnapshot, clip_convergence_guard, run_report, sample_grid
 from lightning_aigc.checkpoint import SnapshotWriter
-from lightning_aigc.diffusion import StableDiffusionFineTuning, StableDiffusionLoRA, lora_file
+from lightning_aigc.diffusion import StableDiffusionFineTuning, StableDiffusionLoRA
+from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.metrics import CLIPSimilarity
 
 ENDING = "ending: "

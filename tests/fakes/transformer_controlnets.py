@@ -43,7 +43,7 @@ def stirred(module: DiffusionControlNet) -> DiffusionControlNet:
 
 def load_pipeline(family: str, path: str, **parts: Any) -> Any:
     optional = dict.fromkeys(CONTROLLED[family].optional_folders)
-    kind: Any = getattr(diffusers, CONTROLLED[family].controlnet_pipeline) if parts else DiffusionPipeline
+    kind: Any = getattr(diffusers, CONTROLLED[family].control.pipeline) if parts else DiffusionPipeline
     pipeline = kind.from_pretrained(path, **optional, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -136,3 +136,9 @@ SCRIPTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "qwen_image": (normalised, qwen_image_velocity),
     "z_image": (shifted_mean, z_image_velocity),
 }
+
+
+def condition_latents(module: Any, batch: dict[str, Any]) -> Any:
+    """The batch's conditions as the module's ControlNet reads them, [B, C, H, W]."""
+    module.loaded()
+    return module.method.condition_latents(module.encoders, batch, is_training=module.training)

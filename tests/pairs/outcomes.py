@@ -162,7 +162,7 @@ def _draws(pipeline: Any, extra: dict[str, Any]) -> None:
 
 
 def _controlnet_class(family: str) -> str:
-    return "ControlNetModel" if family in U_NETS else str(CONTROLLED[family].controlnet)
+    return "ControlNetModel" if family in U_NETS else str(CONTROLLED[family].control.network)
 
 
 def _zero_weights(controlnet: Any) -> dict[str, Tensor]:

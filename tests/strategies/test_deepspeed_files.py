@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_aigc.diffusion.optimization import build_schedule
+from lightning_aigc.diffusion.training.optimization import build_schedule
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.schedulers.deepspeed_rates import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from lightning_aigc.strategies import ZeROStrategy

@@ -99,7 +99,7 @@ def _text_drift(figures: Figures) -> FineTuneFinding | None:
         f"the embeddings of the class prompts moved {figures.text_drift:.2f} times as far as two prompts lie apart: "
         "the text encoder is over-trained and words lose their meaning",
         "model.init_args.text_encoder_lr at a tenth of what it is, or a frozen text encoder: train_text_encoder: false "
-        "of StableDiffusionLoRA, trained_parts: [unet] of StableDiffusionFineTuning",
+        "of DiffusionLoRA, trained_parts: [unet] of DiffusionFineTuning",
     )
 
 

@@ -1,24 +1,44 @@
-"""Families of pipelines, a file each: what one differs in from the others."""
+"""Model families, one file per family; each file is found by its place in this folder."""
 
-from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
-from lightning_aigc.diffusion.families.family import Family
-from lightning_aigc.diffusion.families.flux import Flux
-from lightning_aigc.diffusion.families.flux2 import Flux2Klein
-from lightning_aigc.diffusion.families.qwen_image import QwenImage
-from lightning_aigc.diffusion.families.sd import StableDiffusion, StableDiffusionXL
-from lightning_aigc.diffusion.families.sd3 import StableDiffusion3
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+
+from lightning_aigc.diffusion.families.family import CardRow, Components, Control, Family, StepMemory, TextSource
+from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
-from lightning_aigc.diffusion.families.z_image import ZImage
 
-U_NETS: dict[str, Family] = {family.name: family for family in (StableDiffusion(), StableDiffusionXL())}
+
+def _families() -> Iterator[Family]:
+    for found in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{found.name}")
+        for kind in vars(module).values():
+            is_own = inspect.isclass(kind) and issubclass(kind, Family) and kind.__module__ == module.__name__
+            if is_own and hasattr(kind, "name"):
+                yield kind()
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
+"""All families by name."""
 TRANSFORMERS: dict[str, TransformerFamily] = {
-    family.name: family for family in (StableDiffusion3(), Flux(), Flux2Klein(), ZImage(), QwenImage())
+    name: family for name, family in FAMILIES.items() if isinstance(family, TransformerFamily)
 }
-CONTROLLED: dict[str, ControlledFamily] = {
-    name: family for name, family in TRANSFORMERS.items() if isinstance(family, ControlledFamily)
-}
-"""Those of `TRANSFORMERS` that diffusers has a ControlNet for, which trains here."""
-FAMILIES: dict[str, Family] = {**U_NETS, **TRANSFORMERS}
-"""Families by the name that `Components.family` has."""
+CONTROLLED: dict[str, TransformerFamily] = {name: f for name, f in TRANSFORMERS.items() if f.control is not None}
+"""Transformers that diffusers has a ControlNet for."""
+U_NETS: dict[str, Family] = {name: family for name, family in FAMILIES.items() if name not in TRANSFORMERS}
 
-__all__ = ["CONTROLLED", "FAMILIES", "TRANSFORMERS", "U_NETS", "ControlledFamily", "Family", "TransformerFamily"]
+__all__ = [
+    "CONTROLLED",
+    "FAMILIES",
+    "TRANSFORMERS",
+    "U_NETS",
+    "CardRow",
+    "Components",
+    "Control",
+    "Family",
+    "StepMemory",
+    "TextSource",
+    "TransformerControl",
+    "TransformerFamily",
+]

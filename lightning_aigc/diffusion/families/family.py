@@ -1,52 +1,220 @@
-"""Family: the questions that every family of pipelines answers.
+"""Family: everything that is specific to one model family. Components: a loaded pipeline.
 
 A latent is *unscaled* as the autoencoder has it, and *scaled* as the denoiser reads it.
 
-Legend: B batch, N pictures, C channels, H and W latent height and width, S pixels, T text tokens, D text width, P
+Legend: B batch, N images, C channels, H and W latent height and width, S pixels, T text tokens, D text width, P
 pooled width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from peft import LoraConfig
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.objectives import Objective, ObjectiveSettings
+
+
+class TextSource(Protocol):
+    """Stored embeddings, used after the text encoders were freed."""
+
+    identity: str
+    """The text encoders' part of cache keys."""
+
+    def encode(self, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """The text encoders' output for these prompts, padded to the longest."""
+        ...
+
+
+@dataclass
+class Components:
+    """The components of a pipeline, all frozen and in eval mode."""
+
+    family: Family
+    denoiser: Any
+    """The U-Net or the transformer."""
+    vae: Any
+    text_encoders: tuple[nn.Module, ...]
+    tokenizers: tuple[Any, ...]
+    scheduler_config: Mapping[str, Any]
+    source: str
+    """The folder, file or hub id as the user gave it."""
+    stored_texts: TextSource | None = None
+    """Embeddings that replace freed text encoders."""
+
+    def named_networks(self) -> dict[str, nn.Module]:
+        """The networks that can be trained, by the pipeline's names: the denoiser, for U-Nets the text encoders too."""
+        names = ("text_encoder", "text_encoder_2") if self.family.trains_text_encoders else ()
+        return {self.family.denoiser_name: self.denoiser} | dict(zip(names, self.text_encoders, strict=False))
+
+
+@dataclass(frozen=True)
+class CardRow:
+    """The values of `lightning init` for a family on one card."""
+
+    config: str
+    """The shipped config."""
+    memory: str
+    """Memory level of the precision plugin."""
+    reason: str
+    """Reason for the memory level."""
+    quantization: str | None = None
+    """`base_quantization`, where the full base would not fit."""
+    quantization_reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Peak memory of a LoRA step at 1024 px and batch 1, in GiB, counted on shapes (docs/results)."""
+
+    model: str
+    """The model that was counted."""
+    gib: Mapping[str | None, float]
+    """At `memory: max`, by the base's quantization; None is the full base."""
+    off_gib: float | None = None
+    """At `memory: off` with the full base, where that was counted."""
+
+
+class Control(ABC):
+    """A family's ControlNet in diffusers. It reads conditions [N, C, S, S] in 0..1."""
+
+    network: ClassVar[str]
+    """diffusers' class of the ControlNet."""
+    pipeline: ClassVar[str]
+    """diffusers' class of the pipeline."""
+    reads_latents: ClassVar[bool] = True
+    """Whether the ControlNet reads the condition as latents; else as pixels."""
+
+    @abstractmethod
+    def residuals(
+        self,
+        components: Components,
+        controlnet: Any,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        hint: Tensor,
+        batch: Mapping[str, Any],
+        guidance: float = 1.0,
+    ) -> dict[str, Any]:
+        """The ControlNet's output, as arguments of the denoiser.
+
+        hint: the condition, as latents [B, C, H, W] where `reads_latents`, else as pixels [B, C, S, S].
+        """
+
+    @abstractmethod
+    def edge_path(self, controlnet: nn.Module) -> tuple[str, ...]:
+        """Names of the modules that read the condition and of those that write the residuals."""
+
+    @abstractmethod
+    def sampling_arguments(self, components: Components, conditions_NCSS: Tensor, scale: float) -> dict[str, Any]:
+        """The arguments of the ControlNet's pipeline for conditions in 0..1, on the pipeline's device.
+
+        Raises: ModelError for a size that the model cannot take.
+        """
 
 
 class Family(ABC):
-    """One family of pipelines, as diffusers has it."""
+    """One family of pipelines, as diffusers has it. A new family is one file in this folder."""
+
+    # Identity --------------------------------------------------------------------------------------------------------
 
     name: ClassVar[str]
+    """Key of the family: in `lightning init --base`, in caches and in errors."""
+    title: ClassVar[str]
+    base: ClassVar[str]
+    """Hub id of the default base model."""
+    short_name: ClassVar[str | None] = None
+    """Name of the default base in `lightning init --base`; None is `name`."""
+    name_pattern: ClassVar[str | None] = None
+    """Regular expression for hub ids of this family, in lower case; None is never guessed from a name."""
+    header_patterns: ClassVar[Mapping[str, str]]
+    """By base model, the regular expression for the header of its LoRA files, in lower-case letters and digits."""
     pipeline: ClassVar[str]
     """diffusers' class, as `model_index.json` names it."""
     folders: ClassVar[tuple[str, ...]]
-    """What a pipeline folder must hold."""
+    """The folders that a pipeline must have."""
     optional_folders: ClassVar[tuple[str, ...]] = ()
-    """What it may lack, though diffusers' pipeline knows it."""
+    """Folders of diffusers' pipeline that may be absent."""
+    denoiser_name: ClassVar[str]
+    """The denoiser's folder and attribute: unet or transformer."""
+    native_side: ClassVar[int] = 1024
+    """Side of the training images in pixels, where a config does not tell."""
+    cards: ClassVar[Mapping[str, CardRow]] = {}
+    """By card, the values of `lightning init`; empty where they follow from `step_memory`."""
+    shipped_config: ClassVar[str]
+    """The config that `lightning init` starts from, where `cards` has no row."""
+    step_memory: ClassVar[StepMemory | None] = None
+    is_flow: ClassVar[bool]
+    """Whether the family is trained by flow matching; else by DDPM."""
+    trains_text_encoders: ClassVar[bool] = False
+    """Whether a LoRA or full fine-tuning may train the text encoders."""
+    encodes_text_first: ClassVar[bool] = False
+    """Whether cached captions are encoded before the denoiser is loaded, because both would not fit in memory."""
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75}
-    """By tokenizer, the most tokens of a caption that its encoder is given."""
+    """By tokenizer, the most caption tokens that its encoder reads."""
     draws_latents: ClassVar[bool] = True
-    """Whether training draws latents from the autoencoder's distribution or takes its mean, as diffusers' script."""
+    """Whether training samples the autoencoder's distribution or takes its mean, as diffusers' script."""
+    control: ClassVar[Control | None] = None
+    """The family's ControlNet; None where diffusers has none."""
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def objective(self, components: Components, settings: ObjectiveSettings) -> Objective:
+        """The training objective."""
+
+    @abstractmethod
+    def predict(
+        self,
+        components: Components,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
+        guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """The denoiser's output [B, C, H, W].
+
+        Args:
+            condition: The output of `encode_prompts`.
+            batch: SDXL reads the images' sizes from it.
+            guidance: Guidance input of a guidance-distilled transformer; other models have none.
+            residuals: The output of `Control.residuals`.
+
+        Raises: ModelError for a size that the model cannot take.
+        """
+
+    @abstractmethod
+    def lora_config(self, components: Components, targets: Sequence[str], **options: Any) -> LoraConfig:
+        """The peft configuration of the denoiser's LoRA. Raises: ModelError for an unknown target."""
+
+    def unread_names(self, components: Components) -> set[str]:
+        """Names of the weights whose output the loss does not depend on, as `named_networks` prefixes them."""
+        return set()
+
+    def prepare(self, network: nn.Module, components: Components) -> None:  # noqa: B027  a hook
+        """Change the forward of the denoiser or its ControlNet; called once after loading."""
 
     # Text ------------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def make_pipeline(self, parts: Components, scheduler: Any, controlnet: Any = None) -> Any:
-        """diffusers' pipeline around these components."""
+    def make_pipeline(self, components: Components, scheduler: Any, controlnet: Any = None) -> Any:
+        """diffusers' pipeline with these components."""
 
     @abstractmethod
     def make_scheduler(self, config: Mapping[str, Any]) -> Any:
-        """The scheduler that pictures are sampled with."""
+        """The scheduler for sampling."""
 
     @abstractmethod
-    def encode_prompts(self, parts: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """Encode to `prompt_embeds` [B, T, D] and what else the denoiser reads, as the family's pipeline does.
+    def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Encode to `prompt_embeds` [B, T, D] and the denoiser's other inputs, as the family's pipeline does.
 
         Where captions have unequal lengths, `prompt_lengths` int64 [B] counts the tokens that are not padding.
         """
@@ -54,39 +222,42 @@ class Family(ABC):
     # Latents ---------------------------------------------------------------------------------------------------------
 
     def pixels_per_latent(self, vae: Any) -> int:
-        """Pixels to a side of an unscaled latent's pixel."""
+        """Pixels per side of an unscaled latent's pixel."""
         return int(2 ** (len(vae.config.block_out_channels) - 1))
 
     def size_step(self, denoiser: Any, vae: Any) -> int:
         """Pixels that each side of an image must be a multiple of."""
         return self.pixels_per_latent(vae)
 
+    def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:  # noqa: B027  a hook
+        """Raise ModelError for scaled latents of a size that the denoiser cannot take."""
+
     def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        """Channels of this autoencoder's latents as the denoiser reads them; None where the config does not say."""
+        """Channels of this autoencoder's latents as the denoiser reads them; None where the config does not tell."""
         return vae_config.get("latent_channels")
 
     def encode(self, vae: Any, pixels_B3HW: Tensor) -> Tensor:
-        """The mean and log-variance of unscaled latents, [B, 2C, H, W], of pixels in -1..1."""
+        """Mean and log-variance of unscaled latents, [B, 2C, H, W], from pixels in -1..1."""
         moments: Tensor = vae.encode(pixels_B3HW).latent_dist.parameters
         return moments
 
     def decode(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        """Pixels [B, 3, H, W] in -1..1 of unscaled latents."""
+        """Pixels [B, 3, H, W] in -1..1 from unscaled latents."""
         pixels: Tensor = vae.decode(latents_BCHW).sample
         return pixels
 
     def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        """Scaled latents of unscaled ones."""
+        """Scaled latents from unscaled ones."""
         shift = float(getattr(vae.config, "shift_factor", None) or 0.0)
         return (latents_BCHW - shift) * float(vae.config.scaling_factor)
 
     def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
-        """Unscaled latents [B, C, H, W] of what the pipeline returns for `output_type="latent"`; H and W are given."""
+        """Unscaled latents [B, C, H, W] from the pipeline's result for `output_type="latent"`; H and W are given."""
         shift = float(getattr(vae.config, "shift_factor", None) or 0.0)
         return sampled / float(vae.config.scaling_factor) + shift
 
     def latents(self, vae: Any, moments_B2CHW: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """Scaled latents; `draw` returns Gaussian noise like a tensor."""
+        """Scaled latents; `draw` returns Gaussian noise with the shape of its argument."""
         mean, log_variance = moments_B2CHW.chunk(2, dim=1)
         if self.draws_latents:
             mean = mean + torch.exp(0.5 * log_variance.clamp(-30, 20)) * draw(mean)
@@ -94,20 +265,13 @@ class Family(ABC):
 
     # Sampling --------------------------------------------------------------------------------------------------------
 
-    def control_arguments(self, parts: Components, conditions_NCSS: Tensor, scale: float) -> dict[str, Any]:
-        """The arguments of a ControlNet's pipeline for conditions in 0..1, on the pipeline's device.
-
-        Raises: ModelError for a size that cannot be.
-        """
-        return {"image": conditions_NCSS, "controlnet_conditioning_scale": scale}
-
     def sample_size(self, denoiser: Any) -> int:
-        """Unscaled latent pixels to a side of a sample picture."""
+        """Unscaled latent pixels per side of a sample."""
         return int(denoiser.config.sample_size)
 
     def sampling_arguments(
         self,
-        parts: Components,
+        components: Components,
         prompts: list[str],
         negative_prompts: list[str] | None,
         guidance_scale: float,
@@ -115,3 +279,14 @@ class Family(ABC):
     ) -> dict[str, Any]:
         """The pipeline's arguments for prompts and guidance."""
         return {"prompt": prompts, "negative_prompt": negative_prompts, "guidance_scale": guidance_scale}
+
+    # Distilled models ------------------------------------------------------------------------------------------------
+
+    def distilled_reason(self, name: str, configs: Sequence[Mapping[str, Any]]) -> str | None:
+        """The reason why this is a few-step model, which training would undo; None for a model that can be trained.
+
+        Args:
+            name: The last component of the folder or hub id.
+            configs: Those of pipeline, transformer and scheduler; empty where they are not known.
+        """
+        return None

@@ -1,6 +1,6 @@
 """FLUX.2 klein: latents of 2 x 2 pixels in their channels, normalised by the autoencoder's own statistics.
 
-Legend: B batch, C channels, H and W latent height and width, N picture tokens, T text tokens.
+Legend: B batch, C channels, H and W latent height and width, N image tokens, T text tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.transformer_family import TransformerFamily, check_divides
+from lightning_aigc.diffusion.families.family import StepMemory
+from lightning_aigc.diffusion.families.tokens import check_divides
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
 STEPS = 50
 """Steps of the pipeline's own sampling, which its dynamic shift depends on."""
@@ -23,6 +25,12 @@ class Flux2Klein(TransformerFamily):
     """Hidden states of three layers of Qwen3, 512 tokens for every caption."""
 
     name = "flux2"
+    title = "FLUX.2 klein"
+    base = "black-forest-labs/FLUX.2-klein-base-4B"
+    name_pattern = r"^(?!.*(qwen.?image|(?<![a-z])z.?image)).*klein"
+    header_patterns: ClassVar[Mapping[str, str]] = {"flux2": r"flux2"}
+    shipped_config = "flux2_klein_lora.yaml"
+    step_memory = StepMemory("FLUX.2 klein 4B", {None: 9.5, "int8": 6.1, "nf4": 4.3})
     pipeline = "Flux2KleinPipeline"
     folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -53,7 +61,6 @@ class Flux2Klein(TransformerFamily):
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
-    base = "black-forest-labs/FLUX.2-klein-base-4B"
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
     draws_latents = False
 
@@ -72,13 +79,14 @@ class Flux2Klein(TransformerFamily):
     def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
         return sampled  # by the pipeline
 
-    def predict(
+    def velocity(
         self,
         denoiser: nn.Module,
         noisy_BCHW: Tensor,
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
         guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
     ) -> Tensor:
         dtype, device = weights_dtype(denoiser), noisy_BCHW.device
         height, width = noisy_BCHW.shape[-2:]

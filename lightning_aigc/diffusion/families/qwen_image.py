@@ -1,6 +1,6 @@
 """Qwen-Image: latents of a video autoencoder packed to tokens, and texts of unequal length under a mask.
 
-Legend: B batch, C channels, H and W latent height and width, N picture tokens, T text tokens.
+Legend: B batch, C channels, H and W latent height and width, N image tokens, T text tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.transformer_family import pack, pad_texts, unpack
-from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
+from lightning_aigc.diffusion.families.family import StepMemory
+from lightning_aigc.diffusion.families.tokens import pack, pad_texts, unpack
+from lightning_aigc.diffusion.families.transformer_control import TransformerControl
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
 ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
@@ -22,27 +24,34 @@ ATTENTION = (
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
 
-class QwenImage(TwoStreamFamily):
+class QwenImage(TransformerFamily):
     """Qwen2.5-VL's hidden states of each caption's own length."""
 
     name = "qwen_image"
+    title = "Qwen-Image"
+    base = "Qwen/Qwen-Image"
+    name_pattern = r"qwen.?image"
+    header_patterns: ClassVar[Mapping[str, str]] = {"qwen_image": r"qwenimage"}
     pipeline = "QwenImagePipeline"
     folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention": ATTENTION, "feed_forward": FEED_FORWARD}
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
         name: (name,) for name in (f"transformer_blocks.{{}}.{layer}" for layer in (*ATTENTION, *FEED_FORWARD))
     }
-    controlnet = "QwenImageControlNetModel"
-    controlnet_pipeline = "QwenImageControlNetPipeline"
-    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 5}
-    control_path = ("controlnet_x_embedder", "controlnet_blocks")
+    control = TransformerControl(
+        "QwenImageControlNetModel",
+        "QwenImageControlNetPipeline",
+        layers={"num_layers": 5},
+        path=("controlnet_x_embedder", "controlnet_blocks"),
+    )
+    shipped_config = "qwen_image_qlora.yaml"
+    step_memory = StepMemory("Qwen-Image", {None: 40.8, "nf4": 13.4})
     last_text = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 60)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 1024}
     modelspec = "qwen-image"
-    base = "Qwen/Qwen-Image"
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         embeddings_BTD, mask_BT = pipeline.encode_prompt(prompts, device=device)

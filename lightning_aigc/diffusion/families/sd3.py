@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: a transformer over text and picture tokens together (MMDiT).
+"""Stable Diffusion 3 and 3.5: a transformer over text and image tokens together (MMDiT).
 
 Legend: B batch, C channels, H and W latent height and width.
 """
@@ -7,29 +7,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.equal_tokens import run_equal_tokens_once
-from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
+from lightning_aigc.diffusion.families.family import Components, StepMemory
+from lightning_aigc.diffusion.families.transformer_control import TransformerControl
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 from lightning_aigc.errors import ModelError
+from lightning_aigc.precision.equal_tokens import run_equal_tokens_once
 from lightning_aigc.tiny.embedded import resolve
 
-if TYPE_CHECKING:
-    from lightning_aigc.diffusion.components import Components
-
 T5_TOKENS = 256
-"""What the pipeline takes of T5's tokens, zeros where there is no T5."""
+"""T5 tokens in the pipeline; zeros where there is no T5."""
 
 
-class StableDiffusion3(TwoStreamFamily):
+class StableDiffusion3Control(TransformerControl):
+    """ControlNet with InstantX's two differences: unshifted latents and no pooled text."""
+
+    def residuals(
+        self,
+        components: Components,
+        controlnet: Any,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        hint: Tensor,
+        batch: Mapping[str, Any],
+        guidance: float = 1.0,
+    ) -> dict[str, Any]:
+        if _is_instantx(controlnet):
+            condition = {**condition, "pooled_prompt_embeds": torch.zeros_like(condition["pooled_prompt_embeds"])}
+        made = super().residuals(components, controlnet, noisy_BCHW, timesteps_B, condition, hint, batch, guidance)
+        return {"block_controlnet_hidden_states": made["controlnet_block_samples"]}
+
+    def condition_latents(
+        self, components: Components, controlnet: Any, moments_B2CHW: Tensor, draw: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        latents_BCHW = super().condition_latents(components, controlnet, moments_B2CHW, draw)
+        if _is_instantx(controlnet):
+            config = components.vae.config
+            return latents_BCHW + float(config.shift_factor) * float(config.scaling_factor)
+        return latents_BCHW
+
+    def control_counts(self, blocks: int) -> list[int]:
+        return list(range(1, blocks // 2 + 1))  # the last block takes no residual, so a larger depth has an unread one
+
+
+class StableDiffusion3(TransformerFamily):
     """Two CLIP encoders and, where the folder has it, T5; without it its tokens are zeros, as in diffusers."""
 
     name = "sd3"
+    title = "Stable Diffusion 3"
+    base = "stabilityai/stable-diffusion-3.5-medium"
+    name_pattern = r"^(?!.*(qwen.?image|(?<![a-z])z.?image|klein|flux)).*(stable.?diffusion.?v?3|(?<![a-z])sd.?3)"
+    header_patterns: ClassVar[Mapping[str, str]] = {"sd3": r"sd3|stablediffusion3"}
     pipeline = "StableDiffusion3Pipeline"
     folders = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     optional_folders = ("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor")
@@ -40,27 +75,30 @@ class StableDiffusion3(TwoStreamFamily):
         ),
         "feed_forward": ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     }  # fmt: skip
-    controlnet = "SD3ControlNetModel"
-    controlnet_pipeline = "StableDiffusion3ControlNetPipeline"
-    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 12}
-    # False: the pipeline shifts the condition's latents and gives the pooled text, as diffusers' script trains.
-    new_control: ClassVar[Mapping[str, Any]] = {"force_zeros_for_pooled_projection": False}
-    control_path = ("pos_embed_input", "controlnet_blocks")
+    control = StableDiffusion3Control(
+        "SD3ControlNetModel",
+        "StableDiffusion3ControlNetPipeline",
+        layers={"num_layers": 12},
+        path=("pos_embed_input", "controlnet_blocks"),
+        # False: the pipeline shifts the condition's latents and passes the pooled text, as diffusers' script trains.
+        config={"force_zeros_for_pooled_projection": False},
+    )
+    shipped_config = "sd3_lora.yaml"
+    step_memory = StepMemory("SD 3.5 medium", {None: 6.0, "int8": 4.1, "nf4": 3.0}, off_gib=13.8)
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(1536, 24), (2432, 38)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_3": 255}
     modelspec = "stable-diffusion-3"
-    base = "stabilityai/stable-diffusion-3.5-medium"
 
-    def make_pipeline(self, parts: Components, scheduler: Any, controlnet: Any = None) -> Any:
-        pipeline = super().make_pipeline(parts, scheduler, controlnet)
-        if parts.denoiser is None and pipeline.text_encoder_3 is None:
+    def make_pipeline(self, components: Components, scheduler: Any, controlnet: Any = None) -> Any:
+        pipeline = super().make_pipeline(components, scheduler, controlnet)
+        if components.denoiser is None and pipeline.text_encoder_3 is None:
             # The pipeline asks the transformer how wide T5's zeros are.
-            config = SD3Transformer2DModel.load_config(str(resolve(parts.source)), subfolder="transformer")
+            config = SD3Transformer2DModel.load_config(str(resolve(components.source)), subfolder="transformer")
             pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**config))
         return pipeline
 
-    def prepare(self, network: nn.Module, parts: Components) -> None:
-        clip, *others = parts.tokenizers
+    def prepare(self, network: nn.Module, components: Components) -> None:
+        clip, *others = components.tokenizers
         if len(others) < 2:  # there is no T5
             run_equal_tokens_once(network, int(clip.model_max_length), T5_TOKENS)
 
@@ -86,38 +124,13 @@ class StableDiffusion3(TwoStreamFamily):
             "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
         }
 
-    def residuals(
-        self,
-        controlnet: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        shown_BCHW: Tensor,
-        guidance: float = 1.0,
-    ) -> dict[str, Any]:
-        if _is_instantx(controlnet):
-            condition = {**condition, "pooled_prompt_embeds": torch.zeros_like(condition["pooled_prompt_embeds"])}
-        made = super().residuals(controlnet, noisy_BCHW, timesteps_B, condition, shown_BCHW, guidance)
-        return {"block_controlnet_hidden_states": made["controlnet_block_samples"]}
-
-    def condition_latents(
-        self, vae: Any, controlnet: Any, moments_B2CHW: Tensor, draw: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        latents_BCHW = super().condition_latents(vae, controlnet, moments_B2CHW, draw)
-        if _is_instantx(controlnet):
-            return latents_BCHW + float(vae.config.shift_factor) * float(vae.config.scaling_factor)
-        return latents_BCHW
-
-    def control_counts(self, blocks: int) -> list[int]:
-        return list(range(1, blocks // 2 + 1))  # the last block takes nothing, so of more the last would go unread
-
     def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:
         super().check_size(denoiser, vae, height, width)
         config, pixels_per_latent = denoiser.config, self.pixels_per_latent(vae)
         largest = int(config.pos_embed_max_size) * int(config.patch_size)
         if max(height, width) > largest:
             raise ModelError(
-                f"pictures of {width * pixels_per_latent} x {height * pixels_per_latent} pixels are larger than this"
+                f"images of {width * pixels_per_latent} x {height * pixels_per_latent} pixels are larger than this"
                 f" transformer has positions for; set data.init_args.resolution and max_bucket_reso so that no side is"
                 f" over {largest * pixels_per_latent}"
             )

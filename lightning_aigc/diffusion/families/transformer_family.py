@@ -1,117 +1,200 @@
-"""TransformerFamily: the questions that a family of diffusion transformers answers beside those of every family.
+"""TransformerFamily: base class of the diffusion transformers, with the defaults of diffusers' two-stream models.
 
-Legend: B batch, C channels, H and W latent height and width, N picture tokens, T text tokens, D text width.
+Legend: B batch, C channels, H and W latent height and width, N image tokens, T text tokens, D text width.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
-from lightning_aigc.diffusion.families.family import Family
+from lightning_aigc.diffusion.families.family import Components, Family
+from lightning_aigc.diffusion.families.tokens import check_divides
+from lightning_aigc.diffusion.families.transformer_control import TransformerControl
+from lightning_aigc.diffusion.objectives import Flow, Objective, ObjectiveSettings
+from lightning_aigc.diffusion.objectives.flow import linear_mu
 from lightning_aigc.errors import ModelError
 
-if TYPE_CHECKING:
-    from lightning_aigc.diffusion.components import Components
+DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
+"""In the names of few-step models."""
 
 
 class TransformerFamily(Family):
-    """One family of diffusion transformers, trained by flow matching."""
+    """One family of diffusion transformers, trained by flow matching.
+
+    A family of two-stream models defines `inputs`, and where its network reads tokens, `tokens` and `latents_of`;
+    another family overrides `velocity`.
+    """
+
+    denoiser_name = "transformer"
+    is_flow = True
+    encodes_text_first = True
+    control: ClassVar[TransformerControl | None] = None
 
     modelspec: ClassVar[str]
     """Stability AI's architecture id, for LoRA files."""
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]]
-    """By LoRA target, the ends of layer names; `*` stands for anything."""
+    """By LoRA target, the suffixes of layer names; `*` matches anything."""
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The model's own names of layers, as sd-scripts and ComfyUI have them, with the layers of diffusers whose outputs
-    each holds one after the other; `{}` is a number. Empty where files have diffusers' layout only."""
+    """The original model's layer names, as in sd-scripts and ComfyUI, with the diffusers layers whose outputs each
+    concatenates; `{}` is a number. Empty where files have diffusers' layout only."""
     widening: ClassVar[Mapping[str, int]] = {}
-    """Ends of names of layers that have this many times as many outputs as inputs; of layers that share their original
-    with others, the rest has as many."""
+    """Output-to-input ratio of fused original layers, by name suffix; 1 where missing."""
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset()
     """Width and number of `transformer_blocks` of the published models, where other families have these blocks too."""
     distilled_name: ClassVar[str | None] = None
-    """A pattern in the names of this family's distilled models, beside the usual words."""
+    """Regular expression for names of this family's distilled models, besides the usual words."""
     negative_prompt: ClassVar[str | None] = ""
-    """What guidance leads away from, unless something else is given; None where the model is told its guidance."""
+    """Default negative prompt; None for guidance-distilled models."""
     guidance_argument: ClassVar[str] = "guidance_scale"
-    """The pipeline's name of the scale of its guidance."""
-    base: ClassVar[str]
-    """A model of this family that is not distilled, for error messages."""
+    """The pipeline's argument for the guidance scale."""
+    last_text: ClassVar[tuple[str, ...]] = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
+    """Layers of a two-stream block that only the next block's text reads."""
 
-    def make_pipeline(self, parts: Components, scheduler: Any, controlnet: Any = None) -> Any:
-        known = sorted((*self.folders, *self.optional_folders))
-        given: dict[str, Any] = {"transformer": parts.denoiser, "vae": parts.vae, "scheduler": scheduler}
-        for kind, present in (("text_encoder", parts.text_encoders), ("tokenizer", parts.tokenizers)):
-            names = [name for name in known if name.startswith(kind)]
-            given |= dict(itertools.zip_longest(names, present))
-        pipeline = getattr(diffusers, self.pipeline)(**given)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
+    # Training --------------------------------------------------------------------------------------------------------
 
-    def make_scheduler(self, config: Mapping[str, Any]) -> Any:
-        return FlowMatchEulerDiscreteScheduler.from_config(config)
+    def objective(self, components: Components, settings: ObjectiveSettings) -> Objective:
+        patch = self.patch_size(components.denoiser)
+        return Flow(components.scheduler_config, settings, patch_size=patch, mu=self.mu)
 
-    def encode_prompts(self, parts: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        if parts.stored_texts is not None:
-            return parts.stored_texts.encode(prompts, device)
-        for encoder in parts.text_encoders:
-            encoder.to(device)
-        pipeline = self.make_pipeline(parts, scheduler=None)
-        with torch.no_grad(), float32_region(device):
-            return self.encode_with(pipeline, list(prompts), device)
-
-    @abstractmethod
-    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """What `encode_prompts` returns, by the family's pipeline."""
-
-    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The pipeline's arguments for what `encode_prompts` returned."""
-        return dict(condition)
-
-    def sampling_arguments(
-        self,
-        parts: Components,
-        prompts: list[str],
-        negative_prompts: list[str] | None,
-        guidance_scale: float,
-        device: torch.device,
-    ) -> dict[str, Any]:
-        given = self.embedding_arguments(self.encode_prompts(parts, prompts, device))
-        if negative_prompts is None and self.negative_prompt is not None:
-            negative_prompts = [self.negative_prompt] * len(prompts)
-        if negative_prompts is not None:
-            negative = self.embedding_arguments(self.encode_prompts(parts, negative_prompts, device))
-            given |= {f"negative_{name}": value for name, value in negative.items()}
-        return {**given, self.guidance_argument: guidance_scale}
-
-    @abstractmethod
     def predict(
+        self,
+        components: Components,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
+        guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        self.check_size(components.denoiser, components.vae, *noisy_BCHW.shape[-2:])
+        return self.velocity(components.denoiser, noisy_BCHW, timesteps_B, condition, guidance, residuals)
+
+    def velocity(
         self,
         denoiser: nn.Module,
         noisy_BCHW: Tensor,
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
         guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """The velocity [B, C, H, W], which points from the picture to the noise, at timesteps in 0..1000.
+        """The velocity [B, C, H, W], which points from the image to the noise, at timesteps in 0..1000."""
+        inputs = self.inputs(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
+        answer: Tensor = denoiser(**inputs, **(residuals or {}), return_dict=False)[0]
+        return self.latents_of(answer, *noisy_BCHW.shape[-2:])
 
-        guidance: what a guidance-distilled transformer is told; others do not read it.
-        """
+    def inputs(
+        self,
+        network: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float,
+    ) -> dict[str, Any]:
+        """The arguments that the transformer and its ControlNet have in common."""
+        raise NotImplementedError
+
+    def tokens(self, latents_BCHW: Tensor) -> Tensor:
+        """Latents in the transformer's input layout."""
+        return latents_BCHW
+
+    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
+        """Latents [B, C, H, W] from the transformer's output; H and W are given."""
+        return answer
+
+    def unread_layers(self, network: Any) -> tuple[str, ...]:
+        """Layers of the transformer, or its ControlNet, whose output nothing reads, so that they do not learn."""
+        if not hasattr(network.config, "num_layers") or getattr(network.config, "num_single_layers", None):
+            return ()  # single-stream blocks follow, and read the text
+        last = int(network.config.num_layers) - 1
+        return tuple(f"transformer_blocks.{last}.{name}" for name in self.last_text)
+
+    def unread_names(self, components: Components) -> set[str]:
+        unread = self.unread_layers(components.denoiser)
+        names = [name for name, _ in components.denoiser.named_parameters()]
+        return {f"transformer.{name}" for name in names if name.startswith(unread)}
+
+    # Text and sampling -----------------------------------------------------------------------------------------------
+
+    def make_pipeline(self, components: Components, scheduler: Any, controlnet: Any = None) -> Any:
+        known = sorted((*self.folders, *self.optional_folders))
+        given: dict[str, Any] = {"transformer": components.denoiser, "vae": components.vae, "scheduler": scheduler}
+        for kind, present in (("text_encoder", components.text_encoders), ("tokenizer", components.tokenizers)):
+            names = [name for name in known if name.startswith(kind)]
+            given |= dict(itertools.zip_longest(names, present))
+        pipeline = getattr(diffusers, self.pipeline)(**given)
+        if controlnet is not None:
+            assert self.control is not None
+            pipeline = self.control.make_pipeline(pipeline, components, controlnet)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def make_scheduler(self, config: Mapping[str, Any]) -> Any:
+        return FlowMatchEulerDiscreteScheduler.from_config(config)
+
+    def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        if components.stored_texts is not None:
+            return components.stored_texts.encode(prompts, device)
+        for encoder in components.text_encoders:
+            encoder.to(device)
+        pipeline = self.make_pipeline(components, scheduler=None)
+        with torch.no_grad(), float32_region(device):
+            return self.encode_with(pipeline, list(prompts), device)
+
+    @abstractmethod
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """The result of `encode_prompts`, from the family's pipeline."""
+
+    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The pipeline's arguments for the result of `encode_prompts`."""
+        return dict(condition)
+
+    def sampling_arguments(
+        self,
+        components: Components,
+        prompts: list[str],
+        negative_prompts: list[str] | None,
+        guidance_scale: float,
+        device: torch.device,
+    ) -> dict[str, Any]:
+        given = self.embedding_arguments(self.encode_prompts(components, prompts, device))
+        if negative_prompts is None and self.negative_prompt is not None:
+            negative_prompts = [self.negative_prompt] * len(prompts)
+        if negative_prompts is not None:
+            negative = self.embedding_arguments(self.encode_prompts(components, negative_prompts, device))
+            given |= {f"negative_{name}": value for name, value in negative.items()}
+        return {**given, self.guidance_argument: guidance_scale}
+
+    def lora_config(self, components: Components, targets: Sequence[str], **options: Any) -> LoraConfig:
+        if options.pop("use_dora", False):
+            raise ModelError(
+                f"model.init_args.use_dora adapts U-Nets, and {self.title} is a transformer; set use_dora: false"
+            )
+        return LoraConfig(
+            r=options.pop("rank"),
+            lora_alpha=options.pop("alpha"),
+            target_modules=self.adapted_layers(components.denoiser, targets),
+            lora_dropout=options.pop("dropout"),
+            init_lora_weights="gaussian",
+            **options,
+        )
 
     def adapted_layers(self, denoiser: nn.Module, targets: Sequence[str]) -> list[str]:
         """Names of the linear layers that these LoRA targets cover.
 
-        Whole names, because an end such as `to_out` is a list of layers in some blocks and a layer in others. Layers
+        Full names, because a suffix such as `to_out` is a list of layers in some blocks and a layer in others. Layers
         that nothing reads are left out: their B would stay zero.
 
         Raises: ModelError for an unknown target, or where nothing is covered.
@@ -135,69 +218,31 @@ class TransformerFamily(Family):
             )
         return adapted
 
-    def prepare(self, network: nn.Module, parts: Components) -> None:
-        """Change how the transformer, or its ControlNet, runs; called once when it is loaded."""
-
-    def unread_layers(self, network: Any) -> tuple[str, ...]:
-        """Layers of the transformer, or of its ControlNet, whose output nothing reads, so that they do not learn."""
-        return ()
-
     def patch_size(self, denoiser: Any) -> int:
-        """Scaled latent pixels to a side of a token."""
+        """Scaled latent pixels per side of a token."""
         return int(denoiser.config.patch_size)
 
     def size_step(self, denoiser: Any, vae: Any) -> int:
         return self.patch_size(denoiser) * self.pixels_per_latent(vae)
 
     def sample_size(self, denoiser: Any) -> int:
-        return int(getattr(denoiser.config, "sample_size", 128))  # 1024 pixels, where the config does not say
+        return int(getattr(denoiser.config, "sample_size", 128))  # 1024 pixels, where the config does not tell
 
     def mu(self, config: Mapping[str, Any], tokens: int) -> float:
-        """The exponent of a dynamic shift for a picture of so many tokens, by the scheduler's config."""
+        """The exponent of a dynamic shift for an image of this many tokens, from the scheduler's config."""
         return linear_mu(config, tokens)
 
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
     ) -> bool:
-        """Whether these configs are of a model that was distilled to few steps; a name may say so where they do not."""
+        """Whether these configs belong to a few-step model; some models are known by their name only."""
         return False
 
+    def distilled_reason(self, name: str, configs: Sequence[Mapping[str, Any]]) -> str | None:
+        found = DISTILLED.search(name) or (re.search(self.distilled_name, name) if self.distilled_name else None)
+        if found is not None:
+            return f"by its name a distilled model ({found[0]})"
+        return "by its configuration a distilled model" if configs and self.is_distilled(*configs) else None
+
     def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:
-        """Raise ModelError for scaled latents of a size that the transformer cannot take."""
         check_divides(self.patch_size(denoiser), self.pixels_per_latent(vae), height, width)
-
-
-def linear_mu(config: Mapping[str, Any], tokens: int) -> float:
-    """The exponent of a dynamic shift, on the line through the scheduler's two lengths of sequences."""
-    slope = (config["max_shift"] - config["base_shift"]) / (config["max_image_seq_len"] - config["base_image_seq_len"])
-    return float(config["base_shift"] + slope * (tokens - config["base_image_seq_len"]))
-
-
-def check_divides(patch: int, pixels_per_latent: int, height: int, width: int) -> None:
-    """Raise ModelError for latents that do not divide into patches of so many latent pixels."""
-    if height % patch or width % patch:
-        raise ModelError(
-            f"pictures of {width * pixels_per_latent} x {height * pixels_per_latent} pixels do not divide into the"
-            " transformer's patches; set data.init_args.bucket_reso_steps and resolution to a multiple of"
-            f" {patch * pixels_per_latent}"
-        )
-
-
-def pack(latents_BCHW: Tensor) -> Tensor:
-    """Tokens [B, H / 2 x W / 2, 4C] of 2 x 2 latent pixels each, channel by channel."""
-    batch, channels, height, width = latents_BCHW.shape
-    patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2)
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, (height // 2) * (width // 2), channels * 4)
-
-
-def unpack(tokens_BNC: Tensor, height: int, width: int) -> Tensor:
-    """Latents [B, C, H, W] of `pack`'s tokens."""
-    batch, _, channels = tokens_BNC.shape
-    patches = tokens_BNC.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
-    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
-
-
-def pad_texts(texts: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`prompt_embeds` [B, T, D], padded with zeros to the longest text, and `prompt_lengths` int64 [B]."""
-    lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
-    return {"prompt_embeds": nn.utils.rnn.pad_sequence(list(texts), batch_first=True), "prompt_lengths": lengths}

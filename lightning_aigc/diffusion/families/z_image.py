@@ -1,4 +1,4 @@
-"""Z-Image: one stream of text and picture tokens, which reads lists, counts time backwards and answers negated.
+"""Z-Image: one stream of text and image tokens, with lists as inputs, reversed time and a negated output.
 
 Legend: B batch, C channels, F frames (one), H and W latent height and width, T text tokens, D text width.
 """
@@ -12,85 +12,38 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.controlled_family import ControlledFamily
-from lightning_aigc.diffusion.families.transformer_family import pad_texts
+from lightning_aigc.diffusion.families.family import Components, StepMemory
+from lightning_aigc.diffusion.families.tokens import pad_texts
+from lightning_aigc.diffusion.families.transformer_control import TransformerControl
+from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
 STACKS = ("layers", "noise_refiner", "context_refiner")
 LENT = (
     "t_scale", "t_embedder", "all_x_embedder", "cap_embedder", "rope_embedder", "noise_refiner", "context_refiner",
     "x_pad_token", "cap_pad_token",
 )  # fmt: skip
-"""What a ControlNet runs of its transformer, as diffusers' `from_transformer` gives it."""
+"""The transformer's modules that a ControlNet runs, as diffusers' `from_transformer` passes them."""
 
 
-class ZImage(ControlledFamily):
-    """Qwen3 hidden states of each caption's own length; FLUX.1's autoencoder."""
-
-    name = "z_image"
-    pipeline = "ZImagePipeline"
-    folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
-    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "attention": ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
-        "feed_forward": ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
-    }
-    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        f"{stack}.{{}}.{original}": tuple(f"{stack}.{{}}.{layer}" for layer in layers)
-        for stack in STACKS
-        for original, layers in {
-            "attention.qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
-            "attention.out": ("attention.to_out.0",),
-            "feed_forward.w1": ("feed_forward.w1",),
-            "feed_forward.w2": ("feed_forward.w2",),
-            "feed_forward.w3": ("feed_forward.w3",),
-        }.items()
-    }
-    controlnet = "ZImageControlNetModel"
-    controlnet_pipeline = "ZImageControlNetPipeline"
-    control_layers: ClassVar[Mapping[str, int]] = {"num_layers": 6}
-    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
-    modelspec = "z-image"
-    base = "Tongyi-MAI/Z-Image"
-    draws_latents = False
-
-    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        texts, _ = pipeline.encode_prompt(prompts, device=device, do_classifier_free_guidance=False)
-        return pad_texts(texts)
-
-    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {"prompt_embeds": _own_lengths(condition["prompt_embeds"], condition)}
-
-    def predict(
-        self,
-        denoiser: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float = 1.0,
-        residuals: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        given = _inputs(weights_dtype(denoiser), noisy_BCHW, timesteps_B, condition)
-        answers_CFHW = denoiser(**given, **(residuals or {}), return_dict=False)[0]
-        return -torch.stack(answers_CFHW).squeeze(2)
-
-    def patch_size(self, denoiser: Any) -> int:
-        return int(denoiser.config.all_patch_size[0])
-
-    # Its ControlNet -------------------------------------------------------------------------------------------------
+class ZImageControl(TransformerControl):
+    """ControlNet that runs modules of its transformer."""
 
     def residuals(
         self,
+        components: Components,
         controlnet: Any,
         noisy_BCHW: Tensor,
         timesteps_B: Tensor,
         condition: Mapping[str, Tensor],
-        shown_BCHW: Tensor,
+        hint: Tensor,
+        batch: Mapping[str, Any],
         guidance: float = 1.0,
     ) -> dict[str, Any]:
-        dtype = controlnet.x_pad_token.dtype  # what is lent reads the latents and the text, not its own float32 weights
-        missing = int(controlnet.config.control_in_dim) - shown_BCHW.shape[1]
-        shown_BCHW = nn.functional.pad(shown_BCHW, (0, 0, 0, 0, 0, missing))  # as diffusers' pipeline does
-        given = _inputs(dtype, noisy_BCHW, timesteps_B, condition)
-        samples = controlnet(**given, control_context=list(shown_BCHW.to(dtype).unsqueeze(2)))
+        dtype = controlnet.x_pad_token.dtype  # the transformer's modules read the latents and the text
+        missing = int(controlnet.config.control_in_dim) - hint.shape[1]
+        hint = nn.functional.pad(hint, (0, 0, 0, 0, 0, missing))  # as diffusers' pipeline does
+        inputs = _inputs(dtype, noisy_BCHW, timesteps_B, condition)
+        samples = controlnet(**inputs, control_context=list(hint.to(dtype).unsqueeze(2)))
         return {"controlnet_block_samples": samples}
 
     def lend(self, controlnet: nn.Module, transformer: nn.Module) -> None:
@@ -136,6 +89,62 @@ class ZImage(ControlledFamily):
         if read < channels:
             return f"reads conditions of {read} channels, and this autoencoder's latents have {channels}"
         return None
+
+
+class ZImage(TransformerFamily):
+    """Qwen3 hidden states of each caption's own length; FLUX.1's autoencoder."""
+
+    name = "z_image"
+    title = "Z-Image"
+    base = "Tongyi-MAI/Z-Image"
+    name_pattern = r"^(?!.*qwen.?image).*(?<![a-z])z.?image"
+    header_patterns: ClassVar[Mapping[str, str]] = {"z_image": r"zimage"}
+    pipeline = "ZImagePipeline"
+    folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
+    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "attention": ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
+        "feed_forward": ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    }
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        f"{stack}.{{}}.{original}": tuple(f"{stack}.{{}}.{layer}" for layer in layers)
+        for stack in STACKS
+        for original, layers in {
+            "attention.qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
+            "attention.out": ("attention.to_out.0",),
+            "feed_forward.w1": ("feed_forward.w1",),
+            "feed_forward.w2": ("feed_forward.w2",),
+            "feed_forward.w3": ("feed_forward.w3",),
+        }.items()
+    }
+    control = ZImageControl("ZImageControlNetModel", "ZImageControlNetPipeline", layers={"num_layers": 6})
+    shipped_config = "z_image_qlora_8gb.yaml"
+    step_memory = StepMemory("Z-Image", {None: 13.9, "int8": 8.5, "nf4": 5.7})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
+    modelspec = "z-image"
+    draws_latents = False
+
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        texts, _ = pipeline.encode_prompt(prompts, device=device, do_classifier_free_guidance=False)
+        return pad_texts(texts)
+
+    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"prompt_embeds": _own_lengths(condition["prompt_embeds"], condition)}
+
+    def velocity(
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        given = _inputs(weights_dtype(denoiser), noisy_BCHW, timesteps_B, condition)
+        answers_CFHW = denoiser(**given, **(residuals or {}), return_dict=False)[0]
+        return -torch.stack(answers_CFHW).squeeze(2)
+
+    def patch_size(self, denoiser: Any) -> int:
+        return int(denoiser.config.all_patch_size[0])
 
 
 def _inputs(

@@ -1,0 +1,43 @@
+"""Tokens of 2 x 2 latent pixels, padded texts, and the check that latents divide into patches.
+
+Legend: B batch, C channels, H and W latent height and width, N image tokens, T text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.errors import ModelError
+
+
+def check_divides(patch: int, pixels_per_latent: int, height: int, width: int) -> None:
+    """Raise ModelError for latents that do not divide into patches with sides of `patch` latent pixels."""
+    if height % patch or width % patch:
+        raise ModelError(
+            f"images of {width * pixels_per_latent} x {height * pixels_per_latent} pixels do not divide into the"
+            " transformer's patches; set data.init_args.bucket_reso_steps and resolution to a multiple of"
+            f" {patch * pixels_per_latent}"
+        )
+
+
+def pack(latents_BCHW: Tensor) -> Tensor:
+    """Tokens [B, H / 2 x W / 2, 4C] of 2 x 2 latent pixels each, channel by channel."""
+    batch, channels, height, width = latents_BCHW.shape
+    patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, (height // 2) * (width // 2), channels * 4)
+
+
+def unpack(tokens_BNC: Tensor, height: int, width: int) -> Tensor:
+    """Latents [B, C, H, W] from the tokens of `pack`."""
+    batch, _, channels = tokens_BNC.shape
+    patches = tokens_BNC.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
+
+
+def pad_texts(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """`prompt_embeds` [B, T, D], padded with zeros to the longest text, and `prompt_lengths` int64 [B]."""
+    lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
+    return {"prompt_embeds": nn.utils.rnn.pad_sequence(list(texts), batch_first=True), "prompt_lengths": lengths}

@@ -1,0 +1,141 @@
+"""Merge a LoRA into the weights of a diffusers pipeline folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.lora import base_model as lora_base_model
+from lightning_aigc.diffusion.lora import bytes as lora_bytes
+from lightning_aigc.diffusion.lora import file as lora_file
+from lightning_aigc.diffusion.lora import layouts as lora_layouts
+from lightning_aigc.diffusion.lora.layers import LoRALayer
+from lightning_aigc.diffusion.pipeline.saved_schedule import merged_scheduler
+from lightning_aigc.diffusion.pipeline.saving import DTYPES, load_in_float32
+from lightning_aigc.errors import ModelError
+
+
+def merge_into_pipeline(
+    lora_path: str | Path,
+    pipeline_dir: str | Path,
+    output_dir: str | Path,
+    strength: float = 1.0,
+    base_model: str | None = None,
+) -> Path:
+    """Write the pipeline with the LoRA added to its weights into `output_dir`; returns `output_dir`.
+
+    strength: 0 is the base model, 1 the LoRA as trained; for DoRA too, values between interpolate the weights.
+    base_model: whose LoRA it is, where the file does not tell.
+    The folder is written atomically. Each component keeps the precision of its file in `pipeline_dir`, and
+    `from_pretrained` without a dtype loads all of them in float32, so that they fit together.
+    Raises: ModelError if a folder is wrong or not empty, or the LoRA has layers that the pipeline lacks.
+    """
+    from diffusers import DiffusionPipeline
+
+    pipeline_dir, output_dir = Path(pipeline_dir), Path(output_dir)
+    lora_base_model.check_base_model(base_model)
+    lora = lora_file.read_lora(lora_path)
+    if not (pipeline_dir / "model_index.json").is_file():
+        raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder with model_index.json")
+    if base_model is None and lora_base_model.named_base_model(lora.metadata) is None:
+        base_model = _family_of(pipeline_dir)
+    layers = lora.layers(base_model)
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
+    try:
+        absent = _absent_parts(pipeline_dir)
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32, **absent)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
+    _check_fit(lora_path, layers, pipeline)
+    _fuse(pipeline, layers, strength)
+    pipeline.register_modules(scheduler=merged_scheduler(lora.metadata, pipeline))
+    for name, component in pipeline.components.items():
+        if isinstance(component, torch.nn.Module):
+            component.to(_stored_dtype(pipeline_dir / name))
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as temporary:
+            unfinished = Path(temporary) / "pipeline"
+            pipeline.save_pretrained(unfinished)
+            load_in_float32(unfinished)
+            if output_dir.exists():
+                output_dir.rmdir()
+            shutil.move(unfinished, output_dir)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ModelError(f"cannot write {output_dir}: {error}; free some space or choose another folder") from error
+    return output_dir
+
+
+def _absent_parts(pipeline_dir: Path) -> dict[str, None]:
+    """Parts that a folder's index has as null; diffusers 0.42 wants these named where its pipeline has no default."""
+    index = json.loads((pipeline_dir / "model_index.json").read_text(encoding="utf-8"))
+    return {name: None for name, value in index.items() if value == [None, None]}
+
+
+def _family_of(pipeline_dir: Path) -> str | None:
+    """The family of a folder's transformer, which tells layers apart that several families name alike."""
+    pipeline = json.loads((pipeline_dir / "model_index.json").read_text(encoding="utf-8")).get("_class_name")
+    return next((name for name, family in TRANSFORMERS.items() if family.pipeline == pipeline), None)
+
+
+def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
+    """Load and fuse the LoRA at full strength with diffusers, then interpolate with the base weights."""
+    modules = [pipeline.components[layer.component].get_submodule(_module_name(pipeline, layer)) for layer in layers]
+    base: list[Tensor] = [module.weight.detach().clone() for module in modules] if strength != 1.0 else []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "lora.safetensors"
+        state, adapter_metadata = lora_layouts.to_diffusers(layers)
+        lora_bytes.write_atomically(
+            file, lora_bytes.serialize(state, {lora_layouts.ADAPTER_METADATA_KEY: adapter_metadata})
+        )
+        pipeline.load_lora_weights(folder, weight_name=file.name)
+    components = sorted({layer.component for layer in layers})
+    pipeline.fuse_lora(components=components, safe_fusing=False)
+    pipeline.unload_lora_weights()
+    with torch.no_grad():
+        for module, weight in zip(modules, base, strict=False):
+            module.weight.copy_(torch.lerp(weight, module.weight, strength))
+
+
+def _module_name(pipeline: Any, layer: LoRALayer) -> str:
+    """The layer's module name in this pipeline; CLIP has no inner `text_model` in transformers 5."""
+    if hasattr(pipeline.components[layer.component], "text_model"):
+        return layer.module
+    return layer.module.removeprefix("text_model.")
+
+
+def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) -> None:
+    for layer in layers:
+        model = pipeline.components.get(layer.component)
+        modules = dict(model.named_modules()) if model is not None else {}
+        weight = getattr(modules.get(_module_name(pipeline, layer)) if model is not None else None, "weight", None)
+        wanted = (layer.up.shape[0], *layer.down.shape[1:])
+        if weight is None or tuple(weight.shape) != wanted:
+            found = "which the pipeline lacks" if weight is None else f"which is {list(weight.shape)} in the pipeline"
+            raise ModelError(
+                f"got {lora_path} with a layer of {list(wanted)} on {layer.component}.{layer.module}, {found}; "
+                "the LoRA was trained on another kind of model"
+            )
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The narrowest dtype that holds all floating-point tensors of a component's files; float32 without any."""
+    found: torch.dtype | None = None
+    for path in folder.glob("*.safetensors"):
+        if "." in path.stem:  # model.fp16.safetensors, a variant that was not loaded
+            continue
+        with safetensors.safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                dtype = DTYPES.get(file.get_slice(key).get_dtype())
+                if dtype is not None:
+                    found = dtype if found is None else torch.promote_types(found, dtype)
+    return found or torch.float32

@@ -1,0 +1,197 @@
+"""DiffusionLoRA: a LightningModule that fine-tunes a diffusion model with a LoRA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_aigc.callbacks import SaveLoRA
+from lightning_aigc.diffusion.families import Components, Family, TransformerFamily
+from lightning_aigc.diffusion.families.unet_lora import LoRATarget, unet_lora_config
+from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lora
+from lightning_aigc.diffusion.lora.metadata import hash_base_model
+from lightning_aigc.diffusion.pipeline.saved_schedule import scheduler_json
+from lightning_aigc.diffusion.setting_checks import check_at_least_one, check_positive, check_share
+from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
+from lightning_aigc.diffusion.training.module import DiffusionTraining
+from lightning_aigc.diffusion.training.settings import TrainingSettings
+from lightning_aigc.errors import ConfigError, ModelError
+from lightning_aigc.tiny.embedded import resolve
+
+
+@dataclass
+class LoRA(Method):
+    """A LoRA on the denoiser, and for U-Nets on the text encoders; the fields are `DiffusionLoRA`'s arguments."""
+
+    same_weights_advice: ClassVar[str] = (
+        "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
+    )
+    rank: int = 16
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_targets: Sequence[LoRATarget] = ("attention",)
+    use_dora: bool = False
+    use_rslora: bool = False
+    train_text_encoder: bool = False
+    text_encoder_lr: float | None = None  # type: ignore[misc]  # a field here, a constant of other methods
+
+    @property
+    def alpha(self) -> float:
+        """Scale of the LoRA's output, times the rank."""
+        return float(self.rank if self.lora_alpha is None else self.lora_alpha)
+
+    def check(self, settings: TrainingSettings, family: Family | None) -> None:
+        check_at_least_one(self, "rank")
+        check_positive(self, "lora_alpha", "text_encoder_lr")
+        check_share(self, "lora_dropout")
+        unet_lora_config(self.lora_targets, self.rank, self.alpha)
+        if self.use_dora and settings.base_quantization is not None:
+            raise ConfigError(
+                "model.init_args.use_dora reads the base's weights at every step, which base_quantization packs; use"
+                " plain LoRA (use_dora: false), or base_quantization: null"
+            )
+        if family is not None and not family.trains_text_encoders:
+            for name in ("train_text_encoder", "text_encoder_lr", "use_dora"):
+                if getattr(self, name):
+                    raise ModelError(
+                        f"model.init_args.{name}: {getattr(self, name)} is for Stable Diffusion 1.x, 2.x and SDXL, and"
+                        f" this is {family.title}; remove it"
+                    )
+
+    def prepare(self, components: Components, settings: TrainingSettings, frozen: torch.dtype) -> dict[str, nn.Module]:
+        options: dict[str, Any] = {
+            "rank": self.rank, "alpha": self.alpha, "dropout": self.lora_dropout, "use_dora": self.use_dora,
+            "use_rslora": self.use_rslora,
+        }  # fmt: skip
+        family = components.family
+        components.denoiser.add_adapter(family.lora_config(components, self.lora_targets, **options))
+        if not self.train_text_encoder:
+            return {}
+        targets = [t for t in self.lora_targets if t != "convolutions"] or ["attention"]
+        unread_names = family.unread_names(components)
+        for name, encoder in components.named_networks().items():
+            if name == family.denoiser_name:
+                continue
+            unread = [module for module, _ in encoder.named_modules() if f"{name}.{module}.weight" in unread_names]
+            config = unet_lora_config(targets, is_text_encoder=True, unread=unread, **options)
+            encoder.add_adapter(config)  # type: ignore[operator]
+        if settings.gradient_checkpointing:
+            recompute_text_encoders(components.text_encoders)
+        return {"text_encoders": nn.ModuleList(components.text_encoders)}
+
+    def saver(self, settings: TrainingSettings) -> Callback:
+        return SaveLoRA(every_n_steps=settings.checkpointing_steps)
+
+
+class DiffusionLoRA(DiffusionTraining):
+    """Fine-tunes a diffusion model on a set of images by training a LoRA through peft.
+
+    The family is read from the pipeline: Stable Diffusion 1.x, 2.x and SDXL, Stable Diffusion 3 and 3.5, FLUX.1, FLUX.2
+    klein, Z-Image and Qwen-Image (docs/diffusion_transformers.md).
+
+    Args:
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint of
+            Stable Diffusion 1.x, 2.x or SDXL, `embedded:sd` or `embedded:sd3`, the tiny models in the package.
+        rank: Rank of the LoRA matrices; 4 to 64 is usual.
+        lora_alpha: Scale of the LoRA's output is `lora_alpha / rank`; unset means equal to the rank.
+        lora_dropout: Share of a LoRA layer's inputs that are dropped while training.
+        lora_targets: The denoiser's layers to adapt: attention, feed_forward, for U-Nets convolutions.
+        use_dora: Learn magnitudes separately from directions (DoRA); U-Nets only.
+        use_rslora: Scale by `alpha / sqrt(rank)`, steadier at high ranks (rsLoRA).
+        train_text_encoder: Adapt the text encoders too; U-Nets only.
+        text_encoder_lr: Rate of the text encoders' LoRA; unset means `learning_rate`.
+        kwargs: Arguments of `DiffusionTraining`.
+
+    Example:
+        >>> module = DiffusionLoRA("embedded:sd", rank=4, max_train_steps=10)
+        >>> module.loaded().family.title, sum(p.numel() for p in module.trainable_parameters())
+        ('SD 1.5', 26368)
+    """
+
+    method: LoRA
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        rank: int = 16,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
+        lora_targets: Sequence[LoRATarget] = ("attention",),
+        use_dora: bool = False,
+        use_rslora: bool = False,
+        train_text_encoder: bool = False,
+        text_encoder_lr: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        method = LoRA(
+            rank=rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            lora_targets=lora_targets,
+            use_dora=use_dora,
+            use_rslora=use_rslora,
+            train_text_encoder=train_text_encoder,
+            text_encoder_lr=text_encoder_lr,
+        )
+        super().__init__(method, pretrained_model_name_or_path=pretrained_model_name_or_path, **kwargs)
+
+    def save_lora(self, path: Any, **metadata: Any) -> None:
+        """Write the LoRA as `.safetensors`, with averaged weights if any.
+
+        For U-Nets it is one file that diffusers, ComfyUI and A1111 load. With DoRA this file is for ComfyUI only, and
+        `.diffusers.safetensors` next to it for diffusers and merging. For transformers it has diffusers' layout, and
+        `.comfyui.safetensors` next to it the original model's names, where these differ.
+
+        Args:
+            path: Of the file.
+            metadata: Fields of `LoRAMetadata`, or `ss_*` and `modelspec.*` entries of the header.
+        """
+        components, path = self.loaded(), Path(path)
+        family = components.family
+        described = LoRAMetadata(**(self._facts(components) | metadata))
+        with self.averaged_weights():
+            if isinstance(family, TransformerFamily):
+                save_lora(path, transformer=components.denoiser, metadata=described, layout="diffusers")
+                if family.original_layers:
+                    original = path.with_suffix(".comfyui.safetensors")
+                    save_lora(original, transformer=components.denoiser, metadata=described, layout="kohya")
+                return
+            networks: dict[str, Any] = {
+                "unet": components.denoiser, "text_encoders": tuple(self.text_encoders),
+            }  # fmt: skip
+            save_lora(path, **networks, metadata=described)
+            if self.method.use_dora:  # the first file is for ComfyUI only
+                exact = path.with_suffix(".diffusers.safetensors")
+                save_lora(exact, **networks, metadata=described, layout="diffusers")
+
+    def _facts(self, components: Components) -> dict[str, Any]:
+        settings, config = self.settings, self.sampling_config()
+        facts: dict[str, Any] = {
+            "base_model_name": settings.pretrained_model_name_or_path,
+            "base_model_hash": self.base_model_hash(),
+            "scheduler": scheduler_json(components.family, config),
+            "learning_rate": settings.learning_rate,
+            "noise_offset": settings.noise_offset,
+        }
+        if components.family.is_flow:
+            return facts | {"base_model": components.family.name, "prediction_type": None}
+        kind = "v_prediction" if config["prediction_type"] == "v_prediction" else "epsilon"
+        of_u_nets = {"text_encoder_lr": self.method.text_encoder_lr, "snr_gamma": settings.snr_gamma}
+        return facts | of_u_nets | {"prediction_type": kind}
+
+    @functools.cache  # noqa: B019  hashes gigabytes, and the module lives as long as its run
+    def base_model_hash(self) -> str | None:
+        """sha256 of the base model's file or denoiser weights; None for a hub id."""
+        path = resolve(self.settings.pretrained_model_name_or_path)
+        return hash_base_model(path) if path.exists() else None
+
+
+class StableDiffusionLoRA(DiffusionLoRA):
+    """`DiffusionLoRA` under its earlier name for U-Nets."""

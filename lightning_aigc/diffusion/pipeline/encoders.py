@@ -1,0 +1,105 @@
+"""FrozenEncoders: encode images to latents and captions to embeddings; move unused encoders to the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.devices import float32_region
+from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.pipeline.loading import fingerprint
+from lightning_aigc.errors import ModelError
+
+PIXELS_ENCODED_AT_ONCE = 512 * 512
+
+
+@dataclass(frozen=True)
+class FrozenEncoders:
+    """The autoencoder and text encoders of `components`, on `device`."""
+
+    components: Components
+    device: torch.device
+
+    @property
+    def family(self) -> Family:
+        return self.components.family
+
+    def encoder_identity(self) -> dict[str, str]:
+        """The entries of the cache key for the weights and dtypes."""
+        components = self.components
+        pictures = {} if components.vae is None else {"vae": f"{fingerprint(components.vae)}-{components.vae.dtype}"}
+        if components.stored_texts is not None:
+            return {**pictures, "text": components.stored_texts.identity}
+        text = "+".join(fingerprint(e) for e in components.text_encoders)
+        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}"}
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
+        """Encode pixels in -1..1 to the latents' mean and log-variance, float32 [B, 2C, H, W], unscaled.
+
+        Encodes at most PIXELS_ENCODED_AT_ONCE at a time: the float32 autoencoder's activations of four images of 512
+        pixels would set the peak memory of the whole step.
+        """
+        vae = self.components.vae.to(self.device)
+        pixels = pixels_B3HW.to(self.device, vae.dtype)
+        at_once = max(1, PIXELS_ENCODED_AT_ONCE // (pixels.shape[-2] * pixels.shape[-1]))
+        with float32_region(self.device):
+            encoded = [self.family.encode(vae, chunk).float() for chunk in torch.split(pixels, at_once)]
+        return torch.cat(encoded)
+
+    @torch.no_grad()
+    def round_trip(self, pixels_B3HW: Tensor) -> Tensor:
+        """Encode pixels in -1..1 to the latents' means and decode these, float32 [B, 3, H, W] in 0..1 on the CPU."""
+        mean = self.encode_pixels(pixels_B3HW).chunk(2, dim=1)[0]
+        vae = self.components.vae
+        with float32_region(self.device):
+            decoded = [self.family.decode(vae, each.to(vae.dtype)[None]) for each in mean]
+        return torch.cat(decoded).float().div(2).add(0.5).clamp(0, 1).cpu()
+
+    @torch.no_grad()
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Encode captions to `prompt_embeds` [B, T, D], and the denoiser's other inputs."""
+        return self.family.encode_prompts(self.components, list(captions), self.device)
+
+    def latents(self, batch: dict[str, Any], draw: Callable[[Tensor], Tensor] = torch.randn_like) -> Tensor:
+        """Sample the batch's latents [B, C, H, W], scaled as the denoiser expects, from cached moments or images.
+
+        `draw` returns Gaussian noise with the shape of its argument.
+
+        Raises: ModelError with the names of the images whose latents are not finite.
+        """
+        moments = batch["latent_moments"] if "latent_moments" in batch else self._finite_moments(batch)
+        return self.family.latents(self.components.vae, moments.to(self.device), draw)
+
+    def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
+        """The batch's text embeddings, cached or encoded from its captions."""
+        if "prompt_embeds" in batch:
+            keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths")
+            return {k: batch[k].to(self.device) for k in keys if k in batch}
+        with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
+            return self.family.encode_prompts(self.components, batch["captions"], self.device)
+
+    def offload(self, batch: dict[str, Any]) -> None:
+        """Move to host memory the encoders that this batch's caches replace; sampling moves them back for its time."""
+        if "latent_moments" in batch:
+            self.components.vae.to("cpu")
+        if "prompt_embeds" in batch:
+            for encoder in self.components.text_encoders:
+                encoder.to("cpu")
+
+    def _finite_moments(self, batch: dict[str, Any]) -> Tensor:
+        """Encode the batch's images and check the moments, as the cache does."""
+        moments = self.encode_pixels(batch["pixel_values"])
+        is_finite_B = moments.isfinite().flatten(1).all(dim=1)
+        if not is_finite_B.all():
+            bad = is_finite_B.logical_not().nonzero().flatten().tolist()
+            names = [str(batch["names"][i]) if "names" in batch else f"number {i} of its batch" for i in bad]
+            raise ModelError(
+                f"the latents of {', '.join(names[:3])} are not finite and would ruin the training;"
+                " look at the image, or set model.init_args.vae_dtype: float32"
+            )
+        return moments

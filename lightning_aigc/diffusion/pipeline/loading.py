@@ -1,0 +1,312 @@
+"""Load the components of a diffusion pipeline, with errors that name a missing part."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_aigc.diffusion.families import FAMILIES, Components, Family
+from lightning_aigc.diffusion.pipeline.channels import channels_of_checkpoint, check_channels
+from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
+from lightning_aigc.errors import ModelError
+from lightning_aigc.tiny.embedded import resolve
+
+PIPELINES: dict[str, Family] = {family.pipeline: family for family in FAMILIES.values()}
+"""Families by diffusers' name of their pipeline."""
+PipelineHalf = Literal["text_encoders", "without_text_encoders"]
+EXCLUDED_FOLDERS: dict[PipelineHalf, tuple[str, ...]] = {
+    "text_encoders": ("transformer", "vae"),
+    "without_text_encoders": ("text_encoder", "text_encoder_2", "text_encoder_3"),
+}
+"""Folders that are not loaded, by the half of a transformer's pipeline that is."""
+U_NET_CHECKPOINTS = ("v1", "v2", "xl", "inpainting", "playground", "instruct-pix2pix", "upscale")
+"""Prefixes of diffusers' model types for single files that contain a U-Net. diffusers falls back to one of them for
+unknown files."""
+ANSWERS_ZEROS = "answers_zeros"
+"""Config entry of a T5 with zero output, which exists because diffusers loads no folder without a T5."""
+KEY = "model.init_args.pretrained_model_name_or_path"
+
+
+def check_source(name_or_path: str, families: Mapping[str, Family], hint: str = "") -> Family | None:
+    """Check a local folder or file name without reading weights; returns the family of a folder.
+
+    Args:
+        families: The families that can be trained.
+        hint: A clause for the error that says what to do about another family.
+
+    Raises: ModelError for a path that does not exist, or a folder that is not a pipeline of these families.
+    """
+    path = resolve(name_or_path)
+    if path.is_dir():
+        return _family_of_folder(path, families, name_or_path, hint)
+    if not path.exists() and name_or_path.startswith((".", "/", "~")):
+        raise ModelError(f"{KEY}: the folder or file {name_or_path} does not exist; check the spelling")
+    return None
+
+
+def find_family(
+    name_or_path: str,
+    families: Mapping[str, Family] = FAMILIES,
+    revision: str | None = None,
+    hint: str = "",
+) -> Family:
+    """The family of a pipeline folder, a single file or a hub id, of which `model_index.json` is downloaded.
+
+    Raises: ModelError for a model that cannot be read, or of a family that is not one of `families`.
+    """
+    path = resolve(name_or_path)
+    if path.is_dir():
+        return _family_of_folder(path, families, name_or_path, hint)
+    try:
+        if path.is_file():
+            family = FAMILIES[family_of_checkpoint(path)]
+        else:
+            config = DiffusionPipeline.load_config(name_or_path, revision=revision)
+            family = _family_of_class(str(config["_class_name"]), name_or_path)
+    except ModelError:
+        raise
+    except Exception as error:  # diffusers and the hub raise anything from OSError to KeyError here
+        raise ModelError(_explain(error, name_or_path, path)) from error
+    _check_family(family, families, name_or_path, hint)
+    return family
+
+
+def load_components(
+    name_or_path: str,
+    *,
+    families: Mapping[str, Family] = FAMILIES,
+    denoiser_dtype: torch.dtype = torch.float32,
+    vae_dtype: torch.dtype = torch.float32,
+    text_encoder_dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    variant: str | None = None,
+    only: PipelineHalf | None = None,
+) -> Components:
+    """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
+
+    Args:
+        families: The families that can be trained.
+        text_encoder_dtype: Unset is `denoiser_dtype`.
+        only: Half of a transformer's pipeline to load; the other components are None.
+
+    Raises: ModelError with the name of the missing or broken component, or of a family that cannot be trained.
+    """
+    path, family = resolve(name_or_path), find_family(name_or_path, families, revision)
+    dtypes = {"default": text_encoder_dtype or denoiser_dtype, "vae": vae_dtype}  # SDXL's gives NaN in half precision
+    dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
+    try:
+        with _quiet_local_loading(path.exists()):
+            components = _load(name_or_path, path, family, dtypes, revision, variant, only)
+    except ModelError:
+        raise
+    except Exception as error:  # diffusers raises anything from OSError to KeyError here
+        raise ModelError(_explain(error, name_or_path, path)) from error
+    if components.denoiser is not None:
+        check_channels(family, name_or_path, components.denoiser.config, components.vae.config)
+    for module in filter(None, (components.denoiser, components.vae, *components.text_encoders)):
+        module.requires_grad_(False).eval()
+    if components.denoiser is not None:
+        family.prepare(components.denoiser, components)
+    for encoder in components.text_encoders:  # transformers may have loaded the dtype of the file
+        encoder.to(dtype=dtypes["default"])
+    return components
+
+
+def _load(
+    name_or_path: str,
+    path: Path,
+    family: Family,
+    dtypes: Mapping[str, torch.dtype],
+    revision: str | None,
+    variant: str | None,
+    only: PipelineHalf | None,
+) -> Components:
+    if path.is_file():
+        check_channels(family, name_or_path, *channels_of_checkpoint(path))
+        pipeline = _load_single_file(path, family, dtypes)
+    else:
+        known = (*family.folders, *family.optional_folders)
+        left_out = () if only is None else EXCLUDED_FOLDERS[only]
+        extras: dict[str, Any] = dict.fromkeys(each for each in left_out if each in known)
+        pipeline_class: Any = DiffusionPipeline
+        if path.is_dir():
+            check_channels_of_folder(path, family, name_or_path)
+            pipeline_class = getattr(diffusers, family.pipeline)
+            absent = [name for name in family.optional_folders if not (path / name).is_dir()]
+            extras |= dict.fromkeys(absent + _zero_encoders(path, name_or_path))
+        if not path.is_dir() or not family.is_flow:
+            extras["feature_extractor"] = None
+        if not path.is_dir() or family.name == "sd":
+            extras |= {"safety_checker": None, "requires_safety_checker": False}
+        pipeline = pipeline_class.from_pretrained(
+            str(path) if path.is_dir() else name_or_path,
+            revision=revision,
+            variant=variant,
+            local_files_only=path.is_dir(),
+            dtype=dict(dtypes),
+            **extras,
+        )
+        if not path.is_dir() and family.is_flow:
+            configs = (pipeline.config, getattr(pipeline.transformer, "config", {}), pipeline.scheduler.config)
+            check_not_distilled(family, name_or_path, *configs)
+    numbers = ("", "_2", "_3")
+    encoders = [getattr(pipeline, f"text_encoder{number}", None) for number in numbers]
+    tokenizers = [getattr(pipeline, f"tokenizer{number}", None) for number in numbers]
+    return Components(
+        family=family,
+        denoiser=getattr(pipeline, family.denoiser_name),
+        vae=pipeline.vae,
+        text_encoders=tuple(e for e in encoders if e is not None),
+        tokenizers=tuple(t for t in tokenizers if t is not None),
+        scheduler_config=pipeline.scheduler.config,
+        source=name_or_path,
+    )
+
+
+@contextlib.contextmanager
+def _quiet_local_loading(is_local: bool) -> Iterator[None]:
+    """Disable progress bars in a block that loads from disk, which takes seconds; downloads keep theirs."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    enabled = [m for m in (diffusers_logging, transformers_logging) if is_local and m.is_progress_bar_enabled()]
+    for module in enabled:
+        module.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for module in enabled:
+            module.enable_progress_bar()
+
+
+def _family_of_folder(path: Path, families: Mapping[str, Family], name: str, hint: str = "") -> Family:
+    family = _family_of_class(_class_name(path, name), name)
+    missing = [folder for folder in family.folders if not (path / folder).is_dir()]
+    if missing:
+        raise ModelError(f"{KEY}: {name} lacks {', '.join(f'{m}/' for m in missing)}; copy the whole pipeline folder")
+    _check_family(family, families, name, hint)
+    if family.is_flow:
+        files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
+        check_not_distilled(family, name, *(_config(path / file, name) for file in files))
+    return family
+
+
+def check_channels_of_folder(path: Path, family: Family, name: str) -> None:
+    """Raise ModelError for a folder whose denoiser reads more than noisy latents; reads no weights."""
+    configs = (_config(path / folder / "config.json", name) for folder in (family.denoiser_name, "vae"))
+    check_channels(family, name, *configs)
+
+
+def _zero_encoders(path: Path, name: str) -> list[str]:
+    """A T5 with zero output, and its tokenizer: the pipeline uses zeros without it, and equal tokens run as one."""
+    answers_zeros = _config(path / "text_encoder_3" / "config.json", name).get(ANSWERS_ZEROS)
+    return ["text_encoder_3", "tokenizer_3"] if answers_zeros else []
+
+
+def _class_name(path: Path, name: str) -> str:
+    """diffusers' name of a folder's pipeline."""
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise ModelError(
+            f"{KEY}: {name} has no model_index.json, so it is not a diffusers pipeline folder; point it at the folder"
+            " that holds unet/ or transformer/, vae/ and text_encoder/, or at a single .safetensors checkpoint"
+        )
+    described = _config(index, name)
+    if "_class_name" not in described:
+        raise ModelError(f"{KEY}: {index} cannot be read ('_class_name'); copy the pipeline folder again")
+    return str(described["_class_name"])
+
+
+def _config(file: Path, name: str) -> dict[str, Any]:
+    """A config of a pipeline folder; nothing where there is no file, which loading complains about."""
+    try:
+        described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{KEY}: {file} cannot be read ({error}); copy the pipeline folder again") from error
+    if not isinstance(described, dict):
+        raise ModelError(f"{KEY}: {file} of {name} holds no settings; copy the pipeline folder again")
+    return described
+
+
+def _family_of_class(class_name: str, name: str) -> Family:
+    if class_name not in PIPELINES:
+        raise ModelError(f"{KEY}: {name} is a {class_name}; known are {', '.join(PIPELINES)}")
+    return PIPELINES[class_name]
+
+
+def _check_family(family: Family, families: Mapping[str, Family], name: str, hint: str = "") -> None:
+    """Raise ModelError for a family that a method does not train, and for a distilled transformer."""
+    if family.name not in families:
+        wanted = " and ".join(known.pipeline for known in families.values())
+        raise ModelError(f"{KEY}: {name} is a {family.pipeline}; this model trains {wanted}{hint and f', and {hint}'}")
+    check_not_distilled(family, name)
+
+
+def check_not_distilled(family: Family, name: str, *configs: Mapping[str, Any]) -> None:
+    """Raise ModelError for a few-step model, by its name or the configs of pipeline, transformer and scheduler."""
+    reason = family.distilled_reason(Path(name).name, configs)
+    if reason is not None:
+        raise ModelError(
+            f"{KEY}: {name} is {reason}, which draws in a few steps, and a LoRA trained on it undoes that; train on the"
+            f" model that it was made from, such as {family.base}, and use the LoRA with either"
+        )
+
+
+def family_of_checkpoint(path: Path) -> str:
+    """The name of a single-file checkpoint's family, from its keys. Raises: ModelError for one that holds no U-Net."""
+    from diffusers.loaders.single_file_utils import infer_diffusers_model_type, load_single_file_checkpoint
+
+    kind = infer_diffusers_model_type(load_single_file_checkpoint(str(path)))
+    if not kind.startswith(U_NET_CHECKPOINTS):
+        raise ModelError(
+            f"{KEY}: {path} is a checkpoint of {kind}; single files are read of Stable Diffusion 1.x, 2.x and SDXL"
+            " alone, so give the pipeline's folder or hub id"
+        )
+    return "sdxl" if kind.startswith("xl") else "sd"
+
+
+def _load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtype]) -> Any:
+    pipeline_class = StableDiffusionXLPipeline if family.name == "sdxl" else StableDiffusionPipeline
+    pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
+    pipeline.vae.to(dtype=dtypes["vae"])
+    scheduler = pipeline.scheduler
+    pipeline.register_modules(scheduler=scheduler.from_config(scheduler.config, **of_single_file(path)))
+    return pipeline
+
+
+def _explain(error: Exception, name: str, path: Path) -> str:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if path.is_dir():
+        return f"{KEY}: {name} is a pipeline folder but one of its parts does not load: {first_line}"
+    if path.is_file():
+        return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"
+    return (
+        f"{KEY}: {name!r} is neither a folder here nor a model that could be downloaded from the hub ({first_line})."
+        " Check the spelling, download it first and give its folder, or use embedded:sd to try without downloads"
+    )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short hash of a sample of a module's weights, cheap enough to compute at every start.
+
+    Sharded weights count by name and shape: only what is trained is sharded, and nothing that it makes is cached.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        if "lora_" in name:
+            continue
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        if not isinstance(parameter, DTensor):
+            flat = parameter.detach().flatten()
+            digest.update(flat[:: max(1, flat.numel() // 64)][:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:20]

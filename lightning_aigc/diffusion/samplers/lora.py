@@ -1,0 +1,123 @@
+"""LoRASampler: pictures of a base model with a LoRA file at any weight, through diffusers' own loading.
+
+Legend: N pictures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_aigc.devices import autocast_dtype, dtype_named
+from lightning_aigc.diffusion.families import Components
+from lightning_aigc.diffusion.lora.file import read_lora
+from lightning_aigc.diffusion.lora.names import DENOISERS
+from lightning_aigc.diffusion.objectives.ddpm import build_noise_schedule
+from lightning_aigc.diffusion.objectives.flow import build_flow_schedule
+from lightning_aigc.diffusion.pipeline.generate import TimeLimit, generate, make_pipeline
+from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.errors import ModelError
+
+ADAPTER = "lora"
+
+
+class LoRASampler:
+    """The base model of a run's `model.init_args`, loaded as the run did, with a LoRA file's weights beside it.
+
+    Args:
+        arguments: The run's `model.init_args`.
+        precision: The run's precision, which the frozen weights' dtype follows.
+        accelerator: The run's; auto or one that is not here takes what this machine has.
+        lora: A file in the kohya or diffusers layout; None for the base model alone.
+
+    Raises: ModelError for a model or LoRA that cannot be loaded, or a LoRA of another base model.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, lora: Path | None) -> None:
+        self.arguments, self.has_lora = arguments, lora is not None
+        self.device = choose_device(accelerator)
+        self.components, self.schedule_config = base_of_run(arguments, precision)
+        self._pipeline = make_pipeline(self.components, self.schedule_config)
+        if lora is not None:
+            _check_fits(lora, self.components)
+            self._pipeline.load_lora_weights(str(lora), adapter_name=ADAPTER)
+            for part in (self.components.denoiser, *self.components.text_encoders):
+                for name, parameter in part.named_parameters():
+                    if "lora_" in name:  # float32, as they were trained; `generate` then uses autocast
+                        parameter.data = parameter.data.float()
+
+    def sample(
+        self,
+        pairs: Sequence[tuple[str, int]],
+        weight: float = 1.0,
+        negative_prompt: str | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+    ) -> Tensor:
+        """One picture for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's."""
+        if self.has_lora:
+            self._pipeline.set_adapters(ADAPTER, weight)
+        given = self.arguments
+        scale = given.get("guidance_scale", 7.5) if guidance_scale is None else guidance_scale
+        return generate(
+            self.components,
+            self.schedule_config,
+            [prompt for prompt, _ in pairs],
+            [seed for _, seed in pairs],
+            device=self.device,
+            num_inference_steps=num_inference_steps or int(given.get("num_inference_steps") or 25),
+            guidance_scale=float(scale),
+            time_limit=TimeLimit(math.inf),
+            negative_prompt=negative_prompt,
+            resolution=given.get("sample_resolution"),
+        )
+
+
+def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Components, Mapping[str, Any]]:
+    """The pipeline's components of a run's `model.init_args`, loaded as the run did, and its noise schedule's config.
+
+    precision: the run's, which the frozen weights' dtype follows.
+    Raises: ModelError for a model that cannot be loaded.
+    """
+    dtype = str(arguments.get("base_dtype") or "auto")
+    components = load_components(
+        arguments["pretrained_model_name_or_path"],
+        denoiser_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
+        vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
+        revision=arguments.get("revision"),
+        variant=arguments.get("variant"),
+    )
+    config = components.scheduler_config
+    if components.family.is_flow:
+        return components, build_flow_schedule(config, arguments.get("flow_shift") or "auto").config
+    terminal, prediction = bool(arguments.get("zero_terminal_snr")), arguments.get("prediction_type")
+    return components, build_noise_schedule(config, prediction, zero_terminal_snr=terminal).config
+
+
+def choose_device(accelerator: str) -> torch.device:
+    """The device for a Trainer's accelerator: the CPU where that was asked for, else the accelerator that is here."""
+    for kind in () if accelerator == "cpu" else ("npu", "cuda"):
+        backend = getattr(torch, kind, None)
+        if backend is not None and backend.is_available():
+            return torch.device(kind)
+    return torch.device("cpu")
+
+
+def _check_fits(path: Path, components: Components) -> None:
+    modules: dict[str, nn.Module] = dict(components.denoiser.named_modules())
+    for layer in read_lora(path).layers():
+        if layer.component not in DENOISERS:
+            continue
+        weight: Any = getattr(modules.get(layer.module), "weight", None)
+        wanted = (layer.up.shape[0], layer.down.shape[1])
+        if weight is None or tuple(weight.shape[:2]) != wanted:
+            here = "there is no such layer" if weight is None else f"it is {list(weight.shape[:2])}"
+            raise ModelError(
+                f"{path} is a LoRA of another base model: its {layer.module} is for {list(wanted)}, and in"
+                f" {components.source} {here}; use the base that it was trained on"
+            )

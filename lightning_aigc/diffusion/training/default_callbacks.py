@@ -1,0 +1,59 @@
+"""The callbacks that every run gets unless the user provides their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
+
+from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid
+from lightning_aigc.diffusion.training.settings import TrainingSettings
+
+ALL = 10**9
+
+
+def has_default_snapshots(trainer: Any, settings: TrainingSettings) -> bool:
+    """Whether the defaults include ExactSnapshot; `enable_checkpointing: false` turns it off."""
+    has_checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in trainer.callbacks)
+    return bool(has_checkpoints and settings.checkpoints_total_limit)
+
+
+def default_callbacks(trainer: Any, settings: TrainingSettings, saver: Callback) -> list[Callback]:
+    """Report, `saver` for the result, sample grids, a progress bar, and snapshots by step for `--resume`.
+
+    They replace the Trainer's own progress bar and its checkpoint at each epoch's end; the user's callbacks stay.
+    """
+    if trainer.fast_dev_run:
+        return []
+    given = trainer.callbacks
+    wanted: list[Callback] = [RunReport(), saver]
+    if settings.validation_prompts:
+        wanted.append(
+            SampleGrid(
+                every_n_steps=settings.validation_steps,
+                num_images=settings.num_validation_images,
+                seed=settings.validation_seed,
+            )
+        )
+    if has_default_snapshots(trainer, settings):
+        limit = settings.checkpoints_total_limit
+        wanted.append(ExactSnapshot(settings.checkpointing_steps, keep_last=ALL if limit < 0 else limit))
+    wanted = [c for c in wanted if not any(isinstance(g, type(c)) for g in given)]
+    for callback in list(given):
+        if type(callback) in (TQDMProgressBar, RichProgressBar):
+            given.remove(callback)
+            wanted.append(RunProgress())
+        elif isinstance(callback, ModelCheckpoint) and _is_default(callback):
+            given.remove(callback)
+    return wanted
+
+
+def _is_default(callback: ModelCheckpoint) -> bool:
+    """Whether the Trainer created this callback because the user gave none."""
+    return (
+        callback.dirpath is None
+        and callback.monitor is None
+        and callback._every_n_train_steps == 0
+        and callback._train_time_interval is None
+    )

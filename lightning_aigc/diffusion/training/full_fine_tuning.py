@@ -1,0 +1,174 @@
+"""DiffusionFineTuning: a LightningModule that trains a diffusion model's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_aigc.callbacks import SaveModel
+from lightning_aigc.devices import dtype_named
+from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.pipeline.saving import save_folder, save_single_file, save_transformer
+from lightning_aigc.diffusion.setting_checks import check_positive
+from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
+from lightning_aigc.diffusion.training.module import DiffusionTraining
+from lightning_aigc.diffusion.training.optimizer_in_backward import OptimizerInBackward, check_trainer
+from lightning_aigc.diffusion.training.settings import TrainingSettings
+from lightning_aigc.diffusion.training.trained_parts import check_patterns, train_parts
+from lightning_aigc.errors import ModelError
+
+SaveDtype = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass
+class FullWeights(Method):
+    """Base of the methods that train a network's own weights and save all of them."""
+
+    ignored_on_resume: ClassVar[frozenset[str]] = frozenset(("save_dtype", "save_every_n_steps"))
+    optimizer_in_backward: bool = False
+    save_dtype: SaveDtype | None = None
+    save_every_n_steps: int = 0
+
+    @property
+    def trains_half_weights(self) -> bool:
+        return self.optimizer_in_backward
+
+    @property
+    def saved_dtype(self) -> torch.dtype | None:
+        """Dtype of saved weights; None keeps the weights' own."""
+        return None if self.save_dtype is None else dtype_named(self.save_dtype)
+
+    def denoiser_dtype(self, family: Family, frozen: torch.dtype) -> torch.dtype:
+        return torch.float32  # the trained weights start from every bit of the pretrained weights
+
+    def make_optimizer(
+        self, build: Callable[[Any], Optimizer], groups: list[dict[str, Any]], trainer: Trainer | None
+    ) -> Optimizer:
+        if not self.optimizer_in_backward:
+            return build(groups)
+        if trainer is not None:
+            check_trainer(trainer)
+        return OptimizerInBackward(build, groups)
+
+    def saver(self, settings: TrainingSettings) -> Callback:
+        return SaveModel(every_n_steps=self.save_every_n_steps)
+
+
+@dataclass
+class FullFineTuning(FullWeights):
+    """Full or partial training of the denoiser and, for U-Nets, the text encoders."""
+
+    same_weights_advice: ClassVar[str] = (
+        "use the trained_parts and the pretrained_model_name_or_path that it was trained with"
+    )
+    trained_parts: Sequence[str] | None = None
+    text_encoder_lr: float | None = None  # type: ignore[misc]  # a field here, a constant of other methods
+    networks: dict[str, nn.Module] = field(default_factory=dict, init=False)
+    """The networks with trained weights, by the pipeline's names."""
+
+    def check(self, settings: TrainingSettings, family: Family | None) -> None:
+        if self.trained_parts is not None:
+            check_patterns(self.trained_parts)
+        check_positive(self, "text_encoder_lr")
+        if settings.base_quantization is not None:
+            raise ModelError(
+                f"model.init_args.base_quantization: {settings.base_quantization} packs weights that"
+                " DiffusionFineTuning trains or saves in full precision; leave it unset, or train a LoRA on a packed"
+                " base with DiffusionLoRA"
+            )
+        if family is not None and not family.trains_text_encoders and self.text_encoder_lr is not None:
+            raise ModelError(
+                f"model.init_args.text_encoder_lr: the text encoders of {family.title} are not trained; remove it"
+            )
+
+    def text_encoder_dtype(self, family: Family, frozen: torch.dtype) -> torch.dtype:
+        return torch.float32 if family.trains_text_encoders else frozen
+
+    def prepare(self, components: Components, settings: TrainingSettings, frozen: torch.dtype) -> dict[str, nn.Module]:
+        denoiser = components.family.denoiser_name
+        self.networks = train_parts(components, self.trained_parts or (denoiser,))
+        encoders = []
+        for name, network in components.named_networks().items():
+            if name not in self.networks and network.dtype != frozen:
+                network.to(frozen)
+            elif name in self.networks and name != denoiser:
+                encoders.append(network)
+        if settings.gradient_checkpointing:
+            recompute_text_encoders(encoders)
+        return {"text_encoders": nn.ModuleList(encoders)}
+
+
+class DiffusionFineTuning(DiffusionTraining):
+    """Trains the weights of a diffusion model, all or some of them, and saves the pipeline.
+
+    The family is read from the pipeline (docs/full_fine_tuning.md).
+
+    Args:
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint of
+            Stable Diffusion 1.x, 2.x or SDXL, `embedded:sd` or `embedded:sd3`, the tiny models in the package.
+        trained_parts: Networks to train: unet or transformer, for U-Nets text_encoder and text_encoder_2, or patterns
+            of parameter names such as `unet.*attn2*`. Unset is the denoiser. A network with any trained weight is kept
+            in float32, the others in `base_dtype`.
+        text_encoder_lr: Rate of the text encoders; unset means `learning_rate`.
+        optimizer_in_backward: Step each weight as soon as its gradient is complete and free the gradient; on one card
+            this saves the memory of all gradients. With precision bf16-true the weights are rounded stochastically.
+            Excludes several ranks, accumulation, clipping and a loss scale.
+        save_dtype: Dtype of the saved files: float32, float16 or bfloat16; unset keeps the weights' own.
+        save_every_n_steps: Optimizer steps between saved models on the way; 0 saves the last only.
+        kwargs: Arguments of `DiffusionTraining`.
+
+    Example:
+        >>> module = DiffusionFineTuning("embedded:sd", trained_parts=["unet.*attn2*"], max_train_steps=10)
+        >>> bool(module.loaded().denoiser.conv_in.weight.requires_grad)
+        False
+    """
+
+    method: FullFineTuning
+    saved_kind = "pipeline"
+
+    def __init__(
+        self,
+        pretrained_model_name_or_path: str,
+        trained_parts: Sequence[str] | None = None,
+        text_encoder_lr: float | None = None,
+        optimizer_in_backward: bool = False,
+        save_dtype: SaveDtype | None = None,
+        save_every_n_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        method = FullFineTuning(
+            trained_parts=trained_parts,
+            text_encoder_lr=text_encoder_lr,
+            optimizer_in_backward=optimizer_in_backward,
+            save_dtype=save_dtype,
+            save_every_n_steps=save_every_n_steps,
+        )
+        super().__init__(method, pretrained_model_name_or_path=pretrained_model_name_or_path, **kwargs)
+
+    def save_model(self, path: str | Path) -> list[Path]:
+        """Write a diffusers folder and, next to it, `path`: averaged weights if any.
+
+        `path` is a single-file checkpoint of a U-Net's pipeline, or the transformer.
+
+        Returns: the folder and the file.
+        """
+        path, components = Path(path), self.loaded()
+        folder, dtype, config = path.with_suffix(""), self.method.saved_dtype, self.sampling_config()
+        with self.averaged_weights():
+            save_folder(folder, components, self.method.networks, dtype, config)
+            if components.family.is_flow:
+                save_transformer(path, components.denoiser, dtype, config)
+            else:
+                save_single_file(path, components, self.method.networks, dtype, config)
+        return [folder, path]
+
+
+class StableDiffusionFineTuning(DiffusionFineTuning):
+    """`DiffusionFineTuning` under its earlier name for U-Nets."""

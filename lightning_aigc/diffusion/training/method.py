@@ -1,0 +1,101 @@
+"""Method: the choice of the trained weights. `LoRA`, `FullFineTuning` and `ControlNet` are methods.
+
+Legend: B batch, C channels, H and W latent height and width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_aigc.diffusion.families import FAMILIES, Components, Family
+from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
+from lightning_aigc.diffusion.training.settings import TrainingSettings
+
+
+@dataclass
+class Method(ABC):
+    """Choice of the trained weights; its fields are flat keys of `model.init_args`. A new method is one file."""
+
+    families: ClassVar[Mapping[str, Family]] = FAMILIES
+    """The families that this method trains."""
+    hint: ClassVar[str] = ""
+    """A clause for the error about another family."""
+    same_weights_advice: ClassVar[str]
+    """Remedy for a checkpoint with other weights."""
+    ignored_on_resume: ClassVar[frozenset[str]] = frozenset()
+    """Fields that do not change the bits of a training."""
+    text_encoder_lr: ClassVar[float | None] = None
+    """Rate of trained text encoders; None is `learning_rate`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+
+    @property
+    def trains_half_weights(self) -> bool:
+        """Whether the trained weights follow the precision to bfloat16, because their steps round stochastically."""
+        return False
+
+    def check(self, settings: TrainingSettings, family: Family | None) -> None:  # noqa: B027  a hook
+        """Check the options before weights are read; the family is None for a hub id, and is checked after loading.
+
+        Raises: ModelError or ConfigError.
+        """
+
+    def denoiser_dtype(self, family: Family, frozen: torch.dtype) -> torch.dtype:
+        """Dtype to load the denoiser in; `frozen` is that of a frozen base."""
+        return frozen
+
+    def text_encoder_dtype(self, family: Family, frozen: torch.dtype) -> torch.dtype:
+        """Dtype to load the text encoders in."""
+        return self.denoiser_dtype(family, frozen)
+
+    @abstractmethod
+    def prepare(self, components: Components, settings: TrainingSettings, frozen: torch.dtype) -> dict[str, nn.Module]:
+        """Add the trained layers, or let weights take gradients.
+
+        Returns: modules to register by name, such as `controlnet` or `text_encoders`; the denoiser is registered.
+        """
+
+    def predict(
+        self,
+        encoders: FrozenEncoders,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: dict[str, Tensor],
+        batch: dict[str, Any],
+        guidance: float,
+        *,
+        is_training: bool,
+    ) -> Tensor:
+        """The model's output [B, C, H, W] for these noisy latents."""
+        components = encoders.components
+        return components.family.predict(components, noisy_BCHW, timesteps_B, condition, batch, guidance)
+
+    def make_optimizer(
+        self, build: Callable[[Any], Optimizer], groups: list[dict[str, Any]], trainer: Trainer | None
+    ) -> Optimizer:
+        """The optimizer of the trained weights."""
+        return build(groups)
+
+    @abstractmethod
+    def saver(self, settings: TrainingSettings) -> Callback:
+        """The callback that saves the result, unless the Trainer has one of its class."""
+
+
+def recompute_text_encoders(encoders: Sequence[nn.Module]) -> None:
+    """Recompute the activations of trained text encoders in backward."""
+    for encoder in encoders:
+        # transformers 5 renamed it, and recomputes in train mode only; CLIP has no dropout.
+        enable = getattr(encoder, "activation_checkpointing_enable", None) or encoder.gradient_checkpointing_enable
+        enable()  # type: ignore[operator]
+        encoder.train()

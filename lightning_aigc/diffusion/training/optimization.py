@@ -1,0 +1,146 @@
+"""Parameter groups with separate learning rates, and learning-rate schedules by name or class."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from diffusers.optimization import get_scheduler
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, _enable_get_lr_call
+
+from lightning_aigc.diffusion.training.averaging import is_schedule_free
+from lightning_aigc.errors import ModelError
+from lightning_aigc.schedulers.deepspeed_rates import DeepSpeedSchedule
+
+FINDS_ITS_RATE = ("Prodigy", "DAdapt")
+"""Beginnings of the names of optimizers that multiply the rate which they find by `lr`."""
+UNSET_EPOCHS = 1000
+"""Lightning's max_epochs where a Trainer is given no limit."""
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
+
+
+def check_schedule_name(name: str) -> None:
+    """Raise ModelError, with the closest match, for a name that is not in `SCHEDULES`."""
+    if name not in SCHEDULES:
+        near = get_close_matches(name, SCHEDULES, n=1)
+        raise ModelError(
+            f"model.init_args.lr_scheduler must be one of {', '.join(SCHEDULES)}, or a class; got {name!r}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+
+
+def parameter_groups(
+    groups: Sequence[list[nn.Parameter]], learning_rates: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """The non-empty groups, each with its rate; None keeps the optimizer's rate."""
+    pairs = zip(groups, learning_rates, strict=True)
+    return [{"params": group} | ({} if rate is None else {"lr": rate}) for group, rate in pairs if group]
+
+
+def build_schedule(
+    optimizer: Optimizer, scheduler: str | Callable[[Optimizer], Any], warmup_steps: int, total_steps: float
+) -> Any:
+    """The learning-rate scheduler, to be stepped once per optimizer step; None for a schedule-free optimizer.
+
+    Raises: ModelError if the schedule needs an end and `total_steps` is infinite, or if the optimizer is schedule-free.
+    """
+    if not isinstance(scheduler, str):
+        made = scheduler(optimizer)
+        if isinstance(made, DeepSpeedSchedule):
+            made.take_run(warmup_steps, total_steps)
+            if made.needs_end:
+                raise ModelError(
+                    f"model.init_args.lr_scheduler: {type(made).__name__} needs an end; set its total_num_steps, or"
+                    " model.init_args.max_train_steps"
+                )
+        return made
+    if any(group["lr"] is None for group in optimizer.param_groups):  # transformers' Adafactor by relative_step
+        if scheduler != "constant" or warmup_steps:
+            raise ModelError(
+                f"{type(optimizer).__name__} sets its own rate; set model.init_args.lr_scheduler: constant and"
+                " lr_warmup_steps: 0, or give it a learning_rate and relative_step: false"
+            )
+        return None
+    if is_schedule_free(optimizer):
+        if scheduler != "constant" or warmup_steps:
+            raise ModelError(
+                f"{type(optimizer).__name__} schedules itself; set model.init_args.lr_scheduler: constant and"
+                " lr_warmup_steps: 0, and give the optimizer its own warmup_steps"
+            )
+        return None
+    name = "constant_with_warmup" if scheduler == "constant" and warmup_steps else scheduler
+    has_end = math.isfinite(total_steps)
+    if not has_end and not name.startswith("constant"):
+        raise ModelError(f"model.init_args.lr_scheduler: {name} needs an end; set model.init_args.max_train_steps")
+    steps = int(total_steps) if has_end else None
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=steps)
+
+
+def limit_steps(trainer: Trainer, max_train_steps: int | None) -> None:
+    """End the run at this step, unless the Trainer has a `max_steps`; a `max_epochs` that comes first ends it there."""
+    loop = trainer.fit_loop
+    if loop.max_steps == -1 and max_train_steps is not None:
+        loop.epoch_loop.max_steps = max_train_steps
+        if loop.max_epochs == UNSET_EPOCHS:
+            loop.max_epochs = -1
+
+
+def steps_to_train(trainer: Trainer) -> float:
+    """The optimizer steps of the run, which becomes the Trainer's `max_steps` where `max_epochs` ends it first.
+
+    So what looks at `max_steps` for the last step finds it.
+    """
+    steps = float(trainer.estimated_stepping_batches)
+    if trainer.max_epochs not in (None, -1) and math.isfinite(steps):
+        trainer.fit_loop.epoch_loop.max_steps = int(steps)
+    return steps
+
+
+def lightning_config(optimizer: Optimizer, schedule: Any, validation_steps: int) -> dict[str, Any]:
+    """The answer of `configure_optimizers`: the schedule steps with the optimizer, a plateau every `validation_steps`.
+
+    A ReduceLROnPlateau without a `monitor` of its own, as torch's, looks at the loss.
+    """
+    config: dict[str, Any] = {"scheduler": schedule, "interval": "step"}
+    if isinstance(schedule, ReduceLROnPlateau):
+        config |= {"frequency": validation_steps, "monitor": getattr(schedule, "monitor", "loss"), "strict": False}
+    return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def warn_of_rate(optimizer: Optimizer) -> None:
+    """Warn, before the first step, of a rate for an optimizer that finds its own and takes it as a factor."""
+    name = type(optimizer).__name__
+    rates = [float(group["lr"]) for group in optimizer.param_groups if group["lr"] is not None]
+    if name.startswith(FINDS_ITS_RATE) and rates and min(rates) < 0.1:
+        warnings.warn(
+            f"{name} finds its rate itself and multiplies it by model.init_args.learning_rate, which is {min(rates):g},"
+            " so that it hardly learns; set learning_rate: 1.0",
+            stacklevel=2,
+        )
+
+
+def follow_new_end(trainer: Trainer) -> None:
+    """Set the rates of schedules that a longer run resumes: their old end left its own in the optimizer for one step.
+
+    Rates that something else has set since stay.
+    """
+    for config in trainer.lr_scheduler_configs:
+        schedule: Any = config.scheduler
+        if not isinstance(schedule, LambdaLR | DeepSpeedSchedule):  # whose rates are a function of the step alone
+            continue
+        groups = schedule.optimizer.param_groups
+        if [float(group["lr"]) for group in groups] != [float(rate) for rate in schedule.get_last_lr()]:
+            continue
+        with _enable_get_lr_call(schedule):  # get_lr warns outside of a step
+            schedule._last_lr = list(schedule.get_lr())
+        for group, rate in zip(groups, schedule._last_lr, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = rate
