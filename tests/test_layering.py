@@ -27,7 +27,7 @@ FLOORS_UPWARDS = [
 ]
 KERNEL_FLOORS_UPWARDS = [
     {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection", "numba_cache"},
-    {"linear_with_lora", "normalization", "ascend"},
+    {"linear_with_lora", "normalization"},
     {"packing", "reference"},
     {"geglu", "keep_largest", "modulated_norm", "qk_norm_rope", "quantize_blocks", "silu_mul", "frozen_conv2d"},
     {"group_norm_silu", "lora_attention", "feed_forward", "packed_weight"},
@@ -92,6 +92,13 @@ def test_the_cluster_is_described_without_torch(path: Path) -> None:
 def test_kernels_do_not_know_the_lightning_side(path: Path) -> None:
     above = {"lightning_aigc", "lightning", "pytorch_lightning", "diffusers", "transformers", "peft"}
     assert [name for name in imports_of(path) if name.split(".")[0] in above] == []
+
+
+def test_the_packages_do_not_import_what_stays_in_a_checkout() -> None:
+    """tools/, benchmarks/ and tests/ are in no wheel."""
+    outside = {"tools", "benchmarks", "tests", "fakes"}
+    paths = (*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py"))
+    assert [(path, name) for path in paths for name in imports_of(path) if name.split(".")[0] in outside] == []
 
 
 KERNEL_FLOORS = {room: number for number, rooms in enumerate(KERNEL_FLOORS_UPWARDS) for room in rooms}

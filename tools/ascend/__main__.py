@@ -1,4 +1,4 @@
-"""`python -m lightning_aigc_kernels.ascend`: lower every kernel for every chip; exit code 1 if one fails the gate."""
+"""`python -m tools.ascend`: lower every kernel for every chip; exit code 1 if one fails the gate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from lightning_aigc_kernels.ascend.chips import GATE_TARGETS
-from lightning_aigc_kernels.ascend.errors import AscendError, AscendLowerError
-from lightning_aigc_kernels.ascend.gate import complaints, kernel_cases
-from lightning_aigc_kernels.ascend.lower import Lowered, lower
-from lightning_aigc_kernels.ascend.toolchain import require_toolchain
+from tools.ascend.chips import GATE_TARGETS
+from tools.ascend.errors import AscendError, AscendLowerError
+from tools.ascend.gate import complaints, kernel_cases
+from tools.ascend.lower import Lowered, lower
+from tools.ascend.toolchain import require_toolchain
 
 ROW = "{:17} {:16} {:46} {:>9} {:>6} {:>5} {:>6} {:>7}  {}"
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns: 0 if every kernel passes on every chip, 1 if one fails, 2 without the compilers.
     """
-    parser = argparse.ArgumentParser(prog="python -m lightning_aigc_kernels.ascend", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.ascend", description=__doc__)
     default = ", ".join(GATE_TARGETS)
     parser.add_argument("--target", action="append", help=f"a chip; may be repeated (default: {default})")
     parser.add_argument("--kernel", default="", help="only kernels whose op or name contains this")

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_aigc_kernels.ascend.errors import AscendToolchainError, CPUExecutionError
-from lightning_aigc_kernels.ascend.toolchain import REMEDY, bishengir_binary
+from tools.ascend.errors import AscendToolchainError, CPUExecutionError
+from tools.ascend.toolchain import REMEDY, bishengir_binary
 
 PASSES = (
     "--convert-elementwise-to-linalg",
@@ -91,7 +91,7 @@ class CPUKernel:
         self._function = ctypes.CFUNCTYPE(None, *types)(self._engine.get_function_address(name))
 
     def __call__(self, programs: int, *arguments: NDArray[Any] | float) -> None:
-        """Run the programs of a one-dimensional grid one after another; outputs are written in place.
+        """Run the programs of a one-dimensional grid sequentially; outputs are written in place.
 
         Args: the kernel's arguments in order, without its constants; bfloat16 arrays are passed as uint16.
         Raises: CPUExecutionError for a wrong number, dtype or layout of arguments.

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc_kernels.ascend.chips import Chip, chip
-from lightning_aigc_kernels.ascend.errors import AscendLowerError, UBOverflow
-from lightning_aigc_kernels.ascend.hivm import planned_bytes, scalar_loops
-from lightning_aigc_kernels.ascend.toolchain import bishengir_binary, require_toolchain
+from tools.ascend.chips import Chip, chip
+from tools.ascend.errors import AscendLowerError, UBOverflow
+from tools.ascend.hivm import planned_bytes, scalar_loops
+from tools.ascend.toolchain import bishengir_binary, require_toolchain
 
 COMPILE_TIMEOUT_S = 300
 

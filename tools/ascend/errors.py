@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class AscendError(RuntimeError):
-    """Base class of errors in `lightning_aigc_kernels.ascend`."""
+    """Base class of errors in `tools.ascend`."""
 
 
 class AscendToolchainError(AscendError):
@@ -14,7 +14,7 @@ class AscendToolchainError(AscendError):
 class AscendLowerError(AscendError):
     """A compiler rejected the kernel.
 
-    Attributes: stage ("ttir", "linalg" or "hivm"), reason (the compiler's error lines), log (its whole output).
+    Attributes: stage ("ttir", "linalg" or "hivm"), reason (the compiler's error lines), log (its complete output).
     """
 
     def __init__(self, stage: str, reason: str, log: str = "") -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from lightning_aigc_kernels.ascend.lower import Lowered
 from lightning_aigc_kernels.launch import KernelCase
+from tools.ascend.lower import Lowered
 
 OPS = (
     "group_norm_silu",

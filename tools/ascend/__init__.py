@@ -1,18 +1,18 @@
 """Compile Triton kernels for Ascend chips, and run the compiled code on the CPU, on a machine without an NPU.
 
-`python -m lightning_aigc_kernels.ascend` prints each kernel's resources on each chip. None of this runs on an NPU.
+`python -m tools.ascend` prints each kernel's resources on each chip. None of this runs on an NPU.
 """
 
-from lightning_aigc_kernels.ascend.chips import GATE_TARGETS, Chip, chip
-from lightning_aigc_kernels.ascend.errors import (
+from tools.ascend.chips import GATE_TARGETS, Chip, chip
+from tools.ascend.errors import (
     AscendError,
     AscendLowerError,
     AscendToolchainError,
     CPUExecutionError,
     UBOverflow,
 )
-from lightning_aigc_kernels.ascend.gate import complaints, kernel_cases
-from lightning_aigc_kernels.ascend.lower import Lowered, UBBuffer, lower
+from tools.ascend.gate import complaints, kernel_cases
+from tools.ascend.lower import Lowered, UBBuffer, lower
 
 __all__ = [
     "GATE_TARGETS",

@@ -6,7 +6,7 @@ import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lightning_aigc_kernels.ascend.errors import AscendToolchainError
+from tools.ascend.errors import AscendToolchainError
 
 REMEDY = (
     "use a separate venv: `make test-ascend` builds .venv-ascend, or "
