@@ -76,8 +76,8 @@ docs: $(READY)  ## the docs as a site in build/site; fails at a link that leads 
 check-demo: $(READY)  ## what the demo must reach, read from its summary.json
 	$(BIN)/python benchmarks/check_demo.py runs/demo/summary.json
 
-embedded: $(READY)  ## make the embedded models and pictures anew, about two hours on one core
-	$(BIN)/python -m lightning_aigc.tiny.make build/tiny
+embedded: $(READY)  ## make the embedded models and images again, about two hours on one core
+	$(BIN)/python -m tools.embedded.make build/embedded
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -18,8 +18,8 @@ from lightning_aigc.diffusion.components import (
     family_of_checkpoint,
 )
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
+from lightning_aigc.embedded import PREFIX, resolve
 from lightning_aigc.errors import ConfigError, ModelError
-from lightning_aigc.tiny.embedded import PREFIX, resolve
 
 SHORT: dict[str, tuple[str, FamilyName]] = {
     "sd15": ("stable-diffusion-v1-5/stable-diffusion-v1-5", "sd"),

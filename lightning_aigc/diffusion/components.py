@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from lightning_aigc.diffusion.denoiser_channels import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS, U_NETS
 from lightning_aigc.diffusion.saved_schedule import of_single_file
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 if TYPE_CHECKING:
     from lightning_aigc.diffusion.text_first import StoredTexts

@@ -17,8 +17,8 @@ from lightning_aigc.diffusion.lora_metadata import hash_base_model
 from lightning_aigc.diffusion.module import DiffusionModule
 from lightning_aigc.diffusion.objectives import LossType, draw_noise, example_losses
 from lightning_aigc.diffusion.sampling import Control, generate
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 
 class Objective(Protocol):

@@ -29,9 +29,9 @@ from lightning_aigc.diffusion.single_file_names import (
     vae_tensor,
 )
 from lightning_aigc.diffusion.tensor_stream import DeferredTensor, write_tensors
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 from lightning_aigc.sharding.own_class import own_class
-from lightning_aigc.tiny.embedded import resolve
 
 WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "model.safetensors"}
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.equal_tokens import run_equal_tokens_once
 from lightning_aigc.diffusion.families.two_stream_family import TwoStreamFamily
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 if TYPE_CHECKING:
     from lightning_aigc.diffusion.components import Components
