@@ -16,7 +16,7 @@ PARALLEL ?= -n auto --dist loadscope
 	check check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
-	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
+	$(BIN)/lightning demo
 
 demo-controlnet: $(READY)  ## teach the tiny model to follow edges; results in runs/demo_controlnet
 	$(BIN)/lightning fit -c configs/controlnet_demo.yaml
