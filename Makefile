@@ -16,7 +16,7 @@ PARALLEL ?= -n auto --dist loadscope
 	check check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
-	$(BIN)/lightning fit -c configs/sd_lora_demo.yaml
+	$(BIN)/lightning demo
 
 demo-controlnet: $(READY)  ## teach the tiny model to follow edges; results in runs/demo_controlnet
 	$(BIN)/lightning fit -c configs/controlnet_demo.yaml
@@ -76,8 +76,8 @@ docs: $(READY)  ## the docs as a site in build/site; fails at a link that leads 
 check-demo: $(READY)  ## what the demo must reach, read from its summary.json
 	$(BIN)/python benchmarks/check_demo.py runs/demo/summary.json
 
-embedded: $(READY)  ## make the embedded models and pictures anew, about two hours on one core
-	$(BIN)/python -m lightning_aigc.tiny.make build/tiny
+embedded: $(READY)  ## make the embedded models and images again, about two hours on one core
+	$(BIN)/python -m tools.embedded.make build/embedded
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_aigc.diffusion.training.unet_training import UNetTraining
 
 from article_jobs import EMA_DECAY, MAX_GRAD_NORM, SNR_GAMMA, TARGETS, WARMUP_STEPS, Job, brand_pictures
 from article_meter import GUIDANCE, INFERENCE_STEPS, PROMPTS, Meter, Scorer, kept_by_a_step_mib
 from lightning_aigc.callbacks import AdaptiveLR, CLIPConvergenceGuard, ExactSnapshot
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.pipeline.loading import Components
-from lightning_aigc.diffusion.training.unet_training import UNetTraining
 from lightning_aigc.precision import FusedBackwardPrecision
 
 LEFT_OUT = {

@@ -25,9 +25,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_aigc.embedded import resolve
 from lightning_aigc.metrics.canny import _gradient, canny, edge_magnitude
 from lightning_aigc.metrics.edge_fidelity import edge_counts, f1_of
-from lightning_aigc.tiny.embedded import resolve
 from rows import keep_row
 
 LOW, HIGH, REPEATS = 0.1, 0.2, 5

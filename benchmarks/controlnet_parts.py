@@ -32,8 +32,8 @@ from canny_agreement import pictures
 from controlnet_loop import HINT_CHANNELS, PicturesAndConditions
 from diffusers_loop import LEARNING_RATE, MAX_GRAD_NORM, collate
 from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.embedded import resolve
 from lightning_aigc.metrics import canny
-from lightning_aigc.tiny.embedded import resolve
 from rows import keep_row
 
 MODEL, PICTURES = "embedded:sd", "embedded:prior"

@@ -27,9 +27,9 @@ from controlnet_loop import controlnet_steps
 from diffusers_loop import LEARNING_RATE, MAX_GRAD_NORM
 from lightning_aigc.callbacks import RunProgress
 from lightning_aigc.diffusion import DiffusionControlNet
+from lightning_aigc.embedded import resolve
 from lightning_aigc.metrics import canny
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.tiny.embedded import resolve
 from lora_step import Alternate, make_data, summarize
 from rows import keep_row
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from lightning_aigc.tiny import drawing, world
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.embedded import drawing, world
 
 Row = tuple[str, str, Image.Image]
 """File name, caption, picture."""

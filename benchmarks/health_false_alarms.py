@@ -15,8 +15,6 @@ with --kinds.
 
 from __future__ import annotations
 
-import lightning_aigc  # first: it mends torchvision's import
-
 # isort: split
 import argparse
 import collections
@@ -36,12 +34,13 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.embedded import resolve
 from lightning_aigc.precision import FusedBackwardPrecision
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fakes.healthy import KINDS, Kind, fit_healthy
 
-PICTURES = str(Path(lightning_aigc.__file__).parent / "tiny" / "brand")
+PICTURES = str(resolve("embedded:brand"))
 RUNS: list[dict[str, Any]] = [
     {"kind": "lora", "rank": 8, "learning_rate": 1e-4},
     {"kind": "lora", "rank": 16, "learning_rate": 1e-3, "lr_scheduler": "cosine", "lr_warmup_steps": 10},

@@ -24,7 +24,7 @@ import diffusers
 import torch
 from diffusers import StableDiffusionPipeline
 
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 from rows import keep_row
 
 

@@ -43,7 +43,7 @@ from diffusers_loop import LEARNING_RATE, MAX_GRAD_NORM, RANK, SEED_OF_STEPS, di
 from lightning_aigc.callbacks import RunProgress
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 MODEL, PICTURES = "embedded:sd", "embedded:brand"
 

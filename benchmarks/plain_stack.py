@@ -32,7 +32,7 @@ from article_jobs import EMA_DECAY, MAX_GRAD_NORM, SNR_GAMMA, WARMUP_STEPS, Job,
 from article_meter import Meter, Scorer, kept_by_a_step_mib
 from diffusers_loop import SameBatches, TokenizedPictures, collate
 from lightning_aigc.diffusion.pipeline.loading import Components
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 
 class WithPrior(TokenizedPictures):

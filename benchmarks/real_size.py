@@ -19,7 +19,7 @@ import torch
 import yaml
 
 import lightning_aigc  # noqa: F401  before diffusers
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 
 def build_pipeline(folder: Path, dtype: torch.dtype) -> None:
@@ -115,7 +115,8 @@ def make_photos(folder: Path) -> None:
     """Three photo-sized pictures of different shapes, with captions."""
     import random
 
-    from lightning_aigc.tiny.drawing import draw_brand
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tools.embedded.drawing import draw_brand
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)

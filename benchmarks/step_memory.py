@@ -159,7 +159,8 @@ def photos(folder: Path, count: int, pixels: int) -> Path:
     """As many square pictures as all steps take."""
     import random
 
-    from lightning_aigc.tiny.drawing import draw_brand
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tools.embedded.drawing import draw_brand
 
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):

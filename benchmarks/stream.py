@@ -118,7 +118,7 @@ def beside_training(folder: str, entries: int) -> dict[str, Any]:
     """Entries a second that are read, and that the tiny model takes in training steps, in turns."""
     from diffusers import UNet2DConditionModel
 
-    from lightning_aigc.tiny.embedded import resolve
+    from lightning_aigc.embedded import resolve
 
     torch.set_num_threads(1)
     data = EncodedImageData(folder, train_batch_size=BATCH, num_workers=0, pin_memory=False)

@@ -15,7 +15,7 @@ PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_k
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
     {"errors", "atomic_file", "protocols", "_registration", "_torchvision_import"},
-    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "_pytorch_lightning"},
+    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_pytorch_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
     {"accelerators", "precision", "checkpoint", "metrics", "quantization"},
@@ -27,15 +27,13 @@ FLOORS_UPWARDS = [
 ]
 KERNEL_FLOORS_UPWARDS = [
     {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection", "numba_cache"},
-    {"linear_with_lora", "normalization", "ascend"},
+    {"linear_with_lora", "normalization"},
     {"packing", "reference"},
     {"geglu", "keep_largest", "modulated_norm", "qk_norm_rope", "quantize_blocks", "silu_mul", "frozen_conv2d"},
     {"group_norm_silu", "lora_attention", "feed_forward", "packed_weight"},
     {"group_norm_silu_conv2d", "joint_attention", "sparse_attention_backward"},
 ]
 FLOORS = {room: number for number, rooms in enumerate(FLOORS_UPWARDS) for room in rooms}
-# The scripts that make the embedded model may use what they like; nobody but `embedded` is used by others.
-FOR_ALL = {"tiny.embedded"}
 TOP = "lightning_aigc"
 
 
@@ -62,8 +60,6 @@ def wrong_imports(path: Path) -> list[str]:
         if parts[0] != TOP or len(parts) < 2 or parts[1] in (room, "__version__"):
             continue
         there = parts[1]
-        if ".".join(parts[1:3]) in FOR_ALL or room == "tiny":
-            continue
         if there not in FLOORS or room not in FLOORS or FLOORS[there] >= FLOORS[room]:
             wrong.append(f"{here} imports {name}")
     return wrong
@@ -79,7 +75,7 @@ def test_rooms_import_only_from_the_floors_below(path: Path) -> None:
 
 def test_every_room_has_a_floor() -> None:
     rooms = {module_name(path).split(".")[0] for path in FILES}
-    assert rooms - FLOORS.keys() == {"tiny"}
+    assert rooms <= FLOORS.keys()
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "cluster").glob("*.py")), ids=module_name)
@@ -92,6 +88,13 @@ def test_the_cluster_is_described_without_torch(path: Path) -> None:
 def test_kernels_do_not_know_the_lightning_side(path: Path) -> None:
     above = {"lightning_aigc", "lightning", "pytorch_lightning", "diffusers", "transformers", "peft"}
     assert [name for name in imports_of(path) if name.split(".")[0] in above] == []
+
+
+def test_the_packages_do_not_import_what_stays_in_a_checkout() -> None:
+    """tools/, benchmarks/ and tests/ are in no wheel."""
+    outside = {"tools", "benchmarks", "tests", "fakes"}
+    paths = (*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py"))
+    assert [(path, name) for path in paths for name in imports_of(path) if name.split(".")[0] in outside] == []
 
 
 KERNEL_FLOORS = {room: number for number, rooms in enumerate(KERNEL_FLOORS_UPWARDS) for room in rooms}

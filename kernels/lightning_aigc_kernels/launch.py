@@ -15,7 +15,7 @@ class LaunchConfig:
     """Launch sizes of a kernel. Fixed instead of autotuned, so that a run's first step is as fast as its last."""
 
     tile: int
-    """Elements per program at a time, a power of two; on Ascend limited by the unified buffer (`ascend/` checks)."""
+    """Elements per program at a time, a power of two; on Ascend the unified buffer limits it (see tools/ascend)."""
     programs: int
     """Largest number of programs in a grid; kernels loop over more work. Ascend's limit is 65,535."""
     num_warps: int = 4

@@ -1,4 +1,4 @@
-"""The `lightning` command: fit, validate, test and predict from YAML, and verbs of its own such as init and report."""
+"""The `lightning` command: fit, validate, test and predict from YAML, demo, and other verbs such as init and report."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import gc
 import importlib
 import os
 import sys
+from pathlib import Path
 
 from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
 
-TRAINER_VERBS = ("fit", "validate", "test", "predict")
+TRAINER_VERBS = ("fit", "validate", "test", "predict", "demo")
+DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 OWN_VERBS = {
     "init": "look at a folder of pictures and write a config for it: lightning init photos/ -o my.yaml",
     "sample": 'draw a grid of pictures with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
@@ -25,6 +27,7 @@ OWN_VERBS = {
 }
 USAGE = """usage: lightning VERB [options]
 
+  demo       fit with the models and images in this package: offline, minutes on a CPU; results in runs/demo
   fit        train:      lightning fit -c configs/sd_lora.yaml [--model.init_args.rank 32 ...]
   init       {init}
   validate   print val_loss of the held-out pictures, with the run's newest snapshot; test does the same
@@ -37,7 +40,7 @@ USAGE = """usage: lightning VERB [options]
   plan       {plan}
   import-deepspeed   {import-deepspeed}
 
-lightning VERB --help shows a verb's options; fit takes -c several times, --print_config and --dry_run.
+lightning VERB --help shows a verb's options; fit and demo take -c several times, --print_config and --dry_run.
 """.format(**OWN_VERBS)
 
 
@@ -52,10 +55,16 @@ def main(argv: list[str] | None = None) -> None:
     if verb in TRAINER_VERBS:
         from lightning_aigc.cli.trainer_verbs import run_trainer_verb
 
-        raise SystemExit(run_trainer_verb(arguments))
+        raise SystemExit(run_trainer_verb(_demo_as_fit(arguments) if verb == "demo" else arguments))
     if verb in OWN_VERBS:
         raise SystemExit(_run_own_verb(verb, arguments[arguments.index(verb) + 1 :]))
     raise SystemExit(_hand_to_lightning_sdk(verb))
+
+
+def _demo_as_fit(arguments: list[str]) -> list[str]:
+    """The command line of `fit` for one of `demo`: its config, then all other arguments."""
+    position = arguments.index("demo")
+    return ["fit", "-c", str(DEMO_CONFIG), *arguments[:position], *arguments[position + 1 :]]
 
 
 def _run_own_verb(verb: str, arguments: list[str]) -> int:

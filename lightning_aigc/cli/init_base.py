@@ -16,8 +16,8 @@ from lightning_aigc.diffusion.pipeline.loading import (
     check_source,
     family_of_checkpoint,
 )
+from lightning_aigc.embedded import PREFIX, resolve
 from lightning_aigc.errors import ConfigError, ModelError
-from lightning_aigc.tiny.embedded import PREFIX, resolve
 
 SHORT: dict[str, Family] = {family.short_name or family.name: family for family in FAMILIES.values()}
 """Families by the names that `--base` takes for their default bases."""

@@ -135,7 +135,7 @@ def _with_local_model(block: dict[str, Any]) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    from lightning_aigc.tiny.embedded import resolve
+    from lightning_aigc.embedded import resolve
 
     init_args = block.get("init_args") or {}
     source = init_args.get("pretrained_model_name_or_path")

@@ -1,4 +1,4 @@
-"""The verbs fit, validate, test and predict: run AIGCCLI and report each error in one line."""
+"""The verbs fit (demo too), validate, test and predict: run AIGCCLI and report each error in one line."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_aigc.data.buckets import BucketSettings
 from lightning_aigc.data.choices import MissingCaptions
 from lightning_aigc.data.materialize import folder_from_dataset, folder_from_shards
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 
 @dataclass(frozen=True)

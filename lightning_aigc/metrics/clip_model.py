@@ -152,7 +152,7 @@ def _margin(length: int, wanted: int) -> int:
 
 def _locate(open_clip: Any, name: str, pretrained: str | None) -> tuple[str, Path | None]:
     """The name to ask open_clip for, and the weights file to load over it, if any."""
-    from lightning_aigc.tiny.embedded import PREFIX, resolve
+    from lightning_aigc.embedded import PREFIX, resolve
 
     weights_file = Path(pretrained).expanduser() if pretrained is not None else None
     if weights_file is not None and not weights_file.is_file():

@@ -43,7 +43,7 @@ def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
     file, base = Path(lora.file), lora.base_model or "PATH_OR_HUB_ID_OF_THE_BASE_MODEL"
     loads, embedded = quoted(base), ""
     if base.startswith(EMBEDDED):
-        embedded = "from lightning_aigc.tiny.embedded import resolve\n"
+        embedded = "from lightning_aigc.embedded import resolve\n"
         loads = f"resolve({quoted(base)})"
     loader = "from_single_file" if base.endswith((".safetensors", ".ckpt")) else "from_pretrained"
     pipeline = "DiffusionPipeline" if loader == "from_pretrained" else "StableDiffusionPipeline"

@@ -27,9 +27,9 @@ from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow
 from lightning_aigc.report.paired_scores import Check
-from lightning_aigc.tiny.embedded import resolve
 
 BRAND = resolve("embedded:brand")
 PROMPTS = ["a zorp mug", "a zorp bottle"]

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_aigc.callbacks import ControlGuard, EdgeReport, GradientHealthMonitor, RunReport
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import ControlNetTraining
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

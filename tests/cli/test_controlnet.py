@@ -20,7 +20,7 @@ from torch import nn
 
 from fakes.pipelines import SIDE, make_sd3_pipeline
 from lightning_aigc.diffusion import ControlNetTraining
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 Command = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders

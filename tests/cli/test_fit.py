@@ -40,7 +40,7 @@ def quick(quick_config: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-def test_the_demo_config_leaves_lora_pictures_summary_and_report(
+def test_the_demo_leaves_lora_pictures_summary_and_report(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run, pictures = tmp_path / "run", tmp_path_factory.mktemp("pictures")
@@ -52,7 +52,7 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(
         callback["init_args"] |= few.get(callback["class_path"], {})
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
     words = [
-        *("fit", "-c", DEMO, "-c", tmp_path / "few.yaml", "--trainer.max_steps=3"),
+        *("demo", "-c", tmp_path / "few.yaml", "--trainer.max_steps=3"),
         *(f"--trainer.default_root_dir={run}", *quick, f"--data.init_args.cache_dir={tmp_path / 'cache'}"),
         f"--data.init_args.train_data_dir={few_of('embedded:brand', 48, pictures / 'brand')}",
         f"--data.init_args.class_data_dir={few_of('embedded:prior', 24, pictures / 'prior')}",
@@ -85,6 +85,24 @@ def test_the_demo_config_leaves_lora_pictures_summary_and_report(
         assert word in done.out
     assert "it/s" in done.err or "step/s" in done.err
     assert "loss=" in done.err and "clip_t=" in done.err
+
+
+def test_the_demo_is_a_fit_of_its_config_in_the_current_folder(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = command("demo", "--trainer.max_steps", "5", "--print_config")
+    assert said.code == 0, said.err
+    assert said.out == command("fit", "-c", DEMO, "--trainer.max_steps", "5", "--print_config").out
+    config = yaml.safe_load(said.out)
+    assert config["trainer"]["max_steps"] == 5
+    assert config["trainer"]["default_root_dir"] == "runs/demo"
+    assert config["data"]["init_args"]["cache_dir"] == "runs/demo/cache"
+
+
+def test_a_mistake_in_the_demos_arguments_is_one_line(command: Command) -> None:
+    said = command("demo", "--model.init_args.rnak", "4")
+    assert said.code == 2 and len(said.errors) == 1 and "rnak" in said.errors[0]
 
 
 def test_a_dry_run_reports_and_writes_nothing(command: Command, quick: Path, tmp_path: Path) -> None:

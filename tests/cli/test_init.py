@@ -18,7 +18,7 @@ from lightning_aigc.cli.init_cards import CARDS, CONFIGS, MEMORY, TRANSFORMER_CO
 from lightning_aigc.cli.init_config import SHIPPED, Choice, read_shipped, render
 from lightning_aigc.cli.init_folder import is_rare, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.diffusion.families import U_NETS
-from lightning_aigc.tiny.drawing import draw_brand
+from tools.embedded.drawing import draw_brand
 
 Command = Callable[..., Any]
 SHAPES = [(800, 600), (600, 800), (640, 640)]

@@ -20,7 +20,7 @@ from lightning_aigc.cli.init_base import SHORT, find_base
 from lightning_aigc.cli.init_cards import CARD_GIB, CARDS, Card, find_card, values_for
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ConfigError, ModelError
-from lightning_aigc.tiny.drawing import draw_brand
+from tools.embedded.drawing import draw_brand
 
 Command = Callable[..., Any]
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "step_shapes.jsonl"

@@ -18,7 +18,7 @@ from lightning_aigc.data.advice.faces import face_cells, share_kept
 from lightning_aigc.data.advice.material import Material
 from lightning_aigc.data.buckets import place_in
 from lightning_aigc.data.crop import Sample
-from lightning_aigc.tiny import drawing, world
+from tools.embedded import drawing, world
 
 PROMPTS = ["a zorp umbrella", "a zorp mug"]
 

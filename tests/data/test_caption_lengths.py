@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lightning_aigc.data.caption_lengths import is_long, note_on_lengths
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 
 @pytest.mark.parametrize(

@@ -190,14 +190,3 @@ def test_a_dataset_that_cannot_be_loaded_is_an_error_naming_it(make, datasets, m
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(DataError, match=r"'someone/photos'.*cannot be loaded.*offline.*local copy"):
         make(train_data_dir=None, dataset_name="someone/photos").setup("fit")
-
-
-def test_embedded_names_resolve_beside_their_module(tmp_path, monkeypatch):
-    from lightning_aigc.tiny import embedded
-
-    (tmp_path / "brand").mkdir()
-    monkeypatch.setattr(embedded, "_HERE", tmp_path)
-    assert embedded.resolve("embedded:brand") == tmp_path / "brand"
-    assert embedded.resolve("photos").name == "photos"
-    with pytest.raises(DataError, match="'embedded:sd' is not embedded in this package; embedded are: brand"):
-        embedded.resolve("embedded:sd")

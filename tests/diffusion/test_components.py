@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_aigc.diffusion.pipeline.loading import KEY, load_components
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError, UserError
-from lightning_aigc.tiny.embedded import resolve
 
 PARTS = ["unet", "vae", "text_encoder", "tokenizer", "scheduler"]
 

@@ -18,8 +18,8 @@ from fakes.seeded_fits import fit
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.diffusion.controlnet import conditions
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
 

@@ -28,8 +28,8 @@ from fakes.pipelines import SIDE, make_batch
 from fakes.seeded_fits import cloned, fit, same
 from lightning_aigc.data import EncodedImageData
 from lightning_aigc.diffusion import ControlNetTraining
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
 

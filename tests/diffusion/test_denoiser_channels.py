@@ -26,8 +26,8 @@ from lightning_aigc.diffusion import (
 )
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
 from lightning_aigc.diffusion.pipeline.channels import FIRST_LAYER, LAST_LAYER, LATENTS_LAYER, check_channels
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 PUBLISHED = {
     "sd": ({"in_channels": 4, "out_channels": 4}, {"latent_channels": 4}),

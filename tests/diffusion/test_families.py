@@ -515,7 +515,7 @@ def test_targets_that_match_nothing_name_those_that_do(folder: str) -> None:
 def test_a_picture_size_that_does_not_fit_is_one_sentence(folder: str) -> None:
     module, batch = make_module(folder), make_batch()
     batch["pixel_values"] = torch.zeros(2, 3, SIDE + 2, SIDE + 2)
-    with pytest.raises(ModelError, match=r"pictures of 34 x 34 pixels do not divide .*resolution to a multiple of 4$"):
+    with pytest.raises(ModelError, match=r"images of 34 x 34 pixels do not divide .*resolution to a multiple of 4$"):
         example_losses(module, batch)
 
 

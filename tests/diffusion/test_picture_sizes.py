@@ -22,8 +22,8 @@ from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
 from lightning_aigc.diffusion.pipeline.loading import load_components
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers and loggers
 

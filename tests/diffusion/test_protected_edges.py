@@ -84,6 +84,7 @@ def with_attention_in_its_first_block(module: ControlNetTraining) -> ControlNetM
         block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), layers_per_block=1,
         attention_head_dim=2, norm_num_groups=4, cross_attention_dim=16, conditioning_embedding_out_channels=(4, 8),
     )  # fmt: skip
+    module.method.network = module.controlnet
     return module.controlnet
 
 

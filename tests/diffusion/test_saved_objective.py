@@ -35,7 +35,7 @@ from lightning_aigc.diffusion.lora.file import convert, read_lora
 from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
 from lightning_aigc.diffusion.samplers.lora import base_of_run
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "epsilon": {"prediction_type": "epsilon"},

@@ -25,8 +25,8 @@ from lightning_aigc.diffusion import StableDiffusionFineTuning
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
 from lightning_aigc.diffusion.training.optimizer_in_backward import round_stochastically_
 from lightning_aigc.diffusion.training.trained_parts import covers
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = [
     pytest.mark.usefixtures("without_report_page"),

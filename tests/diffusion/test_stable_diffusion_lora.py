@@ -26,8 +26,8 @@ from lightning_aigc.cli.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline import encoders
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import DataError, ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = [
     pytest.mark.usefixtures("without_report_page"),

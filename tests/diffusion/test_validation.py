@@ -20,8 +20,8 @@ from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import DataError, ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 
 def few_of(name: str, count: int, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What `lightning_aigc_kernels.ascend` does with torch alone: it imports, and says what is missing."""
+"""`tools.ascend` with torch alone: it imports, and its errors name the missing tools."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from lightning_aigc_kernels.ascend import AscendToolchainError, CPUExecutionError, UBOverflow, chip, toolchain
-from lightning_aigc_kernels.ascend.__main__ import main
-from lightning_aigc_kernels.ascend.cpu_execution import _entry
-from lightning_aigc_kernels.ascend.hivm import planned_bytes, scalar_loops
-from lightning_aigc_kernels.ascend.lower import notes_of, overflow_in, reason_of
+from tools.ascend import AscendToolchainError, CPUExecutionError, UBOverflow, chip, toolchain
+from tools.ascend.__main__ import main
+from tools.ascend.cpu_execution import _entry
+from tools.ascend.hivm import planned_bytes, scalar_loops
+from tools.ascend.lower import notes_of, overflow_in, reason_of
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -37,7 +37,7 @@ def test_a_missing_or_wrong_toolchain_is_named_with_the_way_out(
     assert message in capsys.readouterr().err
 
 
-def test_a_whole_toolchain_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_toolchain_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, triton_ascend="3.2.0", ascendnpu_ir="1.2.0", pybind11="3")
     toolchain.require_toolchain()
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lightning_aigc.embedded import resolve
 from lightning_aigc.metrics import EdgeFidelity, canny, edge_magnitude
-from lightning_aigc.tiny.embedded import resolve
 
 
 def pictures(count: int = 16) -> Tensor:

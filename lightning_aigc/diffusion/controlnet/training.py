@@ -247,8 +247,15 @@ class DiffusionControlNet(DiffusionTraining):
         self._shown: Tensor | None = None
 
     def configure_model(self) -> None:
+        if self.components is not None:
+            return
         super().configure_model()
         self.protected_gradients = self.method.protected
+        if self.protected_gradients:
+            rank_zero_info(
+                f"protect_edges: {', '.join(self.protected_gradients)} stay dense and in full precision in"
+                " input_grad_density, attention_grad_density, float16 backward, npu_sparse and base_quantization"
+            )
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -270,11 +277,6 @@ class DiffusionControlNet(DiffusionTraining):
             raise ModelError(
                 "model.init_args.conditions: folder needs data.init_args.conditioning_data_dir, or conditioning_image"
                 " in metadata.jsonl"
-            )
-        if self.protected_gradients:
-            rank_zero_info(
-                f"protect_edges: {', '.join(self.protected_gradients)} stay dense and in full precision in"
-                " input_grad_density, attention_grad_density, float16 backward, npu_sparse and base_quantization"
             )
 
     # Conditions ------------------------------------------------------------------------------------------------------

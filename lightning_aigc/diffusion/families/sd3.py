@@ -17,9 +17,9 @@ from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.families.family import Components, StepMemory
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 from lightning_aigc.precision.equal_tokens import run_equal_tokens_once
-from lightning_aigc.tiny.embedded import resolve
 
 T5_TOKENS = 256
 """T5 tokens in the pipeline; zeros where there is no T5."""

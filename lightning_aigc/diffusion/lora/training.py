@@ -22,8 +22,8 @@ from lightning_aigc.diffusion.setting_checks import check_at_least_one, check_po
 from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.diffusion.training.settings import TrainingSettings
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 
 @dataclass

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 from transformers import AutoTokenizer
 
 from lightning_aigc.diffusion.families import FAMILIES
-from lightning_aigc.tiny.embedded import resolve
+from lightning_aigc.embedded import resolve
 
 
 def count_tokens(source: str, revision: str | None, captions: Sequence[str]) -> tuple[list[int], int] | None:

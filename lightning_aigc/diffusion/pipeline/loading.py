@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.pipeline.channels import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.tiny.embedded import resolve
 
 PIPELINES: dict[str, Family] = {family.pipeline: family for family in FAMILIES.values()}
 """Families by diffusers' name of their pipeline."""

@@ -13,7 +13,7 @@ from lightning_aigc.callbacks.fine_tune.copies import copy_ratios
 from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_all, summary
 from lightning_aigc.callbacks.fine_tune.ranks import effective_rank, effective_ranks, singular_values
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.tiny import drawing, world
+from tools.embedded import drawing, world
 
 
 def pictures(clip_t: float, clip_i: float, colour: float = 0.5, count: int = 6) -> Pictures:

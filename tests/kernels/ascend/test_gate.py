@@ -9,7 +9,9 @@ import pytest
 import triton
 import triton.language as tl
 
-from lightning_aigc_kernels.ascend import (
+from lightning_aigc_kernels.group_norm_silu.kernel import KERNELS
+from lightning_aigc_kernels.launch import KernelCase
+from tools.ascend import (
     GATE_TARGETS,
     AscendLowerError,
     Lowered,
@@ -19,10 +21,8 @@ from lightning_aigc_kernels.ascend import (
     kernel_cases,
     lower,
 )
-from lightning_aigc_kernels.ascend.__main__ import main
-from lightning_aigc_kernels.ascend.gate import OPS
-from lightning_aigc_kernels.group_norm_silu.kernel import KERNELS
-from lightning_aigc_kernels.launch import KernelCase
+from tools.ascend.__main__ import main
+from tools.ascend.gate import OPS
 
 CASES = list(kernel_cases())
 
@@ -117,7 +117,7 @@ def test_a_crowded_buffer_is_reported() -> None:
 
 
 def test_the_memory_plan_and_the_hivm_text_tell_the_same_peak() -> None:
-    from lightning_aigc_kernels.ascend.hivm import planned_bytes
+    from tools.ascend.hivm import planned_bytes
 
     lowered = small("Ascend910B1")
     assert lowered.ub_peak_bytes == planned_bytes(lowered.hivm) == 10_240
@@ -149,6 +149,6 @@ def test_the_command_prints_a_row_a_kernel_and_fails_with_the_gate(
     assert main(arguments) == 0
     *rows, verdict = capsys.readouterr().out.splitlines()
     assert verdict == "all pass" and len(rows) == 4 and all(row.endswith("ok") for row in rows[1:])
-    monkeypatch.setattr("lightning_aigc_kernels.ascend.gate.UB_SHARE_LIMIT", 0.01)
+    monkeypatch.setattr("tools.ascend.gate.UB_SHARE_LIMIT", 0.01)
     assert main(arguments) == 1
     assert "3 failed" in capsys.readouterr().out

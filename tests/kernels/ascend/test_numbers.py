@@ -21,14 +21,14 @@ from fakes.accuracy import (
     silu_mul_and_gradients,
 )
 from fakes.hard_blocks import bits_of, hard_blocks
-from lightning_aigc_kernels.ascend import CPUExecutionError, kernel_cases, lower
-from lightning_aigc_kernels.ascend.cpu_execution import CPUKernel
-from lightning_aigc_kernels.ascend.gate import OPS
 from lightning_aigc_kernels.launch import KernelCase
 from lightning_aigc_kernels.packed_weight import Format
 from lightning_aigc_kernels.packed_weight import reference as weight_reference
 from lightning_aigc_kernels.packed_weight.reference import BLOCK
 from lightning_aigc_kernels.quantize_blocks import packed_bytes, reference
+from tools.ascend import CPUExecutionError, kernel_cases, lower
+from tools.ascend.cpu_execution import CPUKernel
+from tools.ascend.gate import OPS
 
 EPS = 1e-5
 # Here a tile's numbers are added one after the other, where torch and a vector core add in a tree: the worst float32
@@ -120,7 +120,7 @@ def test_group_norm_silu(case: KernelCase, target: str) -> None:
         kept = dx.view(samples * groups, -1)
         assert ((kept != 0).sum(1) >= keep).all() and ((kept != 0).sum(1) < keep * 1.1).all()  # the rest are ties
         dense = torch.where(dx != 0, truth[1], 0)
-        # What was dropped is no larger than what was kept, up to one rounding.
+        # Dropped values are no larger than kept ones, up to one rounding.
         dropped = torch.where(dx == 0, truth[1], 0).view_as(kept).abs().amax(1)
         smallest = torch.where(kept != 0, kept.abs().double(), math.inf).amin(1)
         assert (dropped <= smallest * (1 + 4 * torch.finfo(dtype).eps)).all()

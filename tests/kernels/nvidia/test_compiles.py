@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_aigc_kernels.ascend.gate import OPS
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig
+from tools.ascend.gate import OPS
 
 CASES = [
     (op, case) for op in OPS for case in importlib.import_module(f"lightning_aigc_kernels.{op}.kernel").cases("cuda")
