@@ -26,7 +26,7 @@ EDGE_PATH = (
 )
 """The modules that read the condition and those that write the residuals. In the first tens of steps the first one's
 gradient is some hundred times fainter than the zero convolutions', so whatever keeps the largest entries keeps little
-of it (benchmarks/edge_gradients.py)."""
+of it (benchmarks/studies/edge_gradients.py)."""
 HINT_CHANNELS = (16, 32, 96, 256)
 """Widths of the hint embedding, as in the paper; each after the first halves the condition."""
 PREFIX = "control_model."

@@ -1,0 +1,147 @@
+"""What both sides of article_table.py are measured by: a clock that stops for scoring, bytes, memory, and CLIP-T."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.common.kept_memory import kept_mib
+from lightning_aigc.diffusion.components import Components
+from lightning_aigc.diffusion.sampling import TimeLimit, generate
+from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.rng import isolate_rng
+
+PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]  # things that no picture of the brand shows
+INFERENCE_STEPS, GUIDANCE = 8, 3.0
+MIB = 2**20
+
+
+class Meter:
+    """Seconds, bytes that left through a network interface, and the peak of resident memory, while it runs."""
+
+    def __init__(self, interface: str) -> None:
+        self.interface = interface
+        self.seconds = 0.0
+        self.sent_bytes = 0
+        self.start_s = 0.0
+        """What came before the first step: models, caches, the guard's first check."""
+        self.peak_rss_mib = self.first_rss_mib = 0.0
+        self._start_s, self._start_bytes = math.nan, 0
+
+    def resume(self) -> None:
+        """Let all ranks meet, and go on measuring."""
+        ctypes.CDLL(None).malloc_trim(0)  # else what scoring freed still counts as resident
+        Path("/proc/self/clear_refs").write_text("5")  # begins a new peak of the resident memory
+        dist.barrier()
+        if not self.first_rss_mib:
+            self.first_rss_mib = resident_mib("VmRSS")
+        self._start_s, self._start_bytes = time.perf_counter(), sent_bytes(self.interface)
+
+    def note_start(self) -> None:
+        """Call it before the first step."""
+        self.start_s = self.start_s or time.perf_counter() - self._start_s
+
+    def pause(self) -> None:
+        self.seconds += time.perf_counter() - self._start_s
+        self.sent_bytes += sent_bytes(self.interface) - self._start_bytes
+        self.peak_rss_mib = max(self.peak_rss_mib, resident_mib("VmHWM"))
+
+
+def sent_bytes(interface: str) -> int:
+    """Bytes that the kernel has sent through an interface of this network namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise SystemExit(f"there is no interface {interface} in this network namespace")
+
+
+def resident_mib(field: str) -> float:
+    """VmRSS, what is resident, or VmHWM, its peak."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024 / MIB
+
+
+class Scorer:
+    """Scores the same pictures of the same seeds on both sides, each rank a half, while the meter stands still.
+
+    Args: each: pictures a prompt. every: optimizer steps between two scores; they fall between two snapshots.
+    """
+
+    def __init__(self, meter: Meter, each: int, every: int, steps: int) -> None:
+        self.meter, self.every, self.steps = meter, every, steps
+        self.pairs = [(prompt, 5000 + seed) for prompt in PROMPTS for seed in range(each)]
+        self.checks: list[dict[str, float]] = []
+        self.scoring_s = 0.0
+        self.judge = CLIPSimilarity("embedded:clip")
+        self.judge.check()
+
+    def is_due(self, step: int) -> bool:
+        return step == self.steps or step % self.every == self.every // 2
+
+    def score(self, step: int, parts: Components, schedule_config: Any, averaged: Any) -> None:
+        """Draw with the averaged weights and note the mean CLIP-T with its standard error. Collective."""
+        self.meter.pause()
+        start = time.perf_counter()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        share = self.pairs[rank::world]
+        prompts = [prompt for prompt, _ in share]
+        settings: dict[str, Any] = {"num_inference_steps": INFERENCE_STEPS, "guidance_scale": GUIDANCE}
+        settings |= {"device": torch.device("cpu"), "time_limit": TimeLimit(math.inf), "batch_size": 24}
+        with isolate_rng(torch.device("cpu")), evaluating(parts.denoiser), averaged(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a diverged run's pictures are black
+            pictures = generate(parts, schedule_config, prompts, [seed for _, seed in share], **settings)
+            scores = self.judge.scores(pictures.nan_to_num(0.0), prompts)["clip_t"]
+        every_score = torch.zeros(len(self.pairs))
+        every_score[rank::world] = scores
+        dist.all_reduce(every_score)
+        noise = float(every_score.std()) / math.sqrt(len(self.pairs))
+        seconds = float(largest(self.meter.seconds))
+        self.checks.append(
+            {"step": step, "s": round(seconds, 2), "clip_t": round(float(every_score.mean()), 4), "se": round(noise, 4)}
+        )
+        self.scoring_s += time.perf_counter() - start
+        self.meter.resume()
+
+
+def largest(number: float) -> float:
+    """The largest of the ranks' numbers. Collective."""
+    value = torch.tensor([number], dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def kept_by_a_step_mib(unet: nn.Module, batch: int, tokens: int) -> float:
+    """MiB that the U-Net's forward pass of one batch keeps for backward."""
+    config: Any = unet.config
+    side = int(config.sample_size)
+    given = {
+        "sample": torch.randn(batch, config.in_channels, side, side),
+        "timestep": torch.randint(1000, (batch,)),
+        "encoder_hidden_states": torch.randn(batch, tokens, config.cross_attention_dim),
+    }
+    unet.train()
+    return float(kept_mib(unet, given))
+
+
+def measured(meter: Meter, scorer: Scorer, steps: int) -> dict[str, Any]:
+    """A run's figures, the larger of the ranks'. Collective; the meter is paused."""
+    return {
+        "steps": steps,
+        "start_s": round(largest(meter.start_s), 2),
+        "total_s": round(largest(meter.seconds), 2),
+        "scoring_s": round(largest(scorer.scoring_s), 2),
+        "sent_bytes_per_step": round(largest(meter.sent_bytes / max(1, steps))),
+        "rss_before_mib": round(largest(meter.first_rss_mib), 1),
+        "peak_rss_mib": round(largest(meter.peak_rss_mib), 1),
+        "checks": scorer.checks,
+    }
