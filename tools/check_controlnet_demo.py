@@ -2,7 +2,7 @@
 
     python -m tools.check_controlnet_demo runs/demo_controlnet --output benchmarks/results/controlnet/demo.jsonl
 
-keeps the figures as a row.
+The second command keeps the figures as a row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT = (
 
 
 def failures(summary: dict[str, Any]) -> list[str]:
-    """What the run missed, as sentences; empty when it passed."""
+    """One sentence per missed bar; empty if the run passed."""
     found = []
     if not summary["edge_f1_normalised"] >= NORMALISED_MUST_REACH:
         found.append(f"normalised edge F1 is {summary['edge_f1_normalised']}, wanted {NORMALISED_MUST_REACH}")

@@ -11,7 +11,7 @@ OTHER_PROMPTS_MUST_KEEP = 0.9  # of their score before
 
 
 def failures(summary: dict[str, object]) -> list[str]:
-    """What the run missed, as sentences; empty when it passed."""
+    """One sentence per missed bar; empty if the run passed."""
     found = []
     rise = float(summary["clip_t_after"]) - float(summary["clip_t_before"])  # type: ignore[arg-type]
     if rise < CLIP_T_MUST_RISE_BY:

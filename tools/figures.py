@@ -1,6 +1,6 @@
 """Draw the figures of docs/ from the rows in benchmarks/results: `python -m tools.figures`.
 
-Each picture holds the checksum of the rows that it shows, so that a test knows when one is out of date.
+Each image contains a checksum of its rows, so that a test can tell when it is out of date.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def rows_of(name: str, **wanted: Any) -> list[Row]:
 
 
 def memory_rows() -> list[Row]:
-    """Runs that timed all five variants side by side: SD 1.5 at 512 px, and half its width at 256 px."""
+    """Rows of runs that timed all five variants: SD 1.5 at 512 px, and half its width at 256 px."""
     runs: list[list[Row]] = []
     for row in rows_of("precision/unet_step", model="sd15"):
-        if row["variant"] == "native":  # a run begins with it
+        if row["variant"] == "native":  # the first row of a run
             runs.append([])
         runs[-1].append(row)
     return [row for run in runs if {row["variant"] for row in run} == set(LEVELS) for row in run if row["rounds"]]
@@ -183,13 +183,13 @@ def draw(name: str, folder: Path) -> Path:
 
 
 def is_current(name: str, folder: Path = IMAGES) -> bool:
-    """Whether the picture in `folder` shows the rows as they are now."""
+    """Whether the image in `folder` shows the current rows."""
     with Image.open(folder / f"{name}.png") as picture:
         return picture.info.get(CHECKSUM) == checksum(FIGURES[name][1]())
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=IMAGES, help="the folder for the pictures")
+    parser.add_argument("--output", type=Path, default=IMAGES, help="the folder for the images")
     for figure_name in FIGURES:
         print(draw(figure_name, parser.parse_args().output))

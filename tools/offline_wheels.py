@@ -2,8 +2,8 @@
 
     python -m tools.offline_wheels --installed installed.txt --output build/wheels [--python 3.12]
 
-On that machine, write `python3 -m pip list --format=freeze > installed.txt`; any version counts, and a plain list of
-names works too. Packages that the project needs and the list lacks are downloaded here with their requirements;
+On that machine, write `python3 -m pip list --format=freeze > installed.txt`; versions are ignored, so a plain list
+of names works too. Packages that the project needs and the list lacks are downloaded here with their requirements;
 installed packages, torch above all, are not fetched. Versions are those of constraints.txt. On that machine:
 
     python3 -m pip install --no-index --no-deps --target site build/wheels/*.whl && export PYTHONPATH=site
@@ -80,7 +80,9 @@ def download(requirement: Requirement, pins: dict[str, str], python: str, output
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--installed", type=Path, required=True, help="what the other machine has: pip list or names")
+    parser.add_argument(
+        "--installed", type=Path, required=True, help="packages of the other machine: `pip list` output, or names"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "wheels")
     parser.add_argument("--python", default="3.12", help="the other machine's Python")
     parser.add_argument("--limit_mib", type=float, default=DEFAULT_LIMIT_MIB)

@@ -1,11 +1,11 @@
-"""Kill `lightning fit` at random moments with SIGKILL, resume it, and compare its final state, byte for byte.
+"""Kill `lightning fit` at random moments with SIGKILL, resume it, and compare its final state byte by byte.
 
 The tiny embedded model, a LoRA with EMA, accumulation 4, sample sheets, a scored report and a guard. Each chain of runs
 is killed and resumed until a run finishes; its files, weights, optimizer and EMA are then compared with those of a run
 that was never killed, and one more `--resume` must change nothing. One third of the kills come at a random moment, one
 third during a snapshot write, and one third in a phase after the last step: sampling, scoring, sheet, LoRA, report, or
-the end of the manifest. Most runs are forked from a process with all imports done and call the command line's `main`;
-some start the real command.
+the end of the manifest. Most runs are forked from a process that has imported everything, and call the command line's
+`main`; some start the real command.
 
     python -m benchmarks.checkpoint.kill_and_resume [--kills 50] [--ranks 1] [--precision bf16-mixed 16-mixed]
         [--base nf4 | --sharded zero_3] [--output FILE]
@@ -46,7 +46,7 @@ def is_writing(root: Path) -> bool:
 def measure(
     config: Path, folder: Path, kills: int, ranks: int, steps: int, chance: random.Random, phases: Sequence[str]
 ) -> dict[str, Any]:
-    """Kill and resume until there were so many kills and the last chain is at its end."""
+    """Kill and resume until `kills` kills were made and the last chain has finished."""
     whole = folder / "whole"
     for _ in range(2):  # the first fills the caches
         shutil.rmtree(whole, ignore_errors=True)
@@ -86,7 +86,7 @@ def kill_once(
     chance: random.Random,
     phases: Sequence[str],
 ) -> bool:
-    """Start or resume a run and kill it; False where it got to its end first."""
+    """Start or resume a run and kill it. Returns: False if it finished first."""
     before = newest(root)
     real = counts["starts"] % 15 == 7
     counts["starts"] += 1
@@ -113,7 +113,7 @@ def kill_once(
     caught, is_ending = is_writing(root), any(line.startswith(ENDING) for line in told(run.phases))
     one = ranks > 1 and chance.random() < 0.5
     run.kill([chance.choice(run.pids)] if one else run.pids)
-    run.end(30 if one else 10)  # of one rank: the others are left to find out, and to end
+    run.end(30 if one else 10)  # one rank only: the others must notice and end
     counts["kills"] += 1
     counts["kills_while_writing"] += caught
     counts["kills_after_the_last_step"] += is_ending
@@ -128,9 +128,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--precision", nargs="+", default=["bf16-mixed", "16-mixed"])
-    parser.add_argument(
-        "--sharded", choices=("zero_1", "zero_2", "zero_3"), help="train the whole model, on 2 ranks or more"
-    )
+    parser.add_argument("--sharded", choices=("zero_1", "zero_2", "zero_3"), help="full fine-tuning on 2 ranks or more")
     parser.add_argument("--base", help="base_quantization, such as nf4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--throughput", action="store_true")

@@ -29,9 +29,9 @@ def write_config(
     folder: Path, steps: int, precision: str, ranks: int, every: int, *, pictures: bool = False,
     base: str | None = None, sharded: str | None = None,
 ) -> Path:  # fmt: skip
-    """The demo with few steps, a snapshot after every `every` and the base packed as `base`; few pictures, or none.
+    """Write the demo's config with few steps and images, a snapshot every `every` steps, and the base in format `base`.
 
-    Args: sharded: zero_1, zero_2 or zero_3 trains the whole model under it.
+    Args: sharded: zero_1, zero_2 or zero_3 for full fine-tuning under that strategy.
     """
     config: dict[str, Any] = yaml.safe_load((WHOLE_DEMO if sharded else DEMO).read_text(encoding="utf-8"))
     report: dict[str, Any] = {"clip_model": None, "prompts": []}
@@ -59,7 +59,7 @@ def write_config(
     if not sharded:
         lora = {"rank": 4, "lora_targets": ["attention"], "lora_dropout": 0.1, "base_quantization": base}
         config["model"]["init_args"] |= lora
-    # The class pictures stay out: an epoch is then so short that kills come at its ends too.
+    # Without class images an epoch is so short that kills also hit its end.
     config["data"]["init_args"] |= {
         "train_batch_size": 4, "random_flip": True, "class_data_dir": None, "cache_dir": str(folder / "cache"),
         "num_workers": 0,
@@ -70,7 +70,7 @@ def write_config(
 
 
 class Run:
-    """One `lightning fit --resume`, one process a rank."""
+    """One `lightning fit --resume`, one process per rank."""
 
     def __init__(self, config: Path, root: Path, ranks: int, *, real: bool = False, resumes: bool = True) -> None:
         words = ["fit", "-c", str(config), "--trainer.default_root_dir", str(root), *(["--resume"] if resumes else [])]
@@ -128,7 +128,7 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self, timeout_s: float) -> bool:
-        """Wait; whether all ranks ended by themselves and well."""
+        """Wait for the ranks. Returns: True if all of them ended with exit code 0."""
         deadline = time.monotonic() + timeout_s
         while not self.is_over() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -138,7 +138,7 @@ class Run:
             while not self.is_over():
                 time.sleep(0.01)
         self.log.close()
-        self._meeting = meeting_point()  # the store of before goes
+        self._meeting = meeting_point()  # drop the previous store
         return ended and not any(self.codes.values())
 
 

@@ -8,14 +8,13 @@ average, and AdamW's two moments and step. The baselines are `TorchCheckpointIO`
 and plain `torch.save`; neither is durable, while a snapshot is fsynced. All alternate in one run. "blocked" is the time
 that training waits, in `save`, and in `finish_copy` before the optimizer step; "late" defers all tensors. "work" is
 the share of a training's work (0.3 s of matrix products) that is done while a snapshot is being written, and while
-another process, dd, writes as much. Host memory is the peak resident set above the level before the first save.
+another process, dd, writes the same amount. Host memory is the peak resident set above the level before the first save.
 
 The second row measures the callback: a Trainer with these weights, AdamW and an average, `ExactSnapshot` at each step,
 and `trainer.save_checkpoint` of the same state before it. A step's forward works for 0.3 s. Size is that of a
 snapshot's folder over the bytes of weights, average and optimizer state.
 
-Prints tables and JSON rows, which it appends to
-benchmarks/results/checkpoint/snapshot_cost.jsonl. Medians after warm-up, with the least and the most.
+Prints tables and JSON rows and appends the rows to its file. Medians after warm-up, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ BARS = {"blocked_late_ratio": 0.05, "callback_ratio": 0.05, "host_copies": 1.1, 
 
 
 def shapes() -> list[tuple[int, int]]:
-    """Of both matrices of q, k, v and out of self- and cross-attention."""
+    """Shapes of both LoRA matrices of q, k, v and out in self- and cross-attention."""
     found = []
     for channels, count in BLOCKS:
         inputs = [*[channels] * 4, channels, TEXT, TEXT, channels]
@@ -86,7 +85,7 @@ def wait_for(device: str) -> None:
 
 
 def train_for(seconds: float, device: str) -> float:
-    """Products of matrices a second: what is left of the machine while a snapshot is written."""
+    """Matrix products per second: the compute that a snapshot write leaves free."""
     left = torch.randn(256, 256, device=device)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
@@ -120,7 +119,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     store.open()
 
     train_for(0.2, device)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before_mib = resident_mib("VmRSS")
     for step in range(3):
         store.save(step, None, state, deferred=late)
@@ -141,7 +140,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for step in range(3, 3 + given.warm_up + given.repeats):
         times["lightning"].append(timed(lambda: stock.save_checkpoint(state, folder / "stock.ckpt"), device))
         times["torch_save"].append(timed(lambda: torch.save(state, folder / "torch.ckpt"), device))
-        os.sync()  # what those two left to the kernel is not the snapshot's to wait for
+        os.sync()  # flush their dirty pages first, so that the snapshot does not wait for them
         store.save(2 * step, None, state)
         times["blocked"].append(store.blocked_s)
         store.wait()
@@ -169,7 +168,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def store_row(times: dict[str, list[float]], rates: dict[str, list[float]], warm_up: int) -> dict[str, Any]:
-    """Medians of the seconds and of the work beside them, after the warm-up."""
+    """Medians after warm-up: seconds, and the work done meanwhile."""
     row: dict[str, Any] = {}
     for name, values in times.items():
         kept = values[warm_up:]
@@ -185,7 +184,7 @@ def store_row(times: dict[str, list[float]], rates: dict[str, list[float]], warm
 
 
 class Lora(LightningModule):
-    """Trains such matrices, with a forward that takes as long as `forward_s` says, and keeps their average."""
+    """Train these matrices with a forward that takes `forward_s` seconds, and average them."""
 
     deferred_snapshot_keys = ("ema",)
 
@@ -215,7 +214,7 @@ class Lora(LightningModule):
 
 
 class SaveToo(Callback):
-    """Lightning's checkpoint of each step's state, timed, just before the snapshot of it."""
+    """Time Lightning's checkpoint of each step's state, directly before its snapshot."""
 
     def __init__(self, folder: Path, snapshots: ExactSnapshot) -> None:
         self.path, self.snapshots = folder / "stock.ckpt", snapshots

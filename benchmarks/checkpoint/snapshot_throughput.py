@@ -20,11 +20,11 @@ from benchmarks.checkpoint.killable_run import Run, write_config
 from lightning_aigc.callbacks import ExactSnapshot
 
 TURN = 10
-"""Optimizer steps; a snapshot, every 50 steps, lies in the middle of a turn, so that it is written before its end."""
+"""Optimizer steps per turn. A snapshot, every 50 steps, falls in the middle of a turn and is written before its end."""
 
 
 class Clock(Callback):
-    """Writes down each optimizer step's moment, wall clock and CPU seconds, and stops its process after each turn."""
+    """Record wall-clock and CPU seconds at each optimizer step, and stop the process after each turn."""
 
     def __init__(self, path: str) -> None:
         self.path, self.steps, self.stopped_s = path, [[0.0] * 2], 0.0
@@ -53,7 +53,7 @@ class Clock(Callback):
 
 
 def take_turns(runs: list[Run]) -> None:
-    """Let one run go on at a time, until it stops itself."""
+    """Continue one stopped run at a time, until it stops itself."""
     waiting = {run.pids[0]: run for run in runs}
     while waiting:
         for pid in list(waiting):
@@ -68,10 +68,10 @@ def take_turns(runs: list[Run]) -> None:
 
 
 def throughput(folder: Path, blocks: int, repeats: int) -> dict[str, Any]:
-    """Blocks of 50 steps, one with a snapshot and one of a run without any, in turns of 10 steps.
+    """Time blocks of 50 steps with a snapshot and without, in alternating turns of 10 steps.
 
-    A block begins 25 steps before a snapshot. The turns share what others do to the machine out to both; the ratio is
-    the median over the pairs. CPU time, which others take nothing of, has the writer's thread in it.
+    A block begins 25 steps before a snapshot. Alternating turns expose both runs to the same load; the ratio is the
+    median over the pairs. CPU time does not depend on other load and includes the writer's thread.
     """
     times: dict[int, list[list[float]]] = {50: [], 0: []}
     blocked: list[float] = []
@@ -89,7 +89,7 @@ def throughput(folder: Path, blocks: int, repeats: int) -> dict[str, Any]:
             root = folder / f"speed{every}"
             shutil.rmtree(root, ignore_errors=True)
             runs.append(Run(path, root, 1, resumes=False))
-            os.waitpid(runs[-1].pids[0], os.WUNTRACED)  # at its first step; the other finds the caches full
+            os.waitpid(runs[-1].pids[0], os.WUNTRACED)  # at its first step; the second run finds the caches filled
         take_turns(runs)
         for every, path in told.items():
             found = json.loads(path.read_text())

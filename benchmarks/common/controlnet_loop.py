@@ -1,4 +1,4 @@
-"""Reimplementation of diffusers' examples/controlnet/train_controlnet.py loop, the baseline of controlnet_step.py."""
+"""Reimplementation of diffusers' examples/controlnet/train_controlnet.py loop, the baseline of controlnet/step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from benchmarks.common.diffusers_loop import (
 from lightning_aigc.data import ImageCaptionData
 
 HINT_CHANNELS = (16, 32, 96)
-"""For the embedded autoencoder's factor 4; the script's own (16, 32, 96, 256) is for factor 8."""
+"""Channels for the embedded autoencoder's downsampling factor 4; the script's (16, 32, 96, 256) are for factor 8."""
 
 
 class PicturesAndConditions(TokenizedPictures):
-    """Each item decoded with its condition, resized, cropped and tokenized when it is asked for, as the script does."""
+    """Items decoded with their condition, resized, cropped and tokenized on access, as in the script."""
 
     def __init__(self, items: list[tuple[Path, str]], conditions: Path, tokenizer: Any, resolution: int) -> None:
         super().__init__(items, tokenizer, resolution)
@@ -51,7 +51,7 @@ class PicturesAndConditions(TokenizedPictures):
 
 
 def controlnet_steps(data: ImageCaptionData, conditions: Path, folder: Path, model: Path) -> Iterator[float]:
-    """The script's loop as a generator: each `next` is one step and gives its loss."""
+    """The script's loop as a generator: each `next` runs one step and yields its loss."""
     accelerator = Accelerator(
         mixed_precision="no",
         cpu=True,

@@ -25,7 +25,7 @@ SEED_OF_STEPS = 1000
 
 
 class TokenizedPictures(Dataset[dict[str, Any]]):
-    """Each item decoded, resized, cropped, scaled and tokenized when it is asked for, as diffusers' script does."""
+    """Items decoded, resized, cropped, scaled and tokenized on access, as in diffusers' script."""
 
     def __init__(self, items: list[tuple[Path, str]], tokenizer: Any, resolution: int) -> None:
         self.items, self.tokenizer = items, tokenizer
@@ -54,7 +54,7 @@ class TokenizedPictures(Dataset[dict[str, Any]]):
 
 
 class SameBatches:
-    """The batches of our own sampler, epoch after epoch, for a plain DataLoader."""
+    """Batches of ImageCaptionData's sampler, epoch after epoch, for a plain DataLoader."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler, self.epoch = sampler, 0
@@ -75,7 +75,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plain_loader(data: ImageCaptionData, tokenizer: Any) -> Any:
-    """A plain DataLoader with the batches that `data` would give."""
+    """A plain DataLoader with the same batches as `data`."""
     index = data.index()
     items = [(Path(sample.path), sample.caption) for sample in index.samples]
     resolution = index.samples[0].placement.width
@@ -90,7 +90,7 @@ def plain_loader(data: ImageCaptionData, tokenizer: Any) -> Any:
 def diffusers_steps(
     data: ImageCaptionData, folder: Path, precision: str, model: Path, rank: int = RANK, device: str = "cpu"
 ) -> Iterator[float]:
-    """diffusers' loop as a generator: each `next` is one step and gives its loss."""
+    """diffusers' loop as a generator: each `next` runs one step and yields its loss."""
     accelerator = Accelerator(
         mixed_precision="bf16" if precision.startswith("bf16") else "no",
         cpu=device == "cpu",

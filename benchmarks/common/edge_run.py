@@ -1,6 +1,4 @@
-"""configs/controlnet_demo.yaml with other settings, in a process of its own: for control_onset, edge_reward_gain and
-protected_edges. The process runs `python -m benchmarks.common.edge_run fit -c demo.yaml`.
-"""
+"""Run configs/controlnet_demo.yaml with other settings in a separate process."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from benchmarks import ROOT
 def run_demo(
     overrides: Mapping[str, Any], callbacks: Mapping[str, Mapping[str, Any] | None], what: str
 ) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """The summary of one run of the demo, and the rows of its CSVLogger, if `overrides` asks for one.
+    """Run the demo. Returns: its summary, and the rows of its CSVLogger if `overrides` asks for one.
 
     Args:
         overrides: Command-line arguments by name, such as `--trainer.devices`.
-        callbacks: New arguments of the demo's callbacks by class; None takes a callback out.
+        callbacks: New arguments of the demo's callbacks by class; None removes a callback.
         what: The run's name in an error.
 
-    Raises: SystemExit with the end of what the run said, if it fails.
+    Raises: SystemExit with the end of the run's output, if it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = yaml.safe_load((ROOT / "configs" / "controlnet_demo.yaml").read_text(encoding="utf-8"))

@@ -51,7 +51,7 @@ def _in_child(connection: Connection, work: Any, arguments: tuple[Any, ...]) -> 
 
 
 class Child:
-    """A forked process, so that what was imported and loaded once is there; its result comes through a pipe."""
+    """A forked process that inherits imports and loaded data; its result comes through a pipe."""
 
     def __init__(self, work: Any, *arguments: Any) -> None:
         self.started = time.monotonic()
@@ -62,11 +62,11 @@ class Child:
         theirs.close()
 
     def result(self) -> Any:
-        """Raises: RuntimeError with the child's own words."""
+        """Wait for the result. Raises: RuntimeError with the child's traceback."""
         try:
             is_fine, found = self.connection.recv()
         except EOFError:
-            is_fine, found = False, "the process ended without a word"
+            is_fine, found = False, "the process ended without a result"
         self.process.join()
         if not is_fine:
             raise RuntimeError(found)

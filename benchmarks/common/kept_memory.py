@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Remembers, without keeping it alive, every storage that an operator made."""
+    """Record weak references to every storage that an operator allocates."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def kept_mib(unet: nn.Module, given: dict[str, Any]) -> float:
 
 
 def kept_by_compiled_mib(unet: nn.Module, given: dict[str, Any]) -> float:
-    """The same for compiled code, which no dispatch mode sees into: what it saves for backward, weights left out."""
+    """MiB that compiled code saves for backward, without weights; a dispatch mode cannot see inside it."""
     owned = {t.untyped_storage()._cdata for t in (*unet.parameters(), *unet.buffers())}
     saved: dict[int, int] = {}
 
@@ -62,7 +62,7 @@ def kept_by_compiled_mib(unet: nn.Module, given: dict[str, Any]) -> float:
 
 
 def peak_mib(device: str, step: Callable[[], object]) -> float | None:
-    """The device allocator's peak over a step, MiB; None on a CPU."""
+    """Peak of the device allocator over a step, MiB; None on a CPU."""
     if device == "cpu":
         return None
     module = getattr(torch, device)

@@ -1,4 +1,4 @@
-"""The final state of a training, by name, and the differences between two of them."""
+"""Compare the final states of two trainings by name."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_aigc.checkpoint import find_snapshots
 
 
 def result(root: Path) -> dict[str, torch.Tensor]:
-    """All that a run ends with, by name: its files, and the trained weights, optimizer and EMA of its snapshot.
+    """Read a run's final state by name: its files, and the weights, optimizer and EMA of its snapshot.
 
-    Of a sharded run each rank's rows are in the rank's own part of the snapshot.
+    For a sharded run, each rank's rows come from that rank's part of the snapshot.
     """
     snapshot = find_snapshots(root / "snapshots")[0]
     assert snapshot.facts["is_finished"]
     found: dict[str, torch.Tensor] = {}
     for path in sorted(set(root.rglob("*.safetensors")) - set((root / "snapshots").rglob("*"))):
-        # Their headers have times in them.
+        # The files themselves differ: their headers contain times.
         found |= {f"{path.relative_to(root)}.{name}": value for name, value in load_file(path).items()}
     shared = snapshot.shared()
     for key in ("state_dict", "optimizer_states", "ema", "lr_schedulers"):
@@ -32,7 +32,7 @@ def result(root: Path) -> dict[str, torch.Tensor]:
     summary = json.loads((root / "summary.json").read_text())
     for key in ("seconds", "steps_a_second", "peak_memory_mib", "report", "notes"):
         del summary[key]
-    summary = {key: value for key, value in summary.items() if not key.endswith(("_file", "_folder"))}  # in its root
+    summary = {key: value for key, value in summary.items() if not key.endswith(("_file", "_folder"))}  # under root
     assert (root / "report.html").stat().st_size > 1000
     written = {f"summary.{key}": json.dumps(value).encode() for key, value in summary.items()}
     written |= {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.png")}
@@ -48,7 +48,7 @@ def _tensors(value: Any, path: str) -> Any:
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Names whose bytes differ, and names that only one has."""
+    """Names whose bytes differ, and names that only one state has."""
 
     def raw(value: torch.Tensor) -> bytes:
         return (

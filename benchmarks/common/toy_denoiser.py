@@ -16,7 +16,7 @@ ALPHA_BAR = torch.cos((torch.arange(TIMESTEPS) + 0.5) / TIMESTEPS * math.pi / 2)
 
 
 class Latents:
-    """Latents [n, 16, 4] of ten classes from a random two-layer decoder; `mix` is its share beside that of `other`."""
+    """Latents [n, 16, 4] of ten classes from a random two-layer decoder; `mix` is its share if `other` is given."""
 
     def __init__(self, seed: int, other: Latents | None = None, mix: float = 0.5) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -78,7 +78,7 @@ class Denoiser(nn.Module):
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, ...], parameters: dict[str, Tensor] | None = None) -> Tensor:
-    """Return the mean squared error of the predicted noise, with `parameters` in place of the model's where given."""
+    """Return the mean squared error of the predicted noise, with `parameters` instead of the model's if given."""
     noisy, noise, timestep, label = batch
     predicted = functional_call(model, parameters or dict(model.named_parameters()), (noisy, timestep, label))
     return F.mse_loss(predicted, noise)

@@ -34,13 +34,13 @@ SDXL = {
 }
 LEVELS = ("native", "balanced", "lean", "max", "checkpointing", "compile")
 VARIANTS = (*LEVELS, *(f"{level}-{kind}" for level in LEVELS[:-1] for kind in FORMATS))
-"""A level alone computes with the whole base, `lean-int8` and the like with a packed one."""
+"""Variants by name: `lean` uses the unquantized base, `lean-int8` a quantized one."""
 
 
 def build(
     model: str, lora_rank: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu", width: float = 1.0
 ) -> nn.Module:
-    """The U-Net with random weights, LoRA on its attention or everything trainable."""
+    """U-Net with random weights: LoRA on its attention, or every weight trained."""
     config: dict[str, Any] = dict(SDXL if model == "sdxl" else SD15)
     config["block_out_channels"] = tuple(round(width * channels) for channels in config["block_out_channels"])
     torch.manual_seed(seed)
@@ -56,7 +56,7 @@ def build(
 
 
 def inputs_of(model: str, batch: int, pixels: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """What the U-Net is called with."""
+    """Arguments of one U-Net call."""
     latent, width = pixels // 8, 2048 if model == "sdxl" else 768
     given: dict[str, Any] = {
         "sample": torch.randn(batch, 4, latent, latent, dtype=dtype, device=device),
@@ -71,7 +71,7 @@ def inputs_of(model: str, batch: int, pixels: int, dtype: torch.dtype, device: s
 
 
 class Variant:
-    """The U-Net as one variant runs it: entered, and left as it was."""
+    """Context in which the U-Net runs as one variant; restored on exit."""
 
     def __init__(self, unet: nn.Module, name: str) -> None:
         self.unet: Any = unet
@@ -84,7 +84,7 @@ class Variant:
         for layer, _, packed in self.whole_and_packed:
             layer.weight = packed
         if self.name == "checkpointing":
-            # As diffusers does it, but for random states, which a CUDA graph cannot take and nothing here draws from.
+            # As in diffusers, but without RNG states: a CUDA graph cannot capture them, and nothing here is random.
             again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             self.unet.enable_gradient_checkpointing(again)
         elif self.name == "compile":
@@ -107,7 +107,7 @@ class Variant:
 
 
 def _packed(unet: nn.Module, kind: str) -> Iterator[tuple[Any, nn.Parameter, nn.Parameter]]:
-    """The layers that are packed, their whole weights and their packed ones."""
+    """Quantized layers, with their original and their quantized weights."""
     linear, convolution = FORMATS[kind]
     for layer in frozen_layers(unet):
         if not layer.why_not:

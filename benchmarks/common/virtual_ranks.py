@@ -1,4 +1,4 @@
-"""Gradient sync of several ranks in one process: the package's units and reductions, with the collectives done here."""
+"""Gradient sync of several ranks in one process, with the package's units and reductions and simulated collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = 4
 
 
 class VirtualGroup:
-    """A rank's view of a process group; `run_together` carries out the collectives that it asks for."""
+    """A rank's view of a process group; `run_together` performs the collectives that it requests."""
 
     def __init__(self, rank: int, traffic: Traffic) -> None:
         self.rank, self.size, self.traffic = rank, RANKS, traffic
@@ -40,7 +40,7 @@ class VirtualGroup:
 
 
 class VirtualGroups:
-    """What `make_reductions` and LocalSGD read of one rank's process groups."""
+    """One rank's process groups, as far as `make_reductions` and LocalSGD read them."""
 
     inside = None
     world_size = RANKS

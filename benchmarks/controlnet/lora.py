@@ -1,10 +1,10 @@
-"""What a ControlNet-LoRA trains and stores beside a whole ControlNet, counted on the architecture without its weights.
+"""Trained weights and file size of a ControlNet-LoRA and of a full ControlNet, counted without weights.
 
     python -m benchmarks.controlnet.lora [--output benchmarks/results/controlnet/lora.jsonl]
-    python -m benchmarks.controlnet.lora --train 16 [--output ...]    # the ControlNet demo with rank 16, some minutes
+    python -m benchmarks.controlnet.lora --train 16 [--output ...]    # train the demo with rank 16, ~10 minutes
 
-SD 1.5's and SDXL's U-Nets on the meta device. AdamW in float32 takes 16 bytes a trained weight (weight, gradient, two
-moments) and 4 a frozen one. Needs no network.
+SD 1.5's and SDXL's U-Nets on the meta device. AdamW in float32 takes 16 bytes per trained weight (weight, gradient,
+two moments) and 4 per frozen weight. Needs no network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BASES: dict[str, dict[str, Any]] = {
         "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
     },
 }  # fmt: skip
-"""Arguments of ControlNetModel; the rest are its defaults."""
+"""Arguments of ControlNetModel that differ from its defaults."""
 MIB = 2**20
 FIGURES = (
     "edge_f1", "edge_f1_floor", "edge_f1_ceiling", "edge_f1_normalised", "edge_ssim", "control_gap",
@@ -57,7 +57,7 @@ def count(base: str, rank: int | None) -> dict[str, Any]:
 
 
 def train(rank: int, given: argparse.Namespace) -> dict[str, Any]:
-    """The demo's figures with this rank, scored at the end."""
+    """Train the demo with this rank. Returns: its row, with the scores of the end."""
     began = time.perf_counter()
     overrides = {
         "--data.init_args.cache_dir": str(given.cache),
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--train", type=int, metavar="RANK", help="train the demo with this rank instead")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="the demo's own is 2e-3")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="the demo uses 2e-3")
     parser.add_argument("--steps", type=int, default=560)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "controlnet_lora_cache")
     parser.add_argument("--output", type=Path, help="a .jsonl file to add the rows to")

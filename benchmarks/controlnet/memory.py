@@ -1,8 +1,8 @@
-"""Memory that a ControlNet's training step keeps for backward, by the level of FusedBackwardPrecision.
+"""Memory that a ControlNet's training step keeps for backward, at each level of FusedBackwardPrecision.
 
     python -m benchmarks.controlnet.memory [--output benchmarks/results/controlnet/memory.jsonl]
 
-The ControlNet and the frozen U-Net beside it, on the embedded model and on SD 1.5's architecture at half its
+The trained ControlNet and the frozen U-Net, on the embedded model and on SD 1.5's architecture at half its
 width with random weights; bytes are counted, so they are the same on every device.
 """
 # mypy: allow-untyped-calls
@@ -27,7 +27,7 @@ LEVELS = ("off", "balanced", "lean", "max")
 
 
 class Pair(nn.Module):
-    """A trained ControlNet beside a frozen U-Net."""
+    """A trained ControlNet and a frozen U-Net."""
 
     def __init__(self, unet: Any, hint: tuple[int, ...]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Pair(nn.Module):
 
 
 def models() -> dict[str, tuple[Pair, tuple[int, int, int]]]:
-    """Name: the pair, and batch, latent side and tokens."""
+    """By name: ControlNet and U-Net, batch, latent side and tokens."""
     torch.manual_seed(0)
     half: dict[str, Any] = dict(SD15) | {"block_out_channels": (160, 320, 640, 640)}
     return {

@@ -1,10 +1,10 @@
-"""Where a step of diffusers' train_controlnet.py goes: CPU time of each part, and what share caches can save.
+"""CPU time of each part of a step of diffusers' train_controlnet.py, and the share that caches can save.
 
     OMP_NUM_THREADS=1 python -m benchmarks.controlnet.parts [--output benchmarks/results/controlnet/parts.jsonl]
 
-The tiny model, batches of 16, as in controlnet_step.py. Caches replace the reading, the autoencoder and the text
-encoder; what is left, forward, backward and optimizer, both sides must do: its share is the least ratio of step times
-that caches alone can reach. Needs no network.
+The tiny model, batches of 16, as in step.py. Caches replace reading, autoencoder and text encoder; forward, backward
+and optimizer remain on both sides, and their share is the lowest ratio of step times that caches alone can reach. Needs
+no network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Timed:
-    """CPU time of a step's parts, in ms, a list for each."""
+    """CPU times of each part of a step, ms."""
 
     def __init__(self) -> None:
         self.ms: dict[str, list[float]] = {}

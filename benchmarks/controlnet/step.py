@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.controlnet.step [--output benchmarks/results/controlnet/step.jsonl]
 
 Both begin with the same pipeline, ControlNet weights, batches, conditions and noise; blocks of steps alternate in one
-process, as in lora_step.py. `folder` reads the conditions from files, as the script does; `canny` makes them in each
-step; `caches on` makes them once. Needs no network.
+process, as in lora_step.py. `folder` reads the conditions from files, as the script does; `canny` computes them in
+each step; `caches on` computes them once. Needs no network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bars: the figures of bench_cuda.py against their targets, and rows from the files that a section writes."""
+"""Targets for the figures of bench_cuda.py, and rows read from the files that a section writes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Row = dict[str, Any]
 
 
 LEVELS = {"balanced": (0.60, 1.00), "lean": (0.25, 1.08), "max": (0.12, 1.40)}
-"""What a memory level may keep of native's activations, and take of its step time, on SD 1.5; SDXL has 0.03 more."""
+"""Limits of a memory level on SD 1.5, over native: kept activations and step time. SDXL's are 0.03 higher."""
 COPY_SHARE, SCRIPT_MEMORY, SCRIPT_TIME, BLOCKED_SHARE, MONITOR_MS = 0.80, 0.35, 1.00, 0.05, 1.0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure beside what is wanted of it."""
+    """One figure and its target."""
 
     what: str
     got: float
@@ -72,7 +72,7 @@ def script_bars(rows: list[Row]) -> list[Bar]:
 
 
 def tests_of(folder: Path) -> list[Row]:
-    """One row a pytest run, from its junit file."""
+    """One row per pytest run, from its junit file."""
     import xml.etree.ElementTree as ET
 
     rows = []

@@ -39,7 +39,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def run(section: Section, given: argparse.Namespace, work: Path, until: float) -> tuple[list[Row], str]:
-    """The section's rows, and what went wrong in one line; its output goes to a log of its own."""
+    """Run a section's commands and log their output. Returns: its rows, and the error in one line or ""."""
     rows: list[Row] = []
     wrong = ""
     section_end = min(until, time.monotonic() + section.limit_s)
@@ -59,7 +59,7 @@ def run(section: Section, given: argparse.Namespace, work: Path, until: float) -
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
-                start_new_session=True,  # what it started in turn ends with it
+                start_new_session=True,  # so that its child processes end with it
             )
             try:
                 printed, _ = process.communicate(timeout=left)
@@ -78,8 +78,8 @@ def run(section: Section, given: argparse.Namespace, work: Path, until: float) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=(1, 2), help="unset: both")
-    parser.add_argument("--minutes", type=float, default=9.5, help="no section is running after so many")
-    parser.add_argument("--short", action="store_true", help="small sizes, to see that everything still runs")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time limit; no section runs longer")
+    parser.add_argument("--short", action="store_true", help="small sizes: check only that every command runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", help="names of sections")
     parser.add_argument("--output", type=Path, help="unset: its file in results/cuda, or none with --short")
@@ -106,14 +106,14 @@ def main() -> None:
             print(f"{section.name}: {len(rows)} rows in {seconds:.0f} s{': ' + wrong if wrong else ''}", flush=True)
             if wrong or not rows:
                 failed.append(f"{section.name}: {wrong or 'no rows'}; see {given.logs}")
-    if not given.short:  # a toy's ratios on a CPU say nothing
+    if not given.short:  # ratios of small sizes on a CPU mean nothing
         print("\n".join(map(str, sorted(bars, key=lambda bar: bar.held))))
     print("\n".join(f"FAILED {line}" for line in failed) or "every section ran")
     raise SystemExit(bool(failed))
 
 
 def versions(device: str) -> Row:
-    """The machine and what runs on it."""
+    """Versions and the device."""
     import torch
 
     row: Row = {"torch": torch.__version__, "python": platform.python_version()}

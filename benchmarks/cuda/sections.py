@@ -48,7 +48,7 @@ class Section:
     limit_s: float
     commands: Sequence[Sequence[str]]
     short: Sequence[Sequence[str]]
-    """The same on a CPU in seconds; none: this section needs a card."""
+    """Smaller commands for a CPU, seconds long; empty if the section needs a card."""
     bars: Callable[[list[Row]], list[Bar]] = lambda rows: []
     read: Callable[[Path], list[Row]] = field(default=lambda folder: [])
 
@@ -65,7 +65,7 @@ def tests(*arguments: str) -> list[str]:
 
 
 def sections() -> list[Section]:
-    """All of them, in the order that they run in."""
+    """All sections, in the order in which they run."""
     return part_one() + part_two()
 
 
@@ -102,7 +102,7 @@ def part_one() -> list[Section]:
                     "lean", "lean-uncached", "max", "max-uncached", "off", "diffusers-float32", "off-uncached",
                 ),
             ],
-            [],  # Stable Diffusion 1.5 at its real size: not for a CPU in minutes
+            [],  # Stable Diffusion 1.5 at its real size takes too long on a CPU
             script_bars,
         ),
     ]  # fmt: skip
@@ -137,7 +137,7 @@ def part_two() -> list[Section]:
                 script(HEALTH, *TO, *COST, "--precision", "bf16-mixed"),
                 script(HEALTH, *TO, *COST, "--kind", "full"),
             ],
-            [],  # a U-Net of SD 1.5's size; health_cost.py has CPU rows of its own
+            [],  # a U-Net of SD 1.5's size; health/cost.jsonl has CPU rows
             monitor_bars,
         ),
         Section(

@@ -3,10 +3,10 @@
     python -m benchmarks.data.loader --resolution 64 --images 480 --batch 16
     python -m benchmarks.data.loader --resolution 512 --images 64 --batch 4 --photo 2000 1500
 
-Prints one JSON row per case: images per second (median, least and most of the repeats), seconds per batch, versions and
-device. The baseline decodes each picture with Pillow in __getitem__, resizes, crops and scales it, and collates with
-the default DataLoader, as diffusers' train_text_to_image_lora.py does through torchvision. The encoder of the cached
-cases is one convolution, so `cold` measures decoding and disk, not a VAE. Needs no network.
+Prints one JSON row per case: images per second (median, minimum and maximum of the repeats), seconds per batch,
+versions and device. The baseline decodes each image with Pillow in __getitem__, resizes, crops and scales it, and
+collates with the default DataLoader, as diffusers' train_text_to_image_lora.py does through torchvision. The encoder of
+the cached cases is one convolution, so `cold` measures decoding and disk, not a VAE. Needs no network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_aigc.data import ImageCaptionData
 
 
 class OneConvolution:
-    """The cheapest encoder of the right shapes: 8 times smaller latents, 77 tokens."""
+    """Cheapest encoder with the right shapes: latents 8 times smaller, 77 tokens."""
 
     def __init__(self, width: int = 64) -> None:
         self.width = width
@@ -52,7 +52,7 @@ class OneConvolution:
 
 
 class PlainDataset(Dataset[dict[str, Any]]):
-    """The baseline: every picture is opened, resized, cropped and scaled when it is asked for."""
+    """Baseline dataset: every image is opened, resized, cropped and scaled on access."""
 
     def __init__(self, folder: Path, resolution: int) -> None:
         self.paths = sorted(folder.glob("*.jpg"))
@@ -73,7 +73,7 @@ class PlainDataset(Dataset[dict[str, Any]]):
 
 
 def draw_photos(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """JPEGs of coloured noise at a few scales, upright and lying, each with a caption."""
+    """Write JPEGs of coloured noise at several scales, portrait and landscape, each with a caption."""
     random = np.random.default_rng(0)
     for number in range(count):
         shape = size if number % 3 else size[::-1]
@@ -87,7 +87,7 @@ def draw_photos(folder: Path, count: int, size: tuple[int, int]) -> None:
 
 
 def one_epoch(loader: Iterable[dict[str, Any]]) -> tuple[int, int, float]:
-    """(images, batches, seconds) of one pass."""
+    """Iterate once. Returns: images, batches, seconds."""
     images, batches, start = 0, 0, time.perf_counter()
     for batch in loader:
         images += len(batch["captions"])
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def time_loaders(folder: Path, data: Callable[..., ImageCaptionData], given: argparse.Namespace) -> None:
-    """Report the check of the pictures, the plain dataset, and `data(cached)` without and with its caches."""
+    """Time the image check, the plain dataset, and `data(cached)` without and with caches; print a row for each."""
     start = time.perf_counter()
     data(False, check_again=True).prepare()
     report("check every picture before training", [(given.images, 1, time.perf_counter() - start)], given)

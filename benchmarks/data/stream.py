@@ -1,18 +1,18 @@
-"""Shards of a million small entries: start-up, memory, files and entries a second, beside litdata and webdataset.
+"""Shards of a million small entries: start-up, memory, files and entries per second, compared with two libraries.
 
     python -m benchmarks.data.stream [--entries 1000000] [--folder /tmp/stream]
         [--output benchmarks/results/data/stream.jsonl]
-    python -m benchmarks.data.stream --beside  # 50,000 entries, also through litdata and webdataset if installed
-    python -m benchmarks.data.stream --consumed  # entries of Stable Diffusion 1.5's size, beside what training takes
+    python -m benchmarks.data.stream --others    # 50,000 entries, also with litdata and webdataset if installed
+    python -m benchmarks.data.stream --consumed  # entries of Stable Diffusion 1.5's size, compared with training steps
 
-An entry is a latent of 4 x 2 x 2 and an embedding of 2 x 4, float16, so that the disk is not what is measured; the
-shards are written as `lightning encode` writes them. Each part runs in a process of its own: start-up is from building
-EncodedImageData to its first batch, imports not counted; memory is what the resident set grew by in that process until
-5,000 entries were read, over all entries; entries a second are read by one process without workers, batches of 8.
+An entry is a float16 latent of 4 x 2 x 2 and an embedding of 2 x 4, so that disk speed does not matter; the shards are
+written as `lightning encode` writes them. Each part runs in a separate process. Start-up: from building
+EncodedImageData to its first batch, without imports. Memory: growth of the resident set until 5,000 entries were read,
+per entry of the dataset. Entries per second: one process without workers, batches of 8.
 
---consumed: 2,048 entries with 512 pixels' latents and CLIP's embeddings, 184 KB each; reading them takes turns with
-training steps of the tiny model that ships with the package, on one thread. The row also has what an H100 took in the
-step_memory rows of 2026-11-22 (Stable Diffusion 1.5, LoRA, 512 pixels), which is another run's.
+--consumed: 2,048 entries with 512 pixels' latents and CLIP's embeddings, 184 KB each; reading them alternates with
+training steps of the embedded model on one thread. The row also has the rate of an H100 from the step_memory rows of
+2026-11-22 (Stable Diffusion 1.5, LoRA, 512 pixels), which is a different run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CARD_ROWS = RESULTS / "cuda" / "bench_cuda.jsonl"
 
 
 def entry(number: int, is_large: bool = False) -> bytes:
-    """One entry's bytes, in the sizes of Stable Diffusion 1.5 at 512 pixels or tiny."""
+    """One encoded entry, with the shapes of Stable Diffusion 1.5 at 512 pixels or tiny shapes."""
     latent, text = ((8, 64, 64), (77, 768)) if is_large else ((8, 2, 2), (2, 4))
     tensors = {
         "latent_moments": torch.full(latent, number % 1000, dtype=torch.float16),
@@ -86,7 +86,7 @@ def resident() -> int:
 
 
 def measured(batches: Callable[[], Iterator[Any]], entries: int) -> dict[str, Any]:
-    """Start-up, memory and speed of an iterator over batches."""
+    """Measure start-up, memory and speed of an iterator over batches."""
     torch.zeros(8).sum()
     before, started = resident(), time.perf_counter()
     iterator = batches()
@@ -113,7 +113,7 @@ def ours(folder: str, entries: int) -> dict[str, Any]:
 
 
 def beside_training(folder: str, entries: int) -> dict[str, Any]:
-    """Entries a second that are read, and that the tiny model takes in training steps, in turns."""
+    """Measure entries per second of reading and of training the tiny model, alternating."""
     from diffusers import UNet2DConditionModel
 
     from lightning_aigc.tiny.embedded import resolve
@@ -154,7 +154,7 @@ def beside_training(folder: str, entries: int) -> dict[str, Any]:
 
 
 def of_webdataset(folder: str, entries: int) -> dict[str, Any]:
-    """webdataset's own reader: whole shards in sequence and a buffer that is shuffled."""
+    """webdataset's reader: complete shards in sequence, through a shuffle buffer."""
     import webdataset
 
     def batches() -> Iterator[Any]:
@@ -167,7 +167,7 @@ def of_webdataset(folder: str, entries: int) -> dict[str, Any]:
 
 
 def of_litdata(folder: str, entries: int) -> dict[str, Any]:
-    """litdata: its own chunks, written first, read in its shuffled order, and at random places of 8 chunks."""
+    """litdata: write its chunks, then read them in its shuffled order and at random positions of 8 chunks."""
     import numpy
     from litdata import StreamingDataset
     from litdata.streaming.cache import Cache
@@ -202,18 +202,18 @@ def in_process(part: Callable[[str, int], dict[str, Any]], folder: str, entries:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--entries", type=int, default=None)
-    parser.add_argument("--beside", action="store_true", help="webdataset and litdata on the same entries too")
-    parser.add_argument("--consumed", action="store_true", help="large entries, beside what training takes")
-    parser.add_argument("--folder", type=Path, help="for the shards; a temporary one when unset")
+    parser.add_argument("--others", action="store_true", help="also run webdataset and litdata on the same entries")
+    parser.add_argument("--consumed", action="store_true", help="large entries, compared with training steps")
+    parser.add_argument("--folder", type=Path, help="folder for the shards; unset: a temporary one")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    entries = given.entries or (50_000 if given.beside else 2048 if given.consumed else 1_000_000)
+    entries = given.entries or (50_000 if given.others else 2048 if given.consumed else 1_000_000)
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "shards"
         if not (folder / FILE).exists():
             write(folder, entries, is_large=given.consumed)
         parts: dict[str, Any] = {"ours": beside_training if given.consumed else ours}
-        if given.beside:
+        if given.others:
             parts |= {"webdataset": of_webdataset, "litdata": of_litdata}
         for name, part in parts.items():
             try:

@@ -13,12 +13,12 @@ WARMUP_STEPS, SNR_GAMMA, MAX_GRAD_NORM, EMA_DECAY = 10, 5.0, 1.0, 0.98
 TARGETS: tuple[LoRATarget, ...] = ("attention", "feed_forward", "convolutions")
 
 FEW_STEPS = 30
-"""Below, a training only shows that it runs."""
+"""Trainings with fewer steps only check that everything runs."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, for how long, and how often it is looked at. Two ranks: the demo's batch of 16 is 8 a rank."""
+    """Trained weights, steps and intervals of a job. On two ranks the demo's batch of 16 is 8 per rank."""
 
     name: str
     is_full: bool
@@ -34,11 +34,11 @@ class Job:
     score_images: int = 12
 
     def lora(self) -> Any:
-        """peft's configuration of the LoRA."""
+        """peft config of the LoRA."""
         return lora_config(TARGETS, self.rank, float(self.rank))
 
     def of(self, steps: int) -> Job:
-        """The job in so many steps; a few steps get a test's batches, pictures and intervals."""
+        """The job with `steps` steps; short runs get smaller batches, fewer images and shorter intervals."""
         if steps >= FEW_STEPS:
             return replace(self, steps=steps)
         few = replace(self, steps=steps, batch=2, guard_images=1, score_images=1)
@@ -49,7 +49,7 @@ JOBS = {"full": Job("full", is_full=True, learning_rate=1e-4), "lora": Job("lora
 
 
 def brand_pictures(job: Job, seed: int, folder: Path, *, is_cached: bool) -> ImageCaptionData:
-    """The demo's pictures, with empty caches in `folder`; no caption dropout, which diffusers' script does not have."""
+    """The demo's data with empty caches in `folder`, without caption dropout, which diffusers' script does not have."""
     return ImageCaptionData(
         "embedded:brand",
         class_data_dir="embedded:prior",

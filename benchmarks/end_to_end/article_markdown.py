@@ -1,4 +1,4 @@
-"""The tables of article_table.py, from its rows."""
+"""Format the rows of article_table.py as Markdown tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = (
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table for each job and rate; every figure is the mean over the seeds that the arm has."""
+    """One table per job and rate; each figure is the mean over the seeds of the arm."""
     parts = []
     for job, rate in sorted({(row["job"], row["rate"]) for row in rows}):
         found = [row for row in rows if (row["job"], row["rate"]) == (job, rate)]
@@ -25,7 +25,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def line(arm: str, rows: list[Row], all_rows: list[Row]) -> str:
-    """One arm's line."""
+    """Table line of one arm."""
     reached = [reaches_plain(row, all_rows) for row in rows]
     seconds = [check["s"] for check in reached if check is not None]
     steps = [check["step"] for check in reached if check is not None]
@@ -50,13 +50,13 @@ def line(arm: str, rows: list[Row], all_rows: list[Row]) -> str:
 
 
 def best(row: Row) -> dict[str, float]:
-    """The check with the highest score, the first of equal ones."""
+    """The first check with the highest score."""
     found: dict[str, float] = max(row["checks"], key=lambda check: check["clip_t"])
     return found
 
 
 def reaches_plain(row: Row, rows: list[Row]) -> dict[str, float] | None:
-    """The first check that scores what plain's best of the same seed did; None if none does."""
+    """The first check that reaches the best score of plain with the same seed; None if none does."""
     plain = next((other for other in rows if other["arm"] == "plain" and other["seed"] == row["seed"]), None)
     if plain is None:
         return None

@@ -1,4 +1,4 @@
-"""What both sides of article_table.py are measured by: a clock that stops for scoring, bytes, memory, and CLIP-T."""
+"""Measurements of both sides of article_table.py: a clock that pauses for scoring, bytes, memory and CLIP-T."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.rng import isolate_rng
 
-PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]  # things that no picture of the brand shows
+PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]  # objects that no brand image shows
 INFERENCE_STEPS, GUIDANCE = 8, 3.0
 MIB = 2**20
 
 
 class Meter:
-    """Seconds, bytes that left through a network interface, and the peak of resident memory, while it runs."""
+    """Measure seconds, bytes sent through a network interface, and peak resident memory while not paused."""
 
     def __init__(self, interface: str) -> None:
         self.interface = interface
         self.seconds = 0.0
         self.sent_bytes = 0
         self.start_s = 0.0
-        """What came before the first step: models, caches, the guard's first check."""
+        """Seconds before the first step: models, caches, the guard's first check."""
         self.peak_rss_mib = self.first_rss_mib = 0.0
         self._start_s, self._start_bytes = math.nan, 0
 
     def resume(self) -> None:
-        """Let all ranks meet, and go on measuring."""
-        ctypes.CDLL(None).malloc_trim(0)  # else what scoring freed still counts as resident
-        Path("/proc/self/clear_refs").write_text("5")  # begins a new peak of the resident memory
+        """Synchronize the ranks and continue to measure."""
+        ctypes.CDLL(None).malloc_trim(0)  # return the memory that scoring freed, or it counts as resident
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
         dist.barrier()
         if not self.first_rss_mib:
             self.first_rss_mib = resident_mib("VmRSS")
         self._start_s, self._start_bytes = time.perf_counter(), sent_bytes(self.interface)
 
     def note_start(self) -> None:
-        """Call it before the first step."""
+        """Mark the start of the first step."""
         self.start_s = self.start_s or time.perf_counter() - self._start_s
 
     def pause(self) -> None:
@@ -57,7 +57,7 @@ class Meter:
 
 
 def sent_bytes(interface: str) -> int:
-    """Bytes that the kernel has sent through an interface of this network namespace."""
+    """Bytes sent through an interface of this network namespace, counted by the kernel."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
@@ -66,15 +66,15 @@ def sent_bytes(interface: str) -> int:
 
 
 def resident_mib(field: str) -> float:
-    """VmRSS, what is resident, or VmHWM, its peak."""
+    """Resident memory of this process in MiB: VmRSS now, or VmHWM at its peak."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024 / MIB
 
 
 class Scorer:
-    """Scores the same pictures of the same seeds on both sides, each rank a half, while the meter stands still.
+    """Score images of the same seeds on both sides, half of them on each rank, while the meter is paused.
 
-    Args: each: pictures a prompt. every: optimizer steps between two scores; they fall between two snapshots.
+    Args: each: images per prompt. every: optimizer steps between two scores; they fall between two snapshots.
     """
 
     def __init__(self, meter: Meter, each: int, every: int, steps: int) -> None:
@@ -89,7 +89,7 @@ class Scorer:
         return step == self.steps or step % self.every == self.every // 2
 
     def score(self, step: int, parts: Components, schedule_config: Any, averaged: Any) -> None:
-        """Draw with the averaged weights and note the mean CLIP-T with its standard error. Collective."""
+        """Sample with the averaged weights and record the mean CLIP-T with its standard error. Collective."""
         self.meter.pause()
         start = time.perf_counter()
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -98,7 +98,7 @@ class Scorer:
         settings: dict[str, Any] = {"num_inference_steps": INFERENCE_STEPS, "guidance_scale": GUIDANCE}
         settings |= {"device": torch.device("cpu"), "time_limit": TimeLimit(math.inf), "batch_size": 24}
         with isolate_rng(torch.device("cpu")), evaluating(parts.denoiser), averaged(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a diverged run's pictures are black
+            warnings.simplefilter("ignore")  # a diverged run samples black images
             pictures = generate(parts, schedule_config, prompts, [seed for _, seed in share], **settings)
             scores = self.judge.scores(pictures.nan_to_num(0.0), prompts)["clip_t"]
         every_score = torch.zeros(len(self.pairs))
@@ -114,14 +114,14 @@ class Scorer:
 
 
 def largest(number: float) -> float:
-    """The largest of the ranks' numbers. Collective."""
+    """Maximum over the ranks. Collective."""
     value = torch.tensor([number], dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
 def kept_by_a_step_mib(unet: nn.Module, batch: int, tokens: int) -> float:
-    """MiB that the U-Net's forward pass of one batch keeps for backward."""
+    """Memory that the U-Net's forward pass of one batch keeps for backward, MiB."""
     config: Any = unet.config
     side = int(config.sample_size)
     given = {
@@ -134,7 +134,7 @@ def kept_by_a_step_mib(unet: nn.Module, batch: int, tokens: int) -> float:
 
 
 def measured(meter: Meter, scorer: Scorer, steps: int) -> dict[str, Any]:
-    """A run's figures, the larger of the ranks'. Collective; the meter is paused."""
+    """A run's figures, each the maximum over the ranks. Collective; the meter is paused."""
     return {
         "steps": steps,
         "start_s": round(largest(meter.start_s), 2),

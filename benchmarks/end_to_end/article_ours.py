@@ -1,4 +1,4 @@
-"""Our side of article_table.py: the parts together, or without one of them."""
+"""Our side of article_table.py: all features together, or without one of them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LEFT_OUT = {
     "caches": "latents and text embeddings computed at every step",
     "background_snapshots": "the training waits until each snapshot is durable",
 }
-"""The parts that can be left out, and what is there instead."""
+"""Features that can be left out, with their replacement."""
 
 
 class WholeUNet(UNetTraining):
-    """Every weight of the U-Net is trained."""
+    """StableDiffusionLoRA that trains every weight of the U-Net and has no LoRA."""
 
     def adapt(self, parts: Components) -> None:
         super().adapt(parts)
@@ -48,14 +48,14 @@ class WholeUNet(UNetTraining):
 
 
 class LoRA(StableDiffusionLoRA):
-    """Without the callbacks that the package adds to a run: pictures, report and the LoRA's files."""
+    """Without the package's default callbacks: images, report and LoRA files."""
 
     def configure_callbacks(self) -> list[Callback]:
         return []
 
 
 class Look(Callback):
-    """Scores where the scorer says so, and measures what a step keeps at the end."""
+    """Score at the scorer's steps, and measure the kept memory at the end."""
 
     def __init__(self, meter: Meter, scorer: Scorer, batch: int) -> None:
         self.meter, self.scorer, self.batch = meter, scorer, batch
@@ -84,7 +84,7 @@ class Look(Callback):
 
 
 class WaitForSnapshot(Callback):
-    """Lets the next batch wait for the snapshot before it."""
+    """Wait for the previous snapshot before the next batch."""
 
     def __init__(self, snapshots: ExactSnapshot, every: int) -> None:
         self.snapshots, self.every = snapshots, every
@@ -114,7 +114,7 @@ def make_module(job: Job) -> UNetTraining:
 
 
 def make_callbacks(job: Job, without: str | None) -> list[Callback]:
-    """What a user's config would hold."""
+    """Model arguments, as in a user's config."""
     snapshots = ExactSnapshot(job.snapshot_steps)
     callbacks: list[Callback] = [snapshots]
     if without == "background_snapshots":
@@ -135,7 +135,7 @@ def make_callbacks(job: Job, without: str | None) -> list[Callback]:
 
 
 def run_ours(job: Job, seed: int, folder: Path, meter: Meter, scorer: Scorer, without: str | None) -> dict[str, Any]:
-    """Train until the guard stops or to the last step. Returns: what the meter does not know."""
+    """Train until the guard stops the run or to the last step. Returns: figures that the meter does not measure."""
     seed_everything(seed, verbose=False)
     look = Look(meter, scorer, job.batch + job.batch // 2)
     options: dict[str, Any] = {"plugins": FusedBackwardPrecision("32-true", memory="lean")}

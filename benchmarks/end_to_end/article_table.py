@@ -1,11 +1,12 @@
-"""The article's table, with equal work on both sides: ours against a plain stack, on two hosts joined by a slow link.
+"""The article's table with equal work on both sides: our stack and a plain one on two hosts with a slow link.
 
-Two network namespaces with a token-bucket link between them are the hosts, with one single-threaded process each; they
+Two network namespaces joined by a token-bucket link simulate the hosts, with one single-threaded process each; they
 need root and iproute2 (`--rate loopback` omits them and the link). The embedded Stable Diffusion learns the demo's
-brand: its whole U-Net, and its LoRA. Plain is diffusers' loop under torch's DDP with a fixed rate, torch.save every N
-steps and no caches (plain_stack.py); ours is every part together, and without one of them (article_ours.py). Objective,
-batches, schedule, EMA, frequency of snapshots and the scored pictures are equal. Scoring is not timed or counted; the
-start of the run, ours' caches and the guard's checks are. One row a training; a row that is there is not made again.
+brand, once with its full U-Net and once with a LoRA. `plain` is diffusers' loop under torch's DDP with a fixed rate,
+torch.save every N steps and no caches (plain_stack.py); `ours` is every feature together, and the other arms leave one
+out (article_ours.py). Objective, batches, schedule, EMA, frequency of snapshots and the scored images are equal.
+Scoring is not timed or counted; the start of the run, our caches and the guard's checks are. One row per training;
+existing rows are not computed again.
 
     python -m benchmarks.end_to_end.article_table [--jobs full lora] [--rate 1gbit] [--seeds 0 1 2] [--output FILE]
         [--steps 200]
@@ -34,14 +35,14 @@ from benchmarks.gradient_sync.two_hosts import HOSTS, two_hosts
 PARTS = ("npu_sparse", "fused_backward", "adaptive_lr", "guard", "caches", "background_snapshots")
 ARMS = ("plain", "ours", *(f"without {part}" for part in PARTS))
 EVERY_SEED = ("plain", "ours")
-"""The other arms are trained with the first seed alone."""
+"""Arms that are trained with every seed; the others only with the first."""
 ROWS = RESULTS / "end_to_end" / "article_table.jsonl"
 LIMIT_S = 900
-"""A training that takes longer is ended, with its error."""
+"""Time limit of a training; a longer one is ended with an error."""
 
 
 def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The trainings in their order: what the table needs the most first."""
+    """The trainings, the most important for the table first."""
     for seed in options.seeds:
         for arm in options.arms:
             if arm in EVERY_SEED or seed == options.seeds[0]:
@@ -127,18 +128,20 @@ def run_rank(cell: dict[str, Any], folder: Path) -> None:
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # without waiting for groups of parts that are over
+    os._exit(0)  # does not wait for process groups that are no longer used
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="+", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it; or loopback")
+    parser.add_argument("--rate", default="1gbit", help="rate of the link in tc's notation, or loopback")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=ROWS)
-    parser.add_argument("--steps", type=int, default=200, help="of a training; a few only show that it runs")
-    parser.add_argument("--table", action="store_true", help="print Markdown from the rows that there are")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps of a training; a small number only checks that it runs"
+    )
+    parser.add_argument("--table", action="store_true", help="print the existing rows as Markdown")
     parser.add_argument("--cell", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

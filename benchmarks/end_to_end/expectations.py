@@ -1,4 +1,4 @@
-"""What a first run costs: download, disk, memory and minutes for SD 1.5 and SDXL, by card.
+"""Cost of a first run of SD 1.5 and SDXL on each card: download, disk, memory and minutes.
 
     python -m benchmarks.end_to_end.expectations [--output benchmarks/results/end_to_end/expectations.jsonl]
     # the table of first_hour.md
@@ -7,8 +7,8 @@
 Each figure is `measured` (a row of an H100 in benchmarks/results), `counted` (from the real-size architectures, built
 without memory, and the shipped configs) or `modelled`. Minutes are modelled: the counted FLOPs of a step, times the
 config's steps and accumulation, over UTILISATION of the card's rate, without sampling, encoding and loading. A card's
-rate is its float16 or bfloat16 rate with float32 sums, which a GeForce of these generations has at twice its float32
-rate. Where nothing is known the row says so.
+rate is its float16 or bfloat16 rate with float32 accumulation, twice the float32 rate on GeForce cards of these
+generations. Unknown figures are marked in the row.
 """
 # mypy: allow-untyped-calls
 
@@ -30,7 +30,7 @@ from benchmarks import RESULTS, ROOT
 from benchmarks.common.unet_variants import SD15, SDXL
 
 UTILISATION = 0.3
-"""The share of the card's rate that a step is assumed to reach."""
+"""Assumed share of the card's rate that a step reaches."""
 CLIP_JUDGE = 151_277_313
 """Parameters of open_clip's ViT-B-32, whose weights are float32."""
 GB, MIB = 1e9, 2**20
@@ -61,7 +61,7 @@ RUNS = {
 
 
 def parts(model: str) -> dict[str, nn.Module]:
-    """The pipeline's networks in their published shapes, on the meta device."""
+    """Models of the pipeline with their published shapes, on the meta device."""
     text: dict[str, Any] = {
         "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "projection_dim": 768,
@@ -85,7 +85,7 @@ def parts(model: str) -> dict[str, nn.Module]:
 
 
 def lora_parameters(unet: nn.Module, rank: int) -> int:
-    """Parameters of a LoRA on the attention layers."""
+    """Parameter count of a LoRA on the attention layers."""
     ends = ("to_q", "to_k", "to_v", "to_out.0")
     layers = [m for name, m in unet.named_modules() if name.endswith(ends) and isinstance(m, nn.Linear)]
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
@@ -100,7 +100,7 @@ QUANTIZED = {("sd15", "4 GB"): "int8", ("sdxl", "4 GB"): "nf4", ("sdxl", "6 GB")
 
 
 def memory(model: str, level: str, kind: str | None) -> tuple[float, str]:
-    """MiB of a step at the level, on an H100 or with a packed base counted on shapes, and of what."""
+    """MiB of a step at the level, measured on an H100, or counted on shapes with a quantized base; and of what."""
     if kind is not None:
         found = [
             r
@@ -119,7 +119,7 @@ def memory(model: str, level: str, kind: str | None) -> tuple[float, str]:
 
 
 def tflops(model: str, level: str) -> float:
-    """Counted TFLOP of a training step of one picture."""
+    """Counted TFLOP of a training step with one image."""
     pixels, variant = (1024 if model == "sdxl" else 512), "native" if level == "off" else level
     found = [
         r["tflops"] / r["batch"]
@@ -130,7 +130,7 @@ def tflops(model: str, level: str) -> float:
 
 
 def rows() -> Iterable[dict[str, Any]]:
-    """One row a model and card."""
+    """One row per model and card."""
     for model in ("sd15", "sdxl"):
         built = parts(model)
         counts = {name: sum(p.numel() for p in part.parameters()) for name, part in built.items()}
@@ -164,7 +164,7 @@ def rows() -> Iterable[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """Format the rows as Markdown."""
     lines = ["| model | card | config, `memory` | download | disk | memory of a step | minutes |", "|" + "---|" * 7]
     for row in found:
         minutes = "not known" if row["minutes"] is None else f"{row['minutes']}, modelled ({row['example']})"

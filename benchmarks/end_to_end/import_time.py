@@ -3,12 +3,12 @@
     python -m benchmarks.end_to_end.import_time
 
 Each import runs in a fresh interpreter; the cases alternate, so that other load affects all of them alike. The baseline
-imports what a hand-written script would: lightning.pytorch, and from diffusers a pipeline and a U-Net (which import
-transformers and peft). If torchvision cannot load, the baseline declares its two operators, as lightning_aigc does. A
-warm-up pass fills the disk cache and the byte code.
+imports the same libraries as a hand-written script: lightning.pytorch, and from diffusers a pipeline and a U-Net (which
+import transformers and peft). If torchvision cannot load, the baseline declares its two operators, as lightning_aigc
+does. A warm-up pass fills the disk cache and the byte code.
 
-Prints one JSON row per case and appends it to benchmarks/results/end_to_end/import_time.jsonl: median, least and most
-seconds, and the ratio of the medians.
+Prints one JSON row per case and appends it to its file: median, minimum and maximum seconds, and the ratio of the
+medians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import RESULTS
 from benchmarks.common.rows import keep_row
 
-MEND_TORCHVISION = """
+DECLARE_OPERATORS = """
 import torch
 library = torch.library.Library("torchvision", "FRAGMENT")
 for name in ("nms", "qnms"):
@@ -41,13 +41,13 @@ CASES = {
 }
 
 
-def needs_mending() -> bool:
-    """Whether `import torchvision` fails as it stands."""
+def torchvision_fails() -> bool:
+    """Whether `import torchvision` fails in this environment."""
     return subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True).returncode != 0
 
 
 def seconds_of(code: str) -> float:
-    """Wall time of running the code in a fresh interpreter, without the interpreter's own start."""
+    """Wall time of the code in a fresh interpreter, without the interpreter's start."""
     timed = f"import time; start = time.perf_counter()\n{code}\nprint(time.perf_counter() - start)"
     return float(subprocess.run([sys.executable, "-c", timed], capture_output=True, text=True, check=True).stdout)
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, default=RESULTS / "end_to_end" / "import_time.jsonl")
     given = parser.parse_args()
-    baseline = (MEND_TORCHVISION if needs_mending() else "") + BASELINE
+    baseline = (DECLARE_OPERATORS if torchvision_fails() else "") + BASELINE
     cases = {"baseline: lightning.pytorch and diffusers": baseline, **CASES}
     for code in cases.values():
         seconds_of(code)

@@ -47,7 +47,7 @@ MODEL, PICTURES = "embedded:sd", "embedded:brand"
 
 
 class Alternate(Callback):
-    """Times our steps, and after every block of them lets the baseline take and time as many."""
+    """Time our steps, and after every block run and time the same number of baseline steps."""
 
     def __init__(self, theirs: Iterator[float], block: int) -> None:
         self.theirs, self.block = theirs, block
@@ -86,7 +86,7 @@ class Alternate(Callback):
 def make_data(
     pictures: str, root: str, given: argparse.Namespace, *, cached: bool, conditions: Path | None = None
 ) -> ImageCaptionData:
-    """The pictures, with both caches or none, and with condition files if there is a folder of them."""
+    """The image data, with both caches or none, and with condition files if a folder is given."""
     return ImageCaptionData(
         pictures,
         resolution=64,

@@ -1,9 +1,9 @@
-"""Unedited `lightning init` on folders of photographs that nothing was tuned on: the verdict, and what the judge knew.
+"""Verdict of an unedited `lightning init` on folders of photographs that no constant was tuned on.
 
-    python -m benchmarks.end_to_end.photographs            # init's own config on two folders
-    python -m benchmarks.end_to_end.photographs --targets  # the same steps with other layers adapted, rates and raises
+    python -m benchmarks.end_to_end.photographs            # the config of `lightning init` on two folders
+    python -m benchmarks.end_to_end.photographs --targets  # the same steps with other layers and rates
 
-The photographs are crops of scikit-image's; the base is the tiny Stable Diffusion, whose world has none.
+The photographs are crops of scikit-image's; the base is the tiny Stable Diffusion, which was trained without any.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make_folder(name: str, root: Path) -> Path:
-    """Crops of one photograph, with captions."""
+    """Write crops of one photograph, with captions."""
     photograph, count, sides, captions = FOLDERS[name]
     image, draw = Image.fromarray(photograph()), np.random.default_rng(5)
     folder = root / name
@@ -57,7 +57,7 @@ def lightning(*words: object) -> None:
 
 
 def run(name: str, variant: str, root: Path) -> dict[str, Any]:
-    """The verdict of one run and what it was made of."""
+    """Run once. Returns: a row with the verdict and the figures behind it."""
     folder, config = make_folder(name, root), root / "my.yaml"
     lightning("init", folder, "-o", config, "--base", "embedded:sd")
     values = yaml.safe_load(config.read_text())
@@ -80,7 +80,7 @@ def run(name: str, variant: str, root: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--targets", action="store_true", help="other layers and rates on the first folder")
-    parser.add_argument("--output", type=Path, help="a file that gets a row a run")
+    parser.add_argument("--output", type=Path, help="a .jsonl file to append a row per run to")
     args = parser.parse_args()
     for name in ["cup"] if args.targets else list(FOLDERS):
         for variant in VARIANTS if args.targets else ["unedited"]:

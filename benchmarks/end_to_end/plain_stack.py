@@ -1,8 +1,8 @@
-"""The plain stack of article_table.py: diffusers' training loop under torch's DDP, as its scripts have it.
+"""The plain stack of article_table.py: diffusers' training loop under torch's DDP, as in its scripts.
 
-Text-to-image's loop with its options for min-SNR, prior preservation (from DreamBooth's script) and EMA, so that the
-objective is the same as ours: pictures are decoded, and encoded by the VAE and the text encoder, at every step; the
-rate follows a fixed schedule; the whole state is saved every N steps by torch.save while the training waits.
+The text-to-image loop with its options for min-SNR, prior preservation (from DreamBooth's script) and EMA, so that the
+objective equals ours. Images are decoded, and encoded by the VAE and the text encoder, in every step; the rate follows
+a fixed schedule; torch.save writes the complete state every N steps while the training waits.
 """
 # mypy: allow-untyped-calls
 
@@ -33,7 +33,7 @@ from lightning_aigc.tiny.embedded import resolve
 
 
 class WithPrior(TokenizedPictures):
-    """Tokenized pictures that say whether they are of the class, not of the brand."""
+    """Tokenized images with a flag for class images."""
 
     def __init__(self, samples: Any, tokenizer: Any, resolution: int) -> None:
         super().__init__([(Path(sample.path), sample.caption) for sample in samples], tokenizer, resolution)
@@ -44,7 +44,7 @@ class WithPrior(TokenizedPictures):
 
 
 def make_loader(job: Job, seed: int, folder: Path, tokenizer: Any) -> Any:
-    """A plain DataLoader that gives this rank the batches that ours would."""
+    """A plain DataLoader with the batches that our loader gives this rank."""
     data = brand_pictures(job, seed, folder, is_cached=False)
     index = data.index()
     sampler = data._make_sampler(index, dist.get_rank(), dist.get_world_size())
@@ -53,7 +53,7 @@ def make_loader(job: Job, seed: int, folder: Path, tokenizer: Any) -> Any:
 
 
 def run_plain(job: Job, seed: int, folder: Path, meter: Meter, scorer: Scorer) -> dict[str, Any]:
-    """Train to the last step. Returns: what the meter does not know."""
+    """Train to the last step. Returns: figures that the meter does not measure."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(resolve("embedded:sd")), safety_checker=None)
     schedule = DDPMScheduler.from_config(pipeline.scheduler.config)
     unet, vae, text_encoder, tokenizer = pipeline.unet, pipeline.vae, pipeline.text_encoder, pipeline.tokenizer
@@ -106,7 +106,7 @@ def run_plain(job: Job, seed: int, folder: Path, meter: Meter, scorer: Scorer) -
 
 
 def diffusion_loss(ddp: nn.Module, vae: Any, text_encoder: Any, schedule: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of one batch: min-SNR-weighted, the class pictures' mean beside the brand's."""
+    """Min-SNR-weighted loss of one batch: mean over the brand images plus mean over the class images."""
     with torch.no_grad():
         latents = vae.encode(batch["pixel_values"]).latent_dist.sample() * vae.config.scaling_factor
         hidden = text_encoder(batch["input_ids"], return_dict=False)[0]
@@ -130,7 +130,7 @@ def endless(loader: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def save(folder: Path, unet: nn.Module, optimizer: Any, lr_schedule: Any, ema: EMAModel, step: int) -> None:
-    """Write what accelerate's save_state does: trained weights, optimizer, schedule, average, random states."""
+    """Save the same state as accelerate's save_state: trained weights, optimizer, schedule, average, RNG states."""
     folder.mkdir(parents=True, exist_ok=True)
     trained = {name: p for name, p in unet.named_parameters() if p.requires_grad}
     torch.save(trained, folder / "model.bin")

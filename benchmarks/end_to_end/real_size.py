@@ -73,7 +73,7 @@ def build_sdxl_pipeline(folder: Path, dtype: torch.dtype) -> None:
             ),
         ]  # fmt: skip
     made = [fill(module.to_empty(device="cpu")) for module in made]
-    # transformers' have buffers that their constructors fill
+    # constructors of transformers models fill their buffers
     made += [fill(CLIPTextModel(text)), fill(CLIPTextModelWithProjection(text_2))]
     torch.set_default_dtype(torch.float32)
     unet, vae, encoder, encoder_2 = made
@@ -99,7 +99,7 @@ def sdxl_unet(unet_class: Any) -> Any:
 
 
 def fill(module: torch.nn.Module) -> torch.nn.Module:
-    """Random weights of a usual size: norms one, biases zero, the others normal; one tile repeated, to be quick."""
+    """Fill with random weights of typical scale: norms one, biases zero, others normal (a repeated tile, for speed)."""
     tile = torch.randn(1 << 20)
     for name, parameter in module.named_parameters():
         flat = parameter.data.view(-1)
@@ -114,7 +114,7 @@ def fill(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def make_photos(folder: Path) -> None:
-    """Three photo-sized pictures of different shapes, with captions."""
+    """Write three photo-sized images of different shapes, with captions."""
     import random
 
     from lightning_aigc.tiny.drawing import draw_brand
@@ -136,7 +136,7 @@ def main() -> None:
     if not (pipeline / "model_index.json").is_file():
         build_pipeline(pipeline, getattr(torch, arguments.dtype))
     make_photos(photos)
-    # Without a hub there is no CLIP for the guard; the report says that it has no score and goes on.
+    # The guard needs CLIP from the hub. Without it the report has no score.
     shipped = yaml.safe_load(Path("configs/sd_lora.yaml").read_text(encoding="utf-8"))
     kept = [entry for entry in shipped["trainer"]["callbacks"] if entry["class_path"] != "CLIPConvergenceGuard"]
     mine = {

@@ -1,9 +1,9 @@
-"""Many short runs of `mode: auto` on two ranks: what it chose, what that cost beside plain DDP, and whether it ended.
+"""Many short runs of `mode: auto` on two ranks: the chosen mode, its step time over plain DDP, and how it ended.
 
-Each run is a pair of new processes that train plainly, then in a mode that compresses, then under `auto`, then plainly
-again, on one model; the watchdog of gradient sync looks on. Over loopback, or over a link of the rate you name between
-two network namespaces (root and iproute2). A run that does not end within `--limit` seconds counts as stuck, and what
-the watchdog wrote is kept in `--stalled`.
+Each run is a pair of new processes that train one model under plain DDP, in a mode that compresses, under `auto`, and
+under plain DDP again, with the watchdog of gradient sync on. Over loopback, or over a link of the given rate between
+two network namespaces (needs root and iproute2). A run that does not end within `--limit` seconds counts as stuck; the
+watchdog's files are kept in `--stalled`.
 
     python -m benchmarks.gradient_sync.auto_runs [--rate loopback | 200mbit] [--runs 10] [--steps 7] [--output FILE]
 """
@@ -38,13 +38,13 @@ SIDE = 1024
 
 
 def make_model(layers: int) -> nn.Sequential:
-    """Layers of 1.05 M parameters each."""
+    """A model of `layers` linear layers with 1.05 M parameters each."""
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(SIDE, SIDE), nn.GELU())))
 
 
 def train(model: nn.Module, mode: Any, steps: int, stalled: str) -> tuple[str, float, str]:
-    """Train on a new DDP; returns the mode, the median step time, and the sentence of the choice."""
+    """Train under a new DDP. Returns: the mode, the median step time, and the reason for the choice."""
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compressor = None
     if mode is not None:
@@ -83,7 +83,7 @@ def run_rank(rank: int, folder: str, rate: str, layers: int, steps: int, stalled
 
 
 def one_run(options: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Run two ranks; returns the row."""
+    """Run two ranks. Returns: the row."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning_aigc", "torch", "lightning_aigc.gradient_sync.compressor"])
     stalled = str(options.stalled / f"{options.rate}-{number}")

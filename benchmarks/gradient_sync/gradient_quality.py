@@ -64,7 +64,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def fine_tune(start: dict[str, Tensor], seed: int, rate: float, options: dict[str, Any] | None) -> tuple[float, float]:
-    """Return the loss on new samples after fine-tuning, and bytes sent over those of a dense float32 ring."""
+    """Fine-tune. Returns: the loss on new samples, and sent bytes over those of a dense float32 ring."""
     if options is not None and options["mode"] == "local":
         return fine_tune_locally(start, seed, rate, SyncOptions(**options))
     model, data = Denoiser(), Latents(1000, Latents(0))
@@ -82,7 +82,7 @@ def fine_tune(start: dict[str, Tensor], seed: int, rate: float, options: dict[st
 
 
 def fine_tune_locally(start: dict[str, Tensor], seed: int, rate: float, options: SyncOptions) -> tuple[float, float]:
-    """Do the same in mode local: ranks step alone, and LocalSGD averages their parameters."""
+    """The same in mode local: ranks step alone, and LocalSGD averages their parameters."""
     models, data = [Denoiser() for _ in range(RANKS)], Latents(1000, Latents(0))
     for model in models:
         model.load_state_dict(start)
@@ -109,7 +109,7 @@ def fine_tune_locally(start: dict[str, Tensor], seed: int, rate: float, options:
 
 @torch.no_grad()
 def take_off(syncs: list[LocalSGD]) -> list[Any]:
-    """Let an overlapped average leave. Returns: its sums, and the parameters of the ranks by name."""
+    """Start an overlapped average. Returns: its sums, and the parameters of the ranks by name."""
     start = [{name: p.detach().clone() for name, p in sync.parameters} for sync in syncs]
     return [run_together([sync._summing() for sync in syncs]), start]
 

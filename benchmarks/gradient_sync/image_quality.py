@@ -1,13 +1,13 @@
-"""Every gradient sync mode judged on pictures: the embedded Stable Diffusion learns the demo's brand on several ranks.
+"""Image scores of each gradient sync mode: the embedded Stable Diffusion learns the demo's brand on several ranks.
 
-Two jobs: the whole U-Net on four ranks, and its LoRA on two. All modes take equal steps with the same pictures, noise
-and fixed rate (the one of `--rates` that is best for dense with a seed that is not among the table's). A row has CLIP-T
-and CLIP-I of three prompts that no training picture shows, and the loss on held-out pictures at fixed noise. The ranks
-are real processes of one thread on loopback; each bit travels. A row that is there is not made again.
+Two jobs: the full U-Net on four ranks, and its LoRA on two. All modes take equal steps with the same images, noise and
+fixed rate (the best of `--rates` for dense, with a seed outside the table). A row has CLIP-T and CLIP-I of three
+prompts that no training image shows, and the loss on held-out images at fixed noise. The ranks are real processes of
+one thread that communicate over loopback. Existing rows are not computed again.
 
     python -m benchmarks.gradient_sync.image_quality [--jobs full lora] [--modes dense int3 ...] [--seeds 0 1 2]
         [--output FILE]
-    python -m benchmarks.gradient_sync.image_quality --rates 2e-4 5e-4 1e-3 --jobs full      # dense, seed 9: which rate
+    python -m benchmarks.gradient_sync.image_quality --rates 2e-4 5e-4 1e-3 --jobs full      # rates of dense, seed 9
     python -m benchmarks.gradient_sync.image_quality --table                                 # Markdown from the rows
 """
 
@@ -56,11 +56,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 RANKS = {"full": 4, "lora": 2}
 RATES = {"full": 1e-3, "lora": 6e-3}
-"""The best CLIP-T for dense with seed 9, of three."""
+"""Learning rate with the best CLIP-T for dense with seed 9, of three."""
 BATCH = 4
 PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]
 IMAGES = 24
-"""Of each prompt; one in a training of a few steps, which only shows that it runs."""
+"""Images per prompt; one in a short training, which only checks that everything runs."""
 LIMIT_S = 900
 
 
@@ -70,7 +70,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
     scores: dict[str, list[float]] = {}
 
     class Score(Callback):
-        """Scores the last weights, and counts what one rank sent."""
+        """Score the last weights, and count the bytes that one rank sent."""
 
         sent = 0.0
 
@@ -151,15 +151,15 @@ def fork_rank(cell: dict[str, Any], rank: int, world: int, port: int, log: Path,
         }  # fmt: skip
         signal.alarm(LIMIT_S)
         train(cell, row_file)
-    except BaseException:  # a fork must never return into its parent's code, whatever happened
+    except BaseException:  # a forked child must never return into its parent's code
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(1)  # train ends a rank that came to its end
+        os._exit(1)  # `train` ends a finished rank
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table for each job: means over the seeds, and the spread over them."""
+    """One table per job: means over the seeds, with their range."""
     lines = []
     for job in RANKS:
         of_job = [row for row in rows if row["job"] == job and row["seed"] != 9]
@@ -183,7 +183,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def spread(values: list[float]) -> str:
-    """`0.612 (0.601 to 0.623)`"""
+    """Mean and range, such as `0.612 (0.601 to 0.623)`."""
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", type=float, help="try these for dense, with seed 9")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--output", type=Path, default=ROWS)
-    parser.add_argument("--table", action="store_true", help="print Markdown from the rows that there are")
+    parser.add_argument("--table", action="store_true", help="print the existing rows as Markdown")
     options = parser.parse_args()
     if options.table:
         print(markdown(read_rows(options.output)))

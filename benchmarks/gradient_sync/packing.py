@@ -1,11 +1,12 @@
-"""How fast one CPU thread packs gradients to few-bit integers, and unpacks or adds them: GB of float32 a second.
+"""Speed of one CPU thread that compresses gradients to few-bit integers, decompresses and adds them: GB/s of float32.
 
     python -m benchmarks.gradient_sync.packing [--values 6553600] [--repeats 15]
         [--output benchmarks/results/gradient_sync/packing.jsonl]
 
-A unit of gradient sync at a time, as in a step, from several buffers that are together larger than a cache. The
-backends take turns, and so does a copy, which says what the memory gives. Backends: what Numba compiles, and the plain
-torch reference. Before it is timed, a backend must give the reference's bits. Medians; one JSON object a line.
+One unit of gradient sync at a time, as in a step, from several buffers that together exceed the cache. The backends
+alternate with each other and with a copy, which measures the memory's speed. Backends: Numba's compiled code, and the
+plain torch reference. A backend is timed only if its result is bit-identical to the reference's. Medians; one JSON
+object per line.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BITS = (3, 4, 8)
 
 
 class Buffers:
-    """Values and packed rows, of which each call takes the next."""
+    """Buffers of values and of compressed rows; each call uses the next one."""
 
     def __init__(self, values: int, bits: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -46,7 +47,7 @@ class Buffers:
 
 
 def operations(backend: Any, buffers: Buffers, bits: int) -> dict[str, Callable[[], object]]:
-    """Return the calls that are timed; each goes over one buffer."""
+    """The timed calls; each processes one buffer."""
 
     def encode() -> None:
         values, packed = buffers.next()
@@ -64,7 +65,7 @@ def operations(backend: Any, buffers: Buffers, bits: int) -> dict[str, Callable[
 
 
 def check(backend: Any, bits: int) -> None:
-    """Stop where a backend's bits are not the reference's."""
+    """Stop if a backend's result is not bit-identical to the reference's."""
     values = torch.randn(3, 2560, generator=torch.Generator().manual_seed(bits))
     both = []
     for of in (backend, reference):
@@ -78,7 +79,7 @@ def check(backend: Any, bits: int) -> None:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Seconds of the thread's CPU: other jobs of the machine do not count, but for what they take of the memory."""
+    """CPU seconds of the thread: other jobs affect them only through memory bandwidth."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
@@ -86,7 +87,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, default=6_553_600, help="float32 values of a buffer; 256 must divide it")
+    parser.add_argument("--values", type=int, default=6_553_600, help="float32 values per buffer, a multiple of 256")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     options = parser.parse_args()
@@ -101,7 +102,7 @@ def main() -> None:
                 calls |= {(name, op): call for op, call in operations(backend, buffers, bits).items()}
         calls["torch", "copy"] = lambda b=buffers: b.next()[0].copy_(b.next()[0])  # type: ignore[misc]
         times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-        for _ in range(options.repeats + 1):  # in turns, so that a moment of other load hits all; the first warms up
+        for _ in range(options.repeats + 1):  # all in each round, so that load affects them alike; first is warm-up
             for key, call in calls.items():
                 times[key].append(seconds_of(call))
         for (name, op), taken in times.items():

@@ -1,11 +1,11 @@
 """Error of `lightning plan` against runs of npu_sparse between two hosts, on 2 and 4 ranks and two links.
 
-Two network namespaces with a link of the named rate are the hosts, with one or two ranks of one thread on each. The
-cost model gets what the command's user gives: the rate as it is named, the latency (a small allreduce), the speed
-inside a node, and the time of a step without communication while all ranks compute. The bytes a second that a CPU
-compresses are calibrated on the runs of CALIBRATION, and every other run is predicted with them; another column has the
+Two network namespaces with a link of the given rate simulate the hosts, with one or two ranks of one thread on each.
+The cost model gets the same inputs as from the command's user: the nominal rate, the latency (a small allreduce), the
+speed inside a node, and the time of a step without communication while all ranks compute. The bytes per second that a
+CPU compresses are calibrated on the runs of CALIBRATION and used for every other run; another column has the
 prediction with the constant of lightning_aigc/cluster/workload.py. Times are the slowest rank's, the median over rounds
-in which all modes and the step without communication take turns. Error is predicted over measured, minus 1. Needs root
+in which all modes and the step without communication alternate. Error is predicted over measured, minus 1. Needs root
 and iproute2.
 
     python -m benchmarks.gradient_sync.plan_error [--rates 500mbit 200mbit] [--batch 256] [--rounds 5] [--output FILE]
@@ -49,7 +49,7 @@ CALIBRATION = ((FITTED_AT, Shape(2, 1), "int3"), (FITTED_AT, Shape(2, 1), "int8"
 
 
 def measure(rank: int, shape: Shape, rounds: int, batch_size: int, folder: str) -> None:
-    """One rank's part; rank 0 writes the medians."""
+    """Measure on one rank; rank 0 writes the medians."""
     enter(HOSTS[rank // shape.devices][0])
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def run_ranks(rate: str, shape: Shape, rounds: int, batch_size: int) -> dict[str
 
 
 def inputs(found: dict[str, Any], rate: str, shape: Shape) -> tuple[Job, Links]:
-    """What the cost model is given."""
+    """Inputs of the cost model."""
     counted = found["parameters"]
     job = Job(
         trainable=counted["all"],
@@ -140,7 +140,7 @@ def predicted_s(mode: str, found: dict[str, Any], rate: str, shape: Shape, compr
 
 
 def calibrated(runs: dict[tuple[str, Shape], dict[str, Any]]) -> float:
-    """The bytes a second at which the calibration's steps are off least, by their squared relative errors."""
+    """Compression rate in bytes per second with the least squared relative error on the calibration runs."""
 
     def error(speed: float) -> float:
         return math.fsum(
@@ -169,7 +169,7 @@ def main() -> None:
     alone = runs[FITTED_AT, SHAPES[0]]["compute"]
     speed = calibrated(runs)
     for (rate, shape), found in runs.items():
-        crowding = found["compute"] / alone  # two ranks a core compress at half the speed, as they compute
+        crowding = found["compute"] / alone  # two ranks per core compress at half the speed, as they compute at half
         for mode in MODES:
             predicted = predicted_s(mode, found, rate, shape, speed / crowding)
             with_shipped = predicted_s(mode, found, rate, shape, shipped / crowding)

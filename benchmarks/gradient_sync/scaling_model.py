@@ -11,7 +11,7 @@ on the same ranks, alternating with the DDP step to predict, so that other load 
 
 Times are the slowest rank's, median over rounds. The error is predicted over measured, minus 1, twice: with the model's
 overlap share, and without overlap, because gloo moves bytes on the cores that compute. Prints a row per number of ranks
-and appends it to benchmarks/results/gradient_sync/scaling_model.jsonl.
+and appends it to its file.
 """
 # mypy: allow-untyped-calls
 
@@ -41,18 +41,18 @@ from lightning_aigc.cluster.cost_model import predict
 from lightning_aigc.cluster.workload import OVERLAP_SHARE, Job, Links, Shape
 
 SIZES = (2**14, 2**23)
-"""Elements of the two allreduces that alpha and beta are fitted from."""
+"""Elements of the two allreduces that alpha and beta are fitted to."""
 WARM_UP = 3
 
 
 def make_model() -> nn.Sequential:
-    """12.6 M parameters whose backward is long enough to hide something in."""
+    """A model of 12.6 M parameters with a backward that is long enough to overlap communication."""
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.GELU())))
 
 
 def slowest_s(step: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank, all starting together."""
+    """Seconds of the slowest rank; all ranks start together."""
     dist.barrier()
     started = time.perf_counter()
     step()
@@ -67,13 +67,13 @@ def forward(model: nn.Module, batch: Tensor) -> None:
 
 
 def train(module: nn.Module, batch: Tensor) -> None:
-    """A step without an optimizer."""
+    """One step without an optimizer."""
     module.zero_grad()
     module(batch).square().mean().backward()
 
 
 def timed_in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step on the slowest rank; all take turns in every round, so that a moment of load hits all."""
+    """Seconds of each step on the slowest rank; all steps alternate in every round, so that load affects them alike."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(WARM_UP + rounds):
         for name, step in steps.items():
@@ -84,7 +84,7 @@ def timed_in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int) -> dict[
 
 
 def measure(rank: int, ranks: int, repeats: int, store: str, out: str) -> None:
-    """One rank's part; rank 0 writes the medians."""
+    """Measure on one rank; rank 0 writes the medians."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     model, batch = make_model(), torch.randn(256, 1024)
@@ -116,7 +116,7 @@ def run_ranks(ranks: int, repeats: int) -> dict[str, float]:
 
 
 def fitted_links(found: dict[str, float], ranks: int) -> Links:
-    """alpha and beta of the ring that takes as long as the two allreduces."""
+    """Links whose alpha and beta reproduce the times of the two allreduces."""
     factor = 2 * (ranks - 1) / ranks
     beta = factor * 4 * (SIZES[1] - SIZES[0]) / max(found["large_s"] - found["small_s"], 1e-9)
     alpha = max(0.0, found["small_s"] - factor * 4 * SIZES[0] / beta) / (2 * (ranks - 1))
@@ -124,7 +124,7 @@ def fitted_links(found: dict[str, float], ranks: int) -> Links:
 
 
 def predicted_s(found: dict[str, float], ranks: int, overlap_share: float) -> float:
-    """The model's step time, from the step without communication and the links."""
+    """Predicted step time, from the step without communication and the fitted links."""
     job = Job(
         trainable=found["trainable"],
         forward_s=found["forward_s"],

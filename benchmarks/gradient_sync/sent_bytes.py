@@ -53,7 +53,7 @@ FURTHER_RANKS = (8, 64, 384)
 
 
 def trained(model: str, lora: int) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and meta parameters of a U-Net, or where `lora` is a rank, of a LoRA of its attention."""
+    """Names and meta parameters of a U-Net, or of a LoRA on its attention if `lora` is a rank."""
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(SD15 if model == "sd15" else SDXL)
         if lora:
@@ -63,7 +63,7 @@ def trained(model: str, lora: int) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def count(rank: int, ranks: int, store: str, model: str, lora: int, modes: list[str], found: Any) -> None:
-    """One rank: reduce every unit once, and once more where the first step is dense."""
+    """Run one rank: reduce every unit once, and again if the first step is dense."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)

@@ -8,12 +8,11 @@ layers; a mode by name protects nothing. `--fused-adam` takes torch's fused Adam
 the namespaces, `--rate alone` also the second process.
 
     python -m benchmarks.gradient_sync.two_hosts [--rate 1gbit] [--network unet] [--steps 7]
-        [--variants plain default ...]
-        [--fused-adam] [--output FILE]
+        [--variants plain default ...] [--fused-adam] [--output FILE]
 
-Where a step's milliseconds go, medians: `forward_ms`, `backward_ms` until the last gradient is ready, `exposed_ms` from
-there until all sums are, `optimizer_ms`; beside them `packing_ms`, the CPU time of the sync's thread, and `waiting_ms`,
-what that thread waited for the wire. Plain DDP's backward has its sync in it.
+Medians of a step's parts: `forward_ms`, `backward_ms` until the last gradient is ready, `exposed_ms` from there until
+all sums are ready, `optimizer_ms`; in addition `packing_ms`, the CPU time of the sync's thread, and `waiting_ms`, the
+time that this thread waited for the network. Plain DDP's backward includes its sync.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from benchmarks.common.rows import keep_row
 
 DEVICE = "aigc0"
 RUN = os.environ.setdefault("TWO_HOSTS_RUN", str(os.getpid()))
-"""The process that makes the namespaces; those that it starts inherit it."""
+"""Id of the process that creates the namespaces; its child processes inherit it."""
 HOSTS = ((f"aigc-a-{RUN}", "10.211.7.1"), (f"aigc-b-{RUN}", "10.211.7.2"))
-"""Namespaces, so that two runs on a machine do not take each other's away, and their addresses."""
+"""Namespaces, named by run so that two runs do not delete each other's, and their addresses."""
 WITHOUT_LINK = {"loopback": 2, "alone": 1}
 NETWORKS = ("unet", "linear")
 VARIANTS = (
@@ -62,7 +61,7 @@ def two_hosts(rate: str) -> Iterator[None]:
         subprocess.run(("ip", *words), check=True, capture_output=True, text=True)
 
     names = [name for name, _ in HOSTS]
-    for name in (path.name for path in Path("/run/netns").glob("aigc-[ab]-*")):  # left by a run that was killed
+    for name in (path.name for path in Path("/run/netns").glob("aigc-[ab]-*")):  # left over from a killed run
         if not Path("/proc", name.rpartition("-")[2]).exists():
             ip("netns", "delete", name)
     try:
@@ -111,7 +110,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(rank)
 
     rows = []
-    # Plain DDP at the beginning and at the end: the difference is the machine's.
+    # Plain DDP at the beginning and at the end shows how the machine's speed changed.
     order = [*options.variants, "plain"] if options.variants[0] == "plain" else ["plain", *options.variants, "plain"]
     for variant in order:
         task.module.load_state_dict(start_weights)
@@ -128,7 +127,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         }  # fmt: skip
         write_rows(rows, about, options.output)
     dist.barrier()
-    os._exit(0)  # without waiting for groups of variants that are over
+    os._exit(0)  # does not wait for process groups of earlier variants
 
 
 def write_rows(rows: list[dict[str, Any]], about: dict[str, Any], output: Path | None) -> None:

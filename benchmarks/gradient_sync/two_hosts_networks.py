@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Task:
-    """A network, and its loss on a batch that is drawn for it."""
+    """A network, and its loss on a random batch."""
 
     module: nn.Module
     loss: Callable[[nn.Module, torch.Generator], Tensor]
-    """Takes the module as DDP wraps it."""
+    """Called with the module that DDP wraps."""
 
 
 def make_network(name: str) -> Task:
-    """Return the U-Net of 58 M parameters, or 50 M in linear layers."""
+    """The U-Net of 58 M parameters, or 50 M in linear layers."""
     torch.manual_seed(0)
     return _unet() if name == "unet" else _linear()
 

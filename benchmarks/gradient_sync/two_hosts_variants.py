@@ -23,8 +23,8 @@ def measure(variant: str, task: Task, generator: torch.Generator, steps: int, fu
     """Train for `steps` steps after the warm-up.
 
     Args: fused: whether AdamW is torch's fused one.
-    Returns: the median step time and every step's, and the medians of its parts; for npu_sparse's modes, also what its
-        report says.
+    Returns: the median step time, every step's time, and the medians of a step's parts; for npu_sparse's modes, also
+        the figures of its report.
     """
     bucket_mb = 1e4 if variant == "powersgd_hook" else 25  # over Gloo torch's PowerSGD aborts with two buckets
     ddp = DistributedDataParallel(task.module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
@@ -71,7 +71,7 @@ def measure(variant: str, task: Task, generator: torch.Generator, steps: int, fu
 
 
 def add_sync(variant: str, ddp: DistributedDataParallel) -> GradientCompressor | None:
-    """Register the variant's communication hook. Returns: the compressor, where the variant is one of its modes."""
+    """Register the variant's communication hook. Returns: the compressor, if the variant is one of its modes."""
     if variant == "plain":
         return None
     if variant == "bf16_hook":
@@ -89,12 +89,12 @@ def add_sync(variant: str, ddp: DistributedDataParallel) -> GradientCompressor |
 
 
 def bf16_hook(state: Any, bucket: Any) -> Any:
-    """Call torch's own hook, which DDP refuses by its name without CUDA."""
+    """Call torch's hook by another name: DDP refuses the original without CUDA."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def unannotated_powersgd_hook(state: Any, bucket: Any) -> Any:
-    """Call torch's own hook."""
+    """Call torch's hook."""
     return powerSGD_hook.powerSGD_hook(state, bucket)
 
 

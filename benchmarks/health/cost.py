@@ -6,10 +6,10 @@
 
 A real `Trainer.fit` with the monitor's defaults, which times the monitor's hooks. The naive loop, timed in the same
 steps, computes and prints three norms per trained parameter: weight norm, gradient norm, largest gradient. Weights are
-random and pictures are noise, which does not affect the time. Prints one JSON row and appends it to
-benchmarks/results/health/cost.jsonl: milliseconds of a step, of the monitor in steps with and without a look, and
-of the naive loop; and the share of the step time over a period of `every_n_steps`, of the monitor and of the naive
-loop. All are medians; cpu_ figures are CPU time, which other processes hardly disturb.
+random and images are noise, which does not affect the time. Prints one JSON row and appends it to its file:
+milliseconds of a step, of the monitor in steps with and without a look, and of the naive loop; and the share of the
+step time over a period of `every_n_steps`, of the monitor and of the naive loop. All are medians; cpu_ figures are CPU
+time, which other processes hardly affect.
 
 cpu_..._python_ms is the CPU time without the norms and their sum, which an accelerator would compute asynchronously;
 they are timed again in the same step, with cold caches as in the step. ops counts operators that reach torch's
@@ -76,21 +76,21 @@ class UNet(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]
-        # Of all weights, the optimizer with the least to do: the cheapest step is the hardest comparison.
+        # Without a LoRA, the cheapest optimizer: the shorter the step, the higher the monitor's share of it.
         return torch.optim.AdamW(trained, 1e-4) if len(trained) < 400 else torch.optim.SGD(trained, 1e-5)
 
 
 class Timed(GradientHealthMonitor):
-    """The monitor, what each step of it took, in seconds of wall and of CPU time, and what two steps of it launched."""
+    """The monitor with its wall and CPU seconds in each step, and the operators of two counted steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spent: list[list[float]] = [[0.0, 0.0]]
         self.counts = {COUNTED_LOOK: [0, 0], COUNTED_STEP: [0, 0]}
         self.norms: list[list[float]] = []
-        """Of each step, the CPU seconds of the norms of all gradients and of all weights."""
+        """CPU seconds per step of the norms of all gradients and of all weights."""
         self.extra: list[list[float]] = []
-        """Of each step, what measuring that took, in seconds of wall and of CPU time."""
+        """Wall and CPU seconds per step that measuring them took."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = time.perf_counter()
@@ -99,14 +99,14 @@ class Timed(GradientHealthMonitor):
 
     @property
     def step(self) -> int:
-        """The number of the running step, from 1."""
+        """Number of the current step, from 1."""
         return len(self.spent)
 
 
 COUNTED_LOOK, COUNTED_STEP = 10, 4
-"""Steps whose operators are counted, and which are not timed: a look, and a step that follows no look."""
+"""Steps whose operators are counted instead of timed: one with a look, and one without."""
 EVICTING = torch.zeros(2**25)
-"""128 MiB, to write over what a CPU's caches hold of the gradients."""
+"""128 MiB to evict the gradients from the CPU's caches."""
 
 
 def _timed(name: str) -> Any:
@@ -135,7 +135,7 @@ def _timed(name: str) -> Any:
 
 
 def _norms_s(tensors: Sequence[Tensor]) -> float:
-    """CPU seconds of the norms of these tensors."""
+    """CPU seconds for the norms of these tensors."""
     EVICTING.add_(1)
     start = time.process_time()
     torch.linalg.vector_norm(norms(tensors))
@@ -147,7 +147,7 @@ for _name in HOOKS:
 
 
 class Naive(Callback):
-    """Three norms and a print of every parameter, and the clock of the steps."""
+    """Compute and print three norms of every parameter, and time the steps."""
 
     def __init__(self) -> None:
         self.spent: list[list[float]] = []
@@ -179,14 +179,14 @@ class Naive(Callback):
 
 
 def shares(monitor: Timed, naive: Naive, steps: int) -> dict[str, Any]:
-    """What the monitor takes of a step, by the wall clock and in CPU time."""
+    """The monitor's share of a step, in wall and in CPU time."""
     row: dict[str, Any] = {}
     every = monitor.every_n_steps
     for i, clock in enumerate(("", "cpu_")):
         own = [spent[i] for spent in monitor.spent[:steps]]
         looks = [n for n in range(COUNTED_LOOK, steps) if (n + 1) % every == 0]
         plain = [n for n in range(COUNTED_STEP, steps) if (n + 1) % every]
-        # What a training without either takes.
+        # Time of a step without the monitor and the naive loop.
         alone = [naive.steps[n][i] - naive.spent[n][i] - own[n] - monitor.extra[n][i] for n in (*plain, *looks)]
         step, loop = statistics.median(alone), statistics.median(n[i] for n in naive.spent[2:])
         between, look = (statistics.median(own[n] for n in which) for which in (plain, looks))
@@ -200,8 +200,8 @@ def shares(monitor: Timed, naive: Naive, steps: int) -> dict[str, Any]:
             f"{clock}naive_share": round(loop / step, 5),
         }
         if clock:
-            # Between looks a model of this size has one norm of all gradients taken, or a sample; a look takes that of
-            # gradients and weights beside it.
+            # Between looks the monitor takes one norm of all gradients, or of a sample; a look takes the norms of
+            # gradients and weights as well.
             often = int(monitor._diagnostics.is_exact)
             of_step = [own[n] - often * monitor.norms[n][0] for n in plain]
             of_look = [own[n] - (often + 1) * monitor.norms[n][0] - monitor.norms[n][1] for n in looks]
@@ -213,7 +213,7 @@ def shares(monitor: Timed, naive: Naive, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("lora", "full"), default="lora")
-    parser.add_argument("--size", type=int, default=256, help="side of the pictures, pixels")
+    parser.add_argument("--size", type=int, default=256, help="side of the images, pixels")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=21)
     parser.add_argument("--device", default="cpu")

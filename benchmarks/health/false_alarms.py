@@ -6,11 +6,10 @@
 
 With --kinds: the trainings of tests/fakes/healthy (MLPs, ResNets, LSTMs, transformers, GANs, memorising models and
 others), one row per kind and seed; the checks were developed on seeds 0 and 1. Without: LoRA and full fine-tuning of
-the embedded tiny Stable Diffusion on its brand pictures, at several learning rates, in float32, bfloat16 and float16.
-All use the monitor's defaults. Prints one JSON row per run and appends it to
-benchmarks/results/health/false_alarms.jsonl: alerts by level and check, and the first and last loss (means of 50
-steps, 20 with --kinds), which show that the run learned. Needs no network; about 15 minutes on one core, 2 per seed
-with --kinds.
+the embedded tiny Stable Diffusion on its brand images, at several learning rates, in float32, bfloat16 and float16.
+All use the monitor's defaults. Prints one JSON row per run and appends it to its file: alerts by level and check, and
+the first and last loss (means of 50 steps, 20 with --kinds), which show that the run learned. Needs no network; about
+15 minutes on one core, 2 per seed with --kinds.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ RUNS: list[dict[str, Any]] = [
 
 
 class FullFineTune(StableDiffusionLoRA):
-    """The same training with every weight of the U-Net, and no LoRA."""
+    """StableDiffusionLoRA that trains every weight of the U-Net and has no LoRA."""
 
     def configure_model(self) -> None:
         if self.unet is not None:
@@ -132,7 +131,7 @@ def run(number: int, case: dict[str, Any], given: argparse.Namespace) -> dict[st
 
 
 def run_kind(kind: Kind, seed: int) -> dict[str, Any]:
-    """One healthy training of another kind."""
+    """Run one healthy training of another kind."""
     monitor, start = GradientHealthMonitor(page=False), time.perf_counter()
     with tempfile.TemporaryDirectory() as root:
         losses = fit_healthy(kind, seed, [monitor], Path(root))
@@ -141,7 +140,7 @@ def run_kind(kind: Kind, seed: int) -> dict[str, Any]:
 
 
 def report(monitor: GradientHealthMonitor, losses: list[float], seconds: float, window: int) -> dict[str, Any]:
-    """What a row says of a run: its alerts, and the means of the first and last losses, which show that it learned."""
+    """Row of a run: its alerts, and the means of the first and last losses, which show that it learned."""
     level = collections.Counter(alert.level for alert in monitor.alerts)
     return {
         "warnings": level["warning"],
@@ -165,7 +164,7 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, help="keep the runs' health.html here")
     parser.add_argument("--verbose", action="store_true", help="print every alert, infos too")
     parser.add_argument("--output", type=Path, default=RESULTS / "health" / "false_alarms.jsonl")
-    parser.add_argument("--kinds", action="store_true", help="trainings of other kinds than ours")
+    parser.add_argument("--kinds", action="store_true", help="trainings of other models (tests/fakes/healthy)")
     parser.add_argument("--seeds", type=int, nargs="*", default=[1])
     given = parser.parse_args()
     torch.set_num_threads(1)

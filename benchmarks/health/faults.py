@@ -3,11 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.health.faults
     OMP_NUM_THREADS=1 python -m benchmarks.health.faults --model net --seed 1
 
-Runs the faults of tests/fakes/faults, prints one JSON row per check and model, and appends it to
-benchmarks/results/health/faults.jsonl: faults past the threshold, how many of them had the correct first alert
-(check and layer, within 20 optimizer steps) and the largest delay in steps, faults just below the threshold and how
-many of them had no alert. Needs no network; about fifteen minutes on one core, most of it on the embedded Stable
-Diffusion.
+Runs the faults of tests/fakes/faults, prints one JSON row per check and model, and appends it to its file: the number
+of faults past the threshold, of those with the correct first alert (check and layer, within 20 optimizer steps), the
+largest delay in steps, the number of faults just below the threshold, and of those without an alert. Needs no network;
+about fifteen minutes on one core, most of it on the embedded Stable Diffusion.
 """
 
 from __future__ import annotations
@@ -31,9 +30,12 @@ from fakes.faults import FAULTS, alerts_of, first_alert, is_right
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("net", "sd"), help="unset: both")
-    parser.add_argument("--checks", nargs="*", help="those whose faults are run; unset: all")
+    parser.add_argument("--checks", nargs="*", help="checks whose faults are run; unset: all")
     parser.add_argument(
-        "--seed", type=int, default=1, help="of weights and draws; 0 is the tests', on which the table was made"
+        "--seed",
+        type=int,
+        default=1,
+        help="of weights and data; the thresholds were chosen on seed 0",
     )
     parser.add_argument("--output", type=Path, default=RESULTS / "health" / "faults.jsonl")
     given = parser.parse_args()

@@ -3,20 +3,20 @@
 The embedded tiny Stable Diffusion learns its brand as in configs/sd_lora_demo.yaml (300 steps, cosine, 10 steps of
 warm-up, the same data). Settings: the demo's LoRA with batches of 1, 4 and 16, and a full fine-tuning of the U-Net with
 batches of 4. The setting's rate (1e-3 for the LoRA, 1e-4 for the full fine-tuning) is multiplied by 1, 3, 10 and 30.
-The score is CLIP-T of 48 pictures of three things that no brand picture shows, sampled with the averaged weights after
-the last step. A run whose score is below the untrained model's at a check has diverged and stops there.
+The score is CLIP-T of 48 images of three objects that no brand image shows, sampled with the averaged weights after
+the last step. A run that scores below the untrained model at a check has diverged and is stopped.
 
-    # repeat to continue
+    # repeat the command to continue
     python -m benchmarks.learning_rate.adaptive_lr --jobs 16 --time_limit_s 420 --output rows.jsonl
     python -m benchmarks.learning_rate.adaptive_lr --settings lora-1 --times 1 --seeds 100 101 --jobs 1
         --output rows.jsonl
     python -m benchmarks.learning_rate.adaptive_lr --variants fixed adaptive prodigy schedule_free --every 20
         --settings lora-4 ...
-    # the rows as Markdown
+    # print the rows as Markdown
     python -m benchmarks.learning_rate.adaptive_lr --table benchmarks/results/learning_rate/adaptive_lr.jsonl
 
-Each run is a separate process with one thread. Its JSON row is appended to the output when it ends, and runs that are
-in the output already are skipped. Needs no network.
+Each run is a separate process with one thread. Its JSON row is appended to the output when it ends; runs that are
+already in the output are skipped. Needs no network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else looking for a device before a fork spoils it
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or a device query before the fork breaks the children
 
 import argparse
 import contextlib
@@ -48,11 +48,11 @@ ROWS = RESULTS / "learning_rate" / "adaptive_lr.jsonl"
 TIMES = (1.0, 3.0, 10.0, 30.0)
 SEEDS = (100, 101, 102, 103, 104)
 ONLY_AT = {"prodigy": (1.0,), "schedule_free": (1.0, 3.0)}
-"""Rates at which a variant means something, where not all of them."""
+"""Multiples of the rate at which a variant is meaningful; unlisted: all."""
 
 
 def _untrained(judge: CLIPSimilarity, folder: str, device: str) -> float:
-    """The score before the first step; fills the cache of latents and captions on the way."""
+    """Score before the first step; also fills the cache of latents and captions."""
     first = Cell("lora-4", 1.0, 0, "fixed")
     found: list[float] = []
 
@@ -65,7 +65,7 @@ def _untrained(judge: CLIPSimilarity, folder: str, device: str) -> float:
 
 
 def cells_to_run(options: argparse.Namespace, done: set[Cell]) -> list[Cell]:
-    """Seed by seed, and both variants of a pair beside each other: a grid that is cut short is still balanced."""
+    """The runs, seed by seed with the variants of a pair adjacent, so that a partial grid is balanced."""
     return [
         cell
         for seed in options.seeds
@@ -78,7 +78,7 @@ def cells_to_run(options: argparse.Namespace, done: set[Cell]) -> list[Cell]:
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Run what is missing in the output. Returns: how many runs failed."""
+    """Run the cells that the output lacks. Returns: the number of failed runs."""
     began = time.monotonic()
     until = began + options.time_limit_s
     be_quiet()
@@ -128,12 +128,12 @@ def main() -> None:
     parser.add_argument("--times", nargs="+", type=float, default=list(TIMES), help="multiples of the setting's rate")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS[:2]))
-    parser.add_argument("--every", type=int, default=0, help="score every so many steps too, for the steps to a goal")
+    parser.add_argument("--every", type=int, default=0, help="also score every N steps, to find the steps to a goal")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, one thread each")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--time_limit_s", type=float, default=math.inf, help="begin no run after it, and end those on")
     parser.add_argument("--output", type=Path, default=ROWS)
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print what the rows of a file say and run nothing")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the rows of a file as tables and run nothing")
     options = parser.parse_args()
     if options.table:
         rows = read_rows(options.table)

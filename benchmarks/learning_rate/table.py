@@ -12,13 +12,13 @@ VARIANTS = ("fixed", "adaptive", "prodigy", "schedule_free")
 
 
 def _listed(rows: list[dict[str, Any]]) -> str:
-    """Every seed's score; those of runs that were ended in brackets."""
+    """Score of every seed, in brackets if the run was stopped."""
     said = [f"({row['final']:.3f})" if row["ended_at"] else f"{row['final']:.3f}" for row in rows]
     return " ".join(said) + f" | {statistics.mean(row['final'] for row in rows):.3f}"
 
 
 def _judged(differences: list[float]) -> str:
-    """The mean of paired differences, its standard error, and what a two-sided 95 % t interval makes of it."""
+    """Mean of paired differences, its standard error, and the result of a two-sided 95 % t interval."""
     mean = statistics.mean(differences)
     if len(differences) < 2:
         return f"{mean:+.3f} | "
@@ -29,7 +29,7 @@ def _judged(differences: list[float]) -> str:
 
 
 def table(rows: list[dict[str, Any]], seeds: list[int] | None = None) -> str:
-    """All pairs as Markdown, and below it every other variant's rows."""
+    """Markdown table of all pairs, followed by the rows of the other variants."""
     by = {Cell.of_row(row): row for row in rows if seeds is None or row["seed"] in seeds}
     lines = [
         "| setting | rate | fixed, each seed | mean | AdaptiveLR, each seed | mean | difference | |",
@@ -59,7 +59,7 @@ def table(rows: list[dict[str, Any]], seeds: list[int] | None = None) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> str:
-    """Steps to the best score that the fixed schedule reached at the config's rate; of runs with --every."""
+    """Steps to the best score that the fixed schedule reached at the config's rate, from runs with --every."""
     by = {Cell.of_row(row): row for row in rows if len(row["curve"]) > len(CHECKS)}
     lines = ["| setting | variant | steps to the goal, each seed | median |", "|---|---|---|---|"]
     for setting, variant, times in sorted({(c.setting, c.variant, c.times) for c in by}):

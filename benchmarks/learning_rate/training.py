@@ -21,15 +21,15 @@ from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.rng import isolate_rng
 
-PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]  # things that no picture of the brand shows
+PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]  # objects that no brand image shows
 STEPS = 300
 CHECKS = (60, 150)
-"""Steps at which a run that has diverged is ended."""
+"""Steps at which a diverged run is stopped."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, with which batches, at which rate where `times` is 1."""
+    """Trained weights, batch size, and the rate at `times` 1."""
 
     batch: int
     rate: float
@@ -42,7 +42,7 @@ SETTINGS = {
     "lora-4": Setting(4, 1e-3),
     "lora-1": Setting(1, 1e-3),
 }
-"""The longest runs first, so that the last of a seed are short."""
+"""Longest runs first, so that the last runs of a seed are short."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Brand(StableDiffusionLoRA):
 
 
 class FullBrand(Brand):
-    """Every weight of the U-Net is trained, and there is no LoRA."""
+    """StableDiffusionLoRA that trains every weight of the U-Net and has no LoRA."""
 
     def configure_model(self) -> None:
         if self.unet is not None:
@@ -83,7 +83,7 @@ class FullBrand(Brand):
 
 
 class Score(Callback):
-    """CLIP-T of the same pictures: at the end, at the checks, and every `every` steps, without a trace in the run."""
+    """Score CLIP-T of fixed images at the end, at the checks and every `every` steps, without effect on the run."""
 
     def __init__(self, judge: CLIPSimilarity, untrained: float, every: int) -> None:
         self.judge, self.untrained, self.every = judge, untrained, every
@@ -105,20 +105,20 @@ class Score(Callback):
         self.final = self.score(pl_module, 16)
 
     def score(self, module: LightningModule, each: int) -> float:
-        """The mean over `each` pictures a prompt."""
+        """Mean CLIP-T over `each` images per prompt."""
         prompts = [prompt for prompt in PROMPTS for _ in range(each)]
         seeds = [5000 + i for _ in PROMPTS for i in range(each)]
         with isolate_rng(module.device), evaluating(module), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a diverged run's pictures are black
+            warnings.simplefilter("ignore")  # a diverged run samples black images
             images = module.sample(prompts, seeds, num_inference_steps=8, batch_size=24)  # type: ignore[operator]
             return float(self.judge.scores(images.nan_to_num(0.0), prompts)["clip_t"].mean())
 
 
 def brand_pictures(setting: Setting, seed: int, folder: str) -> ImageCaptionData:
-    """The demo's data, with both caches in `folder`."""
+    """Data of the demo, with both caches in `folder`."""
     return ImageCaptionData(
         "embedded:brand",
-        class_data_dir="embedded:prior" if setting.batch > 1 else None,  # a batch of one has no room for both
+        class_data_dir="embedded:prior" if setting.batch > 1 else None,  # one item cannot be brand and class
         prior_ratio=0.5,
         resolution=64,
         train_batch_size=setting.batch,
@@ -133,7 +133,7 @@ def brand_pictures(setting: Setting, seed: int, folder: str) -> ImageCaptionData
 
 
 def make_trainer(folder: str, device: str, steps: int, callbacks: list[Callback]) -> Trainer:
-    """One device, no files but those of the callbacks."""
+    """Trainer on one device that writes no files except those of its callbacks."""
     return Trainer(
         max_steps=steps,
         max_epochs=-1,
@@ -159,7 +159,7 @@ def train(
     steps: int = STEPS,
     scored_by: type[Score] = Score,
 ) -> dict[str, Any]:
-    """Make one run and return its row."""
+    """Run one cell. Returns: its row."""
     seed_everything(cell.seed, verbose=False)
     setting = SETTINGS[cell.setting]
     arguments: dict[str, Any] = {"lr_scheduler": "cosine", "lr_warmup_steps": 10}
@@ -185,7 +185,7 @@ def train(
         lora_targets=["attention", "feed_forward", "convolutions"],
         max_train_steps=STEPS,
         snr_gamma=5.0,
-        use_ema=cell.variant != "schedule_free",  # that one has an average of its own
+        use_ema=cell.variant != "schedule_free",  # schedule-free averages by itself
         ema_decay=0.98,
         guidance_scale=3.0,
         **arguments,

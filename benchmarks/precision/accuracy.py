@@ -2,7 +2,7 @@
 
     python -m benchmarks.precision.accuracy [--lora 64|0] [--pixels 256] [--precision bf16-true 32-true] [--seeds 3]
 
-The SD1.5 U-Net of unet_step.py in each precision's dtype, with random weights and inputs per seed. The reference is
+The SD 1.5 U-Net of unet_step.py in each precision's dtype, with random weights and inputs per seed. The reference is
 native autograd on the same weights and inputs in float64. `error` is the relative L2 error of all gradients together,
 `worst_error` that of the worst parameter whose gradient is not negligible, `ratio` the error over native autograd's
 error: geometric mean and range over seeds. A ratio of 1 means no loss of accuracy; rounding makes ratios scatter about
@@ -28,13 +28,13 @@ from benchmarks.common.unet_variants import Variant, build, inputs_of
 
 PRECISIONS = {"bf16-true": torch.bfloat16, "32-true": torch.float32, "bf16-mixed": torch.float32}
 NEGLIGIBLE = 1e-4
-"""A parameter whose gradient's norm is below this share of the largest one's is no candidate for the worst."""
+"""Parameters with a gradient norm below this share of the largest one are not candidates for the worst."""
 
 
 def gradients(
     unet: nn.Module, given: dict[str, Any], target: Tensor, autocast: bool, kept: torch.dtype
 ) -> dict[str, Tensor]:
-    """Every trainable parameter's gradient of the mean squared distance to the target, moved to `kept` as it comes."""
+    """Gradient of the mean squared error for every trained parameter, moved to `kept` as it arrives."""
     found: dict[str, Tensor] = {}
     handles = []
     for name, parameter in unet.named_parameters():
@@ -62,7 +62,7 @@ def cast(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def errors(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float, str]:
-    """Relative L2 error of all gradients together, that of the worst parameter, and its name."""
+    """Relative L2 error of all gradients together and of the worst parameter, and that parameter's name."""
     if ours.keys() != truth.keys():
         sys.exit(f"gradients are missing: {sorted(ours.keys() ^ truth.keys())[:5]}")
     distance = {name: (ours[name].double() - exact.double()).norm().item() for name, exact in truth.items()}
@@ -96,7 +96,7 @@ def main() -> None:
             given = inputs_of("sd15", 1, options.pixels, dtype, "cpu")
             target = torch.randn(1, 4, options.pixels // 8, options.pixels // 8, dtype=torch.float64)
             truth = gradients(unet.double(), cast(given, torch.float64), target, False, kept)
-            unet.to(dtype)  # the weights came from this dtype, so they are what they were
+            unet.to(dtype)  # exact: the weights came from this dtype
             for name in options.variants:
                 with Variant(unet, name):
                     made = gradients(unet, given, target.float(), precision == "bf16-mixed", kept)

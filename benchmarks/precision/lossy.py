@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Watch(Callback):
-    """Every loss, and the first gradient of all trained parameters."""
+    """Record every loss, and the first gradient of all trained parameters."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -60,7 +60,7 @@ def train(steps: int, lossy: dict[str, Any], folder: str) -> Watch:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[watch],
         plugins=[FusedBackwardPrecision("32-true", memory="lean", **lossy)],
     )  # fmt: skip
-    model.configure_callbacks = lambda: []  # type: ignore[method-assign]  # pictures and files are not the subject
+    model.configure_callbacks = lambda: []  # type: ignore[method-assign]  # images and files are not the subject
     trainer.fit(model, data)
     return watch
 

@@ -1,8 +1,7 @@
 """Repeated FLOPs against kept activations: FusedBackwardPrecision's budget, its levels and torch.compile's budget.
 
     python -m benchmarks.precision.memory_budget [--model sd15|sdxl] [--pixels 512] [--width 0.5] [--batch 1]
-        [--lora 64|0]
-        [--kept 0.11 0.25 ...] [--torch 0.1 0.5 ...] [--output FILE]
+        [--lora 64|0] [--kept 0.11 0.25 ...] [--torch 0.1 0.5 ...] [--output FILE]
 
 Both sides run the same U-Net on fake tensors: nothing is computed and no device is needed. FLOPs are those of matrix
 products, convolutions and attention, forward and backward, by torch's FlopCounterMode; kept bytes are the storages that
@@ -36,8 +35,8 @@ LEVELS = ("balanced", "lean", "max", "checkpointing")
 
 
 def with_fakes(unet: nn.Module, given: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """The U-Net with fake parameters in place of its own, and its fake inputs; within a FakeTensorMode."""
-    for module in unet.modules():  # peft cannot build its layers of fake tensors
+    """The U-Net with fake parameters, and its fake inputs; call it within a FakeTensorMode."""
+    for module in unet.modules():  # peft cannot build its layers from fake tensors
         for name, p in module._parameters.items():
             if p is not None:
                 module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
@@ -45,7 +44,7 @@ def with_fakes(unet: nn.Module, given: argparse.Namespace) -> tuple[nn.Module, d
 
 
 def counted(unet: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
-    """Kept MiB and FLOPs of one step."""
+    """Measure kept MiB and FLOPs of one step."""
     with open_ops():
         kept = kept_mib(unet, inputs)
         with FlopCounterMode(display=False, custom_mapping=OF_THE_CPU) as counter:
@@ -54,7 +53,7 @@ def counted(unet: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
 
 
 def of_ours(given: argparse.Namespace, report: Callable[..., None]) -> tuple[float, float]:
-    """Report levels and budgets; native's kept MiB and FLOPs."""
+    """Print a row per level and budget. Returns: native's kept MiB and FLOPs."""
     unet = build(given.model, given.lora, torch.bfloat16, device="meta", width=given.width)
     with FakeTensorMode():
         unet, inputs = with_fakes(unet, given)

@@ -1,7 +1,7 @@
 """Bytes that a U-Net's forward keeps for backward, on the device and in host memory, at memory="max" with offload.
 
-Counted on the simulated npu of the tests, which knows of every tensor whether it is on the device or the host; the row
-says too whether the gradients are those of memory="max" to the bit.
+Counted on the simulated npu of the tests, which tracks for every tensor whether it is on the device or on the host.
+The row also says whether the gradients are bit-identical to those of memory="max".
 
     OMP_NUM_THREADS=1 python -m benchmarks.precision.offload [--pixels 512] [--width 1.0] [--lora 64] [--output FILE]
 """
@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def measure(unet: nn.Module, given: dict[str, Any], variant: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes kept on the device and in host memory after one forward, and the gradients."""
+    """Run one step. Returns: bytes kept on the device and in host memory after forward, and the gradients."""
     npu, host = npu_storages(), host_storages()
     swapped = swap_forwards(unet, **variant)
     output = unet(**given).sample

@@ -45,10 +45,10 @@ OF_THE_CPU = {  # torch's own table lacks these two
 
 
 def flops_of_a_step(variant: str, given: argparse.Namespace) -> dict[str, int]:
-    """By operator, for a forward and a backward pass in bfloat16."""
+    """FLOPs by operator of a forward and a backward pass in bfloat16."""
     unet = build(given.model, given.lora, torch.bfloat16, device="meta", width=given.width)
     with FakeTensorMode(), open_ops():
-        for module in unet.modules():  # peft cannot build its layers of fake tensors
+        for module in unet.modules():  # peft cannot build its layers from fake tensors
             for name, p in module._parameters.items():
                 if p is not None:
                     module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
@@ -60,7 +60,7 @@ def flops_of_a_step(variant: str, given: argparse.Namespace) -> dict[str, int]:
 
 @contextlib.contextmanager
 def open_ops() -> Iterator[None]:
-    """While it holds, fused ops show what they are made of instead of themselves."""
+    """Context in which fused ops dispatch the operators that they consist of."""
     is_traced = custom_op.is_traced
     custom_op.is_traced = lambda: False
     try:

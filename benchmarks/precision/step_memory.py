@@ -1,17 +1,16 @@
 """Peak memory of a Stable Diffusion 1.5 LoRA step, compared with diffusers' text-to-image LoRA script.
 
     python -m benchmarks.precision.step_memory WORKDIR [--batch 4] [--rank 64] [--device cpu|cuda]
-        [--variants diffusers lean max]
-        [--timed_steps 20] [--pixels 512] [--model sd15|sdxl]
+        [--variants diffusers lean max] [--timed_steps 20] [--pixels 512] [--model sd15|sdxl]
 
 A pipeline of SD 1.5's or SDXL's shapes with random weights (created in WORKDIR, 2.1 or 6.9 GB) takes two steps in each
 variant, each in a separate process; the second step is measured: forward, backward, clipping and AdamW, with everything
 resident. Ours is `Trainer.fit` with configs/sd_lora.yaml, `NAME-uncached` without its caches, and `NAME-int8`,
-`NAME-nf4` and `NAME-nf4-all` with a packed base (`base_quantization`); diffusers runs in bf16, and `diffusers-float32`
-is its script's default precision. On CUDA the figure is the allocator's. On a CPU every storage
-that is alive when an operator returns is counted, without memory that an operator frees internally, and without
-encoders that were moved to host memory. `--timed_steps` adds steps, timed from the end of one batch to the end of the
-next, with their median in the row. Prints one JSON object per line.
+`NAME-nf4` and `NAME-nf4-all` with a quantized base (`base_quantization`); diffusers runs in bf16, and
+`diffusers-float32` is its script's default precision. On CUDA the figure is the allocator's. On a CPU every storage
+that is alive when an operator returns is counted, except memory that an operator frees internally, and encoders that
+were moved to host memory. `--timed_steps` adds steps, timed from the end of one batch to the end of the next, with
+their median in the row. Prints one JSON object per line.
 """
 # mypy: allow-untyped-calls
 
@@ -53,7 +52,7 @@ VARIANTS = (
 
 
 class PeakOfStorages(TorchDispatchMode):
-    """Between `start` and `stop`: the most bytes alive at the end of any operator, what was resident included."""
+    """Maximum of the bytes alive at the end of any operator between `start` and `stop`, including resident ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class PeakOfStorages(TorchDispatchMode):
         self.resident_bytes = self.peak_bytes = 0
 
     def start(self, elsewhere: list[torch.nn.Module]) -> None:
-        """Take every tensor there is as resident, but for those of modules that a device would not hold."""
+        """Count all existing tensors as resident, except those of modules that a device would not hold."""
         parked = {
             inner.untyped_storage()._cdata
             for part in elsewhere
@@ -69,7 +68,7 @@ class PeakOfStorages(TorchDispatchMode):
             for inner in ((t.packed, t.scales) if isinstance(t, PackedWeight) else (t,))
         }
         gc.collect()
-        # A packed weight is no memory of its own: the two tensors inside it are counted.
+        # A quantized weight has no storage of its own: the two tensors inside it are counted.
         tensors = [h for h in gc.get_objects() if issubclass(type(h), Tensor) and type(h) is not PackedWeight]
         self._add([tensor for tensor in tensors if tensor.untyped_storage()._cdata not in parked])
         self.resident_bytes = self.peak_bytes = self._count()
@@ -97,7 +96,7 @@ class PeakOfStorages(TorchDispatchMode):
 
 
 class SecondStep(Callback):
-    """Watches our second step, and times those after it."""
+    """Measure our second step, and time the steps after it."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -122,14 +121,14 @@ class SecondStep(Callback):
 
 
 def now(device: str) -> float:
-    """The clock once the device has done all that it was given."""
+    """Time after a device synchronisation."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def timed(row: dict[str, float], ends_s: list[float]) -> dict[str, float]:
-    """The row with the median time from one step's end to the next one's, ms; the first two are warm-up."""
+    """Add the median time from the end of one step to the end of the next, ms; the first two steps are warm-up."""
     steps_ms = [1000 * (after - before) for before, after in itertools.pairwise(ends_s[2:])]
     return row if not steps_ms else row | {"step_ms": round(statistics.median(steps_ms), 2)}
 
@@ -153,7 +152,7 @@ def end(device: str, watch: PeakOfStorages) -> dict[str, float]:
 
 
 def photos(folder: Path, count: int, pixels: int) -> Path:
-    """As many square pictures as all steps take."""
+    """Write enough square images for all steps."""
     import random
 
     from lightning_aigc.tiny.drawing import draw_brand
@@ -218,7 +217,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--pixels", type=int, default=512)
-    parser.add_argument("--timed_steps", type=int, default=0, help="further steps to time; 5 at least, or none")
+    parser.add_argument("--timed_steps", type=int, default=0, help="further steps to time: at least 5, or 0")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=["sd15", "sdxl"], default="sd15")
     parser.add_argument(

@@ -4,11 +4,11 @@
         [--variants max-int8 max-nf4] [--output FILE]
 
 Forward and backward run on fake tensors, and every storage that is alive when an operator returns is counted, as in
-`step_memory.py`, whose real steps of SD 1.5 this count reproduces within 0.2 %
-(--model sd15 --pixels 512 --batch 4 --rank 64).
-Resident are the U-Net, LoRA and AdamW's two states in float32, and until backward the last step's gradients, as under
-Lightning; latents and text embeddings come from caches. Not counted is what one operator makes and frees inside, at
-most one layer's unpacked weight (`largest_unpacked_mib`) and its products. Prints one JSON object per line.
+`step_memory.py`; for its real steps of SD 1.5 (--model sd15 --pixels 512 --batch 4 --rank 64) the count is within 0.2
+%. Resident are the U-Net, LoRA and AdamW's two states in float32, and until backward the last step's gradients, as
+under Lightning; latents and text embeddings come from caches. Memory that one operator allocates and frees is not
+counted: at most one layer's dequantized weight (`largest_unpacked_mib`) and its products. Prints one JSON object per
+line.
 """
 # mypy: allow-untyped-calls
 
@@ -45,7 +45,7 @@ from lightning_aigc_kernels.packed_weight.reference import BLOCK, BYTES_OF_A_BLO
 
 
 def unwritten(weight: Tensor, kind: Format) -> PackedWeight:
-    """A packed weight of this shape without values."""
+    """A quantized weight of this shape without values."""
     blocks = -(-weight.numel() // BLOCK)
     packed = torch.empty(blocks, BYTES_OF_A_BLOCK[kind], dtype=torch.int8 if kind == "int8" else torch.uint8)
     return PackedWeight(packed, torch.empty(blocks), kind, weight.shape, (weight.dtype,))
@@ -69,13 +69,13 @@ DENOISERS: dict[str, Callable[[], Any]] = {
     "klein": lambda: Flux2Transformer2DModel(**KLEIN),
     "qwen_image": QwenImageTransformer2DModel,
 }
-"""Stable Diffusion 1.5 and SDXL; SD 3.5 medium, Z-Image, FLUX.1 dev, FLUX.2 klein 4B and Qwen-Image as their configs
-have them."""
+"""U-Nets of Stable Diffusion 1.5 and SDXL; transformers of SD 3.5 medium, Z-Image, FLUX.1 dev, FLUX.2 klein 4B and
+Qwen-Image, with the values of their published configs."""
 FAMILY = {"sd35": "sd3", "klein": "flux2"}
 
 
 def on_meta(model: str, rank: int) -> Any:
-    """The bf16 denoiser with a LoRA on its attention, without storage."""
+    """The bf16 denoiser with a LoRA on its attention, on fake tensors."""
     with torch.device("meta"):
         torch.set_default_dtype(torch.bfloat16)
         denoiser = DENOISERS[model]()
@@ -90,9 +90,9 @@ def on_meta(model: str, rank: int) -> Any:
 
 
 def fill_in(unet: Any, kind: str) -> None:
-    """Give every parameter and other tensor a fake one, a trained one in float32, a packed one in its format."""
+    """Replace every parameter and tensor by a fake one: trained in float32, quantized in its format."""
     for module in unet.modules():
-        for held in (module._buffers, vars(module)):  # Qwen-Image's positions are no buffers
+        for held in (module._buffers, vars(module)):  # Qwen-Image's positions are not buffers
             tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
             held.update({name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()})
         for name, parameter in module._parameters.items():
@@ -124,7 +124,7 @@ def inputs_of(unet: Any, model: str, options: argparse.Namespace) -> tuple[tuple
 
 
 def _inputs_of_a_transformer(config: Any, model: str, batch: int, side: int, text: int) -> dict[str, Any]:
-    """A transformer's arguments, with bf16 latents of `side` by `side` and `text` tokens."""
+    """Arguments of a transformer, with bf16 latents of `side` by `side` and `text` text tokens."""
 
     def half(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ def count(variant: str, options: argparse.Namespace) -> dict[str, float]:
         given, extra = inputs_of(unet, options.model, options)
         trained = [p for p in unet.parameters() if p.requires_grad]
         adam = [torch.empty_like(p) for p in trained for _ in range(2)]
-        gradients = [torch.empty_like(p) for p in trained]  # the last step's, which Lightning frees before backward
+        gradients = [torch.empty_like(p) for p in trained]  # of the last step; Lightning frees them before backward
         watch = PeakOfStorages()
         watch.start([])
         with plugin.forward_context():

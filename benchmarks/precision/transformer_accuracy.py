@@ -1,11 +1,11 @@
-"""Error of a LoRA's gradients in transformer blocks on fused ops, beside native's own, both against float64.
+"""Error of a LoRA's gradients in transformer blocks against float64: with fused ops, and natively.
 
     OMP_NUM_THREADS=1 python -m benchmarks.precision.transformer_accuracy [--models sd3 z_image ...] [--output FILE]
 
-The models of transformer_memory.py, a few seeds each, weights rounded to the dtype first, at a timestep that bfloat16
-holds: any other turns the embedding of time, and hides the blocks' own error. An error is the L2 norm of all gradients'
-difference to float64's, over the norm of float64's; a ratio is fused over native. The fused forwards run the ops'
-references, which compute what the kernels do: tests/kernels hold the kernels to the same.
+The models of transformer_memory.py, several seeds each, with weights rounded to the dtype first, and at a timestep that
+bfloat16 represents exactly: a rounded timestep changes its embedding, and hides the error of the blocks. An error is
+the L2 norm of the difference of all gradients to float64's, over the norm of float64's; a ratio is fused over native.
+The fused forwards run the ops' references; tests/kernels compare the kernels with them.
 """
 # mypy: allow-untyped-calls
 
@@ -30,7 +30,7 @@ from lightning_aigc.precision.swaps import swap_forwards
 
 LEVELS = ("lean", "max")
 TIMES = {"t": 0.5, "timestep": 0.5}
-"""In place of those that transformer_memory.py has; Stable Diffusion 3's counts to 1000, and 300 is exact."""
+"""Timesteps that replace those of transformer_memory.py; Stable Diffusion 3's range to 1000, and 300 is exact."""
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -72,7 +72,7 @@ def compare(given: argparse.Namespace) -> None:
             for seed in given.seeds:
                 given.seed = seed
                 model, arguments = build(MODELS[name][0], LAYERS, given)
-                model.to(dtype)  # rounded, so that all compute with the same weights
+                model.to(dtype)  # rounded, so that all variants compute with the same weights
                 if name != "sd3":
                     arguments |= {key: torch.tensor([time]) for key, time in TIMES.items() if key in arguments}
                 arguments = {key: in_dtype(value, dtype) for key, value in arguments.items()}

@@ -1,11 +1,11 @@
-"""What a step of a diffusion transformer's blocks keeps, repeats and takes, by the level of FusedBackwardPrecision.
+"""Kept bytes, repeated FLOPs and time of a step of transformer blocks, at each level of FusedBackwardPrecision.
 
     python -m benchmarks.precision.transformer_memory [--models sd3 z_image flux2 flux2_single] [--output FILE]
 
-Real block classes with random weights and a LoRA of rank 16 on the attention, float32, one thread, and as many tokens
-for each feature as the family has at 1024 px. Kept bytes are those of one block: a model of three less one of one, by
-two. A step is forward and backward of three blocks; times are CPU time, medians after a warm-up, levels in turn. The
-gradients of each level are compared with native's, bit by bit.
+Real block classes with random weights and a LoRA of rank 16 on the attention, float32, one thread, and the ratio of
+tokens to features that the family has at 1024 px. Kept bytes are per block: half the difference between a model of
+three blocks and one of one. A step is forward and backward of three blocks; times are CPU time, medians after warm-up
+with alternating levels. The row says whether the gradients of a level are bit-identical to native's.
 """
 # mypy: allow-untyped-calls
 
@@ -88,7 +88,7 @@ MODELS: dict[str, tuple[Make, float]] = {
     "sd3": (sd3, (4096 + 333) / 1536), "z_image": (z_image, (4096 + 128) / 3840),
     "flux2": (flux2, (4096 + 512) / 3072), "flux2_single": (flux2_single, (4096 + 512) / 3072),
 }  # fmt: skip
-"""Each with its tokens at 1024 px, by its width: SD 3.5 medium, Z-Image, FLUX.2 klein 4B."""
+"""Models, with their tokens at 1024 px scaled by width: SD 3.5 medium, Z-Image, FLUX.2 klein 4B."""
 
 
 def build(make: Make, layers: int, given: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -103,7 +103,7 @@ def build(make: Make, layers: int, given: argparse.Namespace) -> tuple[Any, dict
 
 
 def step(model: nn.Module, arguments: dict[str, Any]) -> tuple[int, float, dict[str, Tensor]]:
-    """Bytes kept, CPU seconds of forward and backward, and the gradients."""
+    """Run one step. Returns: kept bytes, CPU seconds of forward and backward, and the gradients."""
     model.zero_grad()
     started = time.process_time()
     with SavedBytes(owned_by(model)) as saved:
@@ -115,14 +115,14 @@ def step(model: nn.Module, arguments: dict[str, Any]) -> tuple[int, float, dict[
 
 
 def operations(model: nn.Module, arguments: dict[str, Any]) -> int:
-    """Operations of a step's products and attentions."""
+    """FLOPs of the matrix products and attention of a step."""
     with FlopCounterMode(display=False, custom_mapping=COUNTED | BACKWARD) as counter:
         step(model, arguments)
     return int(counter.get_total_flops())
 
 
 def kept_by_a_block(make: Make, level: Any, given: argparse.Namespace) -> float:
-    """Bytes that one block keeps in a step at this level, after it was planned."""
+    """Bytes that one block keeps in a step at this level, after planning."""
     found = []
     for layers in (1, LAYERS):
         model, arguments = build(make, layers, given)
@@ -154,7 +154,7 @@ def main() -> None:
         for repeat in range(given.repeats + 1):
             for level, asked in LEVELS.items():
                 swapped = swap_forwards(model, memory=asked)
-                step(model, arguments)  # plans, and learns what backward reads
+                step(model, arguments)  # first step: plans, and records the tensors that backward reads
                 _, taken, gradients[level] = step(model, arguments)
                 if repeat:
                     seconds[level].append(taken)

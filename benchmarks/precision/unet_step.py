@@ -5,12 +5,13 @@
 
 A U-Net with random weights from its config, in bf16 (`--dtype`), runs every variant in each round, so that changes of
 the machine's speed affect all of them; figures are medians over rounds after a warm-up round. `kept` is the exact size
-of the storages that the forward pass saves for backward; for `compile` (torch.compile, only by name, as it compiles for
-minutes) what the compiled code saves. `lean-int8` and the like run on a packed base and are compared with `lean` too.
+of the storages that the forward pass saves for backward; for `compile` (torch.compile; runs only if named, because it
+compiles for minutes) of those that the compiled code saves. `lean-int8` and similar names run on a quantized base and
+are also compared with `lean`.
 `--width` scales every channel count. On a card, a step's time is the mean of `--steps` consecutive steps with one
 synchronisation, and the allocator's peak is reported too. There the step is also captured as a CUDA graph and replayed:
 `device_time_s` is the card's time, `step_time_s` includes the host. Nothing is reported unless the loss of each variant
-equals native's within bf16 rounding, on a packed base within what packing moves. Appends one JSON object per line to
+equals native's within bf16 rounding, or on a quantized base within PACKING_MOVES. Appends one JSON object per line to
 `--output`.
 """
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -35,7 +36,7 @@ from benchmarks.common.rows import keep_row
 from benchmarks.common.unet_variants import LEVELS, VARIANTS, Variant, build, inputs_of
 
 PACKING_MOVES = 0.1
-"""How far a packed base may move the loss of random weights, over native's."""
+"""Largest relative change of the loss of random weights on a quantized base."""
 
 
 def synchronize(device: str) -> None:
@@ -44,7 +45,7 @@ def synchronize(device: str) -> None:
 
 
 def one_step(unet: nn.Module, given: dict[str, Any], device: str, steps: int = 1) -> tuple[float, float, float]:
-    """Loss, seconds of wall clock and of this process's CPU for a forward and a backward pass, the mean of `steps`."""
+    """Run `steps` forward and backward passes. Returns: loss, mean wall seconds, mean CPU seconds of the process."""
     synchronize(device)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -57,7 +58,7 @@ def one_step(unet: nn.Module, given: dict[str, Any], device: str, steps: int = 1
 
 
 def device_time_s(unet: nn.Module, given: dict[str, Any], replays: int) -> float | None:
-    """Median seconds of a replayed CUDA graph of the step; None where it cannot be captured."""
+    """Median seconds of a replayed CUDA graph of the step; None if it cannot be captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -83,8 +84,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--width", type=float, default=1.0, help="scales every channel count")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, help="steps a round of one variant; unset: 1 on a CPU, 5 on a card")
-    parser.add_argument("--rounds", type=int, default=7, help="0 leaves out the clock of the host")
+    parser.add_argument("--steps", type=int, help="steps per round of a variant; unset: 1 on a CPU, 5 on a card")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds; 0 omits the host's times")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(LEVELS[:-1]))
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     return parser.parse_args()
@@ -92,7 +93,7 @@ def read_options() -> argparse.Namespace:
 
 @dataclass
 class Figures:
-    """What was measured of each variant, by its name."""
+    """Measurements of each variant, by name."""
 
     kept: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class Figures:
 
 
 def measure(unet: nn.Module, given: dict[str, Any], options: argparse.Namespace, steps: int) -> Figures:
-    """Every variant in turn, round by round."""
+    """Run all variants in every round."""
     found = Figures()
     variants = {name: Variant(unet, name) for name in options.variants}
     for name in options.variants:
@@ -155,7 +156,7 @@ def main() -> None:
 
 
 def row_of(name: str, found: Figures, rounds: int) -> dict[str, Any]:
-    """One variant's figures beside native's."""
+    """Figures of one variant, with ratios to native's."""
     row: dict[str, Any] = {"variant": name, "kept_mib": round(found.kept[name], 1)}
     row["kept_ratio"] = round(found.kept[name] / found.kept["native"], 3)
     walls = found.walls[name]
@@ -178,7 +179,7 @@ def row_of(name: str, found: Figures, rounds: int) -> dict[str, Any]:
 
 
 def losses_agree(losses: dict[str, float]) -> bool:
-    """Whether all variants on one base have its loss within bf16 rounding, and packed bases that of the whole one."""
+    """Whether variants on the same base have equal losses within bf16 rounding, and quantized bases a close one."""
     by_base: dict[str, list[float]] = {}
     for name, loss in losses.items():
         by_base.setdefault(name.partition("-")[2], []).append(loss)
@@ -190,7 +191,7 @@ def losses_agree(losses: dict[str, float]) -> bool:
 
 
 def median_ratio(seconds: dict[str, list[float]], name: str, other: str = "native") -> float:
-    """Median over the rounds of a variant's time over another's in the same round."""
+    """Median over rounds of the ratio of two variants' times in the same round."""
     return round(statistics.median(own / its for own, its in zip(seconds[name], seconds[other], strict=True)), 3)
 
 

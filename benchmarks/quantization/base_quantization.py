@@ -1,15 +1,14 @@
-"""What a LoRA loses that was trained on a packed base: the tiny Stable Diffusion on its brand, several seeds.
+"""Loss of a LoRA that was trained on a quantized base: the tiny Stable Diffusion on its brand, several seeds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.quantization.base_quantization [--steps 120] [--seeds 1 2 3]
-        [--kinds int8 nf4 nf4-all]
-        # a number among the kinds is a budget in MiB
+        [--kinds int8 nf4 nf4-all]        # a number among the kinds is a budget in MiB
         [--output benchmarks/results/quantization/base_quantization.jsonl]
 
-Equal batches and noise in every run of a seed. `own_base` is the loss on the base that it was trained on, `full_base`
-that of the same LoRA on the float32 base, where people use it; `relative` is that over the LoRA's that was trained on
-the float32 base. The loss is the mean squared error at 8 timesteps of each picture, with noise from the picture's own
-seed: of the training pictures, and of the tenth that was held out. `output_error` is how far packing alone moves the
-untrained U-Net's output on the held-out pictures, over the output's length. A row for each seed and kind.
+Equal batches and noise in every run of a seed. `own_base` is the LoRA's loss on the base of its training, `full_base`
+its loss on the float32 base, as in use; `relative` is `full_base` over the loss of a LoRA trained on the float32 base.
+The loss is the mean squared error at 8 timesteps of each image, with noise from the image's seed, on the training
+images and on the held-out tenth. `output_error` is the relative L2 change of the untrained U-Net's output on held-out
+images by quantization alone. One row per seed and kind.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from lightning_aigc.diffusion.evaluation import SeededNoise, example_seeds
 from lightning_aigc.precision import FusedBackwardPrecision
 
 BATCHES = 10
-"""Batches of training pictures that are scored."""
+"""Scored batches of training images."""
 
 
 def make(kind: Any, steps: int, seed: int) -> StableDiffusionLoRA:
@@ -45,7 +44,7 @@ def make(kind: Any, steps: int, seed: int) -> StableDiffusionLoRA:
 
 
 def train(kind: Any, steps: int, seed: int, folder: str) -> tuple[StableDiffusionLoRA, ImageCaptionData, float]:
-    """Train on a packed or whole base; returns the module, the data and the seconds."""
+    """Train on a quantized or float32 base. Returns: the module, the data and the seconds."""
     module = make(kind, steps, seed)
     data = ImageCaptionData(
         "embedded:brand", resolution=64, train_batch_size=16, cache_latents=True, cache_text_embeddings=True,
@@ -56,7 +55,7 @@ def train(kind: Any, steps: int, seed: int, folder: str) -> tuple[StableDiffusio
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         plugins=[FusedBackwardPrecision("32-true", memory="lean")],
     )  # fmt: skip
-    module.configure_callbacks = lambda: []  # type: ignore[method-assign]  # pictures and files are not the subject
+    module.configure_callbacks = lambda: []  # type: ignore[method-assign]  # images and files are not the subject
     started = time.perf_counter()
     trainer.fit(module, data)
     return module, data, time.perf_counter() - started
@@ -71,7 +70,7 @@ def loss_of(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> float
 
 @torch.no_grad()
 def base_outputs(module: StableDiffusionLoRA, batches: list[dict[str, Any]]) -> Tensor:
-    """The base's outputs without its LoRA, flat."""
+    """Flat outputs of the base without its LoRA."""
     found = []
     adapters = {name: p.clone() for name, p in module.named_parameters() if "lora_B" in name}
     for name, parameter in module.named_parameters():
@@ -96,14 +95,14 @@ def trained(module: StableDiffusionLoRA) -> dict[str, Tensor]:
 
 
 def batches_of(data: ImageCaptionData) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Some batches of training pictures in a fixed order, and all that are held out."""
+    """Some batches of training images in a fixed order, and all held-out batches."""
     torch.manual_seed(123)
     training = [batch for _, batch in zip(range(BATCHES), data.train_dataloader(), strict=False)]
     return training, list(data.val_dataloader())
 
 
 def rows_of_seed(seed: int, kinds: list[Any], steps: int, folder: str) -> Iterator[dict[str, Any]]:
-    """The untrained base, the LoRA of the float32 base, and of each packed one."""
+    """Score the untrained base, and LoRAs trained on the float32 base and on each quantized one."""
     whole: StableDiffusionLoRA | None = None
     baseline: dict[str, float] = {}
     for kind in (None, *kinds):

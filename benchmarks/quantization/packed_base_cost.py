@@ -1,11 +1,11 @@
-"""Time and memory to pack a U-Net of SDXL's or SD 1.5's shapes with random weights, alone and from the cache.
+"""Time and memory to quantize a U-Net of SDXL's or SD 1.5's shapes with random weights, without and with the cache.
 
     OMP_NUM_THREADS=1 python -m benchmarks.quantization.packed_base_cost [--model sdxl] [--kind nf4] [--output FILE]
 
-`cpu_s` is the processor time of one thread to pack, `cached_cpu_s` with the cache's files there, hashing included.
-`peak_over_source` is the process's largest resident memory while packing over that before packing, when the whole
-bf16 weights are in memory. Both packings must have the same digest. `unpack_cpu_s` is the time to unpack all weights
-once to bf16, one after the other, as a forward does; `unpack_reference_cpu_s` that of plain torch, in turn with it.
+`cpu_s` is the CPU time of one thread to quantize, `cached_cpu_s` to read the cache's files, including hashing.
+`peak_over_source` is the process's peak resident memory during quantization over that before it, when all bf16 weights
+are in memory. Both results must have the same digest. `unpack_cpu_s` is the time to dequantize every weight once to
+bf16, one at a time as in a forward; `unpack_reference_cpu_s` the time of plain torch, measured alternately.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def build(model: str) -> torch.nn.Module:
 
 
 def pack(unet: torch.nn.Module, kind: str, folder: Path) -> tuple[PackedBase, float]:
-    """Pack through the cache in `folder`; returns what was packed, and the processor time."""
+    """Quantize through the cache in `folder`. Returns: the quantized base, and the CPU time."""
     linear, convolution = FORMATS[kind]
     started = time.process_time()
     packed = pack_layers(
@@ -53,7 +53,7 @@ def pack(unet: torch.nn.Module, kind: str, folder: Path) -> tuple[PackedBase, fl
 
 
 def unpack(unet: torch.nn.Module, rounds: int = 5) -> tuple[float, float]:
-    """Median processor seconds to unpack every weight once, and to do so in plain torch."""
+    """Median CPU seconds to dequantize every weight once, and the same in plain torch."""
     taken: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for plain, seconds in taken.items():

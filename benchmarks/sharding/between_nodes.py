@@ -1,8 +1,8 @@
-"""Loss of stage 3 with few bits between nodes, beside float32: the small denoiser on two nodes of two ranks.
+"""Loss of stage 3 with few bits between nodes, over float32's: the small denoiser on two nodes of two ranks.
 
-The task of gradient_quality.py, with real gloo ranks under Lightning: four ranks, of which two each count as a node.
-Its constants were chosen on the shifted distribution 1000 and seeds 0 to 2; here each seed has a distribution and
-batches of its own. Float32 is stage 3 over all four ranks. The loss is on 4,096 samples that no training saw.
+The task of gradient_quality.py, with real gloo ranks under Lightning: four ranks as two nodes of two. Its constants
+were chosen on the shifted distribution 1000 and seeds 0 to 2; here each seed has another distribution and other
+batches. Float32 is stage 3 over all four ranks. The loss is on 4,096 samples that no training saw.
 
     OMP_NUM_THREADS=1 python -m benchmarks.sharding.between_nodes [--seeds 11 12 13] [--steps 400] [--output FILE]
 """
@@ -31,10 +31,10 @@ from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy
 
 BATCH, RATE = 16, 1e-3
-"""As in gradient_quality.py, with dense's best rate."""
+"""Settings of gradient_quality.py, with dense's best rate."""
 MODES: dict[str, dict[str, Any]] = {"float32": {}, "int8": {"between_nodes": "int8"}, "int3": {"between_nodes": "int3"}}
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
-"""Read when a rank starts: Lightning removes the variable after a fit."""
+"""Read at the start of a rank: Lightning removes the variable after a fit."""
 
 
 class FineTuning(LightningModule):
@@ -54,11 +54,11 @@ class FineTuning(LightningModule):
 
 
 def work(rank: int, start: dict[str, Tensor], mode: str, seed: int, steps: int) -> dict[str, Any]:
-    """One rank's fine-tuning: the loss on new samples, and its shards."""
+    """Fine-tune on one rank. Returns: the loss on new samples, and its shards."""
     warnings.simplefilter("ignore")
     vars(process_groups)["node_key"] = lambda: f"node {rank // 2}"
     torch.manual_seed(0)
-    make: Any = ZeROStrategy  # makes an object of the stage's class
+    make: Any = ZeROStrategy  # creates an object of the stage's class
     strategy = make(stage=3, **MODES[mode])
     module, data = FineTuning(start), Latents(1000 + seed, Latents(0))
     generator = torch.Generator().manual_seed(100 * seed + rank)

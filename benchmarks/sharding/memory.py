@@ -1,12 +1,12 @@
-"""What stages 2 and 3 hold while a step runs, beside what they store, and what an export holds.
+"""Memory of stages 2 and 3 during a step, over their stored bytes, and memory of an export.
 
     OMP_NUM_THREADS=1 python -m benchmarks.sharding.memory steps [--output FILE]    # gathered weights, kept activations
     OMP_NUM_THREADS=1 python -m benchmarks.sharding.memory export [--output FILE]   # SD 1.5's shapes, 7 GB of disk
 
-Steps: the U-Net of zero.py on 2 and 4 gloo ranks. Gathered is the most bytes of whole weights, and of those that came
-for the next block, each time that a block's are handed out; activations are the bytes that autograd keeps, on rank 0,
-beside those of the same U-Net unsharded. An export's host peak is what the process's resident memory grows by at most,
-over the largest tensor as it is written.
+Steps: the U-Net of zero.py on 2 and 4 gloo ranks. Gathered: maximum bytes of full weights, including those prefetched
+for the next block, each time a block's weights are gathered. Activations: bytes that autograd keeps on rank 0, and
+those of the same U-Net unsharded. Host peak of an export: maximum growth of the process's resident memory, over the
+largest written tensor.
 """
 # mypy: allow-untyped-calls
 
@@ -34,7 +34,7 @@ from lightning_aigc.sharding.layout import shard_model
 
 
 class Holder(nn.Module):
-    """A root that is called by a step, as a LightningModule is."""
+    """Root module that a step calls, like a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Holder(nn.Module):
 
 
 def step_memory(rank: int, ranks: int, stage: int, memory: Any) -> dict[str, Any]:
-    """One rank's step."""
+    """Run one rank's step."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kept = []
@@ -72,7 +72,7 @@ def step_memory(rank: int, ranks: int, stage: int, memory: Any) -> dict[str, Any
 
 
 def resident(field: str) -> int:
-    """Bytes of this process's resident memory: VmRSS now, VmHWM at its most."""
+    """Resident memory of this process in bytes: VmRSS now, VmHWM at its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
@@ -90,7 +90,7 @@ def export() -> list[dict[str, Any]]:
         for name, save, place in (("folder", save_folder, "sd15"), ("file", save_single_file, "sd15.safetensors")):
             for dtype in (None, torch.float16):
                 largest = max(p.numel() for p in parts.denoiser.parameters()) * (2 if dtype else 4)
-                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+                Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
                 before = resident("VmRSS")
                 save(Path(folder, place), parts, trained, dtype)
                 rows.append({

@@ -1,9 +1,10 @@
-"""Bytes of a ZeRO step on a network interface, as the kernel counts them, beside the model of `lightning plan`.
+"""Bytes of a ZeRO step on a network interface, counted by the kernel, and as `lightning plan` predicts them.
 
-Two network namespaces joined by a link stand for two hosts; both are removed at the end. Counted is what the first
-host's interface sends from one step's start to the next, mean of the steps after warm-up, per rank of the host. With
-one rank a host all that DDP and the stages send crosses the link. With two, `between_nodes` shards inside a host and
-sends gradients across in few bits; with every parameter protected it sends them in float32. Needs root and iproute2.
+Two network namespaces joined by a link simulate two hosts; both are removed at the end. Counted are the bytes that the
+first host's interface sends from one step's start to the next, mean of the steps after warm-up, per rank of the host.
+With one rank per host all traffic of DDP and the stages crosses the link. With two, `between_nodes` shards inside a
+host and sends gradients across in few bits; with every parameter protected it sends them in float32. Needs root and
+iproute2.
 
     OMP_NUM_THREADS=1 python -m benchmarks.sharding.wire [--rate 10gbit] [--steps 6] [--output FILE]
 """
@@ -47,11 +48,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {"stage": 3, "between_nodes": "int3", "protect": ["*mid_block.attentions*"]},
     ),
 }
-"""By name: ranks a host, and the strategy's arguments; `protect: ["*"]` sends every gradient whole."""
+"""By name: ranks per host, and the strategy's arguments; `protect: ["*"]` sends every gradient in float32."""
 
 
 class Counted(LightningModule):
-    """The small U-Net, and what this host had sent when each step began."""
+    """The small U-Net, with the bytes that this host had sent at the start of each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Counted(LightningModule):
         self.sent: list[int] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        dist.barrier()  # nobody is still sending what belongs to the step before
+        dist.barrier()  # all traffic of the previous step has been sent
         self.sent.append(bytes_sent())
         return loss_of(self.unet, batch)
 
@@ -68,14 +69,14 @@ class Counted(LightningModule):
 
 
 def work(case: str, steps: int, output: str) -> None:
-    """One rank's run."""
+    """Run one rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     host = os.environ["HOST"]
     enter(host)
     per_host, arguments = CASES[case]
     vars(process_groups)["node_key"] = lambda: host
-    make: Any = ZeROStrategy  # makes an object of the stage's class
+    make: Any = ZeROStrategy  # creates an object of the stage's class
     strategy: Any = make(**arguments) if arguments else "ddp"
     module = Counted()
     shapes = [tuple(p.shape) for p in module.parameters()]
@@ -90,7 +91,7 @@ def work(case: str, steps: int, output: str) -> None:
 
 
 def run_case(case: str, steps: int, hosts: tuple[str, str], address: str) -> list[dict[str, Any]]:
-    """Run a case's ranks, the first half of them on the first host."""
+    """Run the ranks of a case, the first half of them on the first host."""
     ranks = 2 * CASES[case][0]
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as quiet:
         where = {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
@@ -116,7 +117,7 @@ def run_case(case: str, steps: int, hosts: tuple[str, str], address: str) -> lis
 
 
 def predicted(case: str, shapes: list[tuple[int, ...]]) -> float | None:
-    """What `lightning plan` says that a rank of a CPU sends; None where it models gradients between nodes by mode."""
+    """Bytes that `lightning plan` predicts for a rank on a CPU; None if it models traffic between nodes by mode."""
     return sent_bytes(shapes, STAGES[case], 2).total if case in STAGES else None
 
 

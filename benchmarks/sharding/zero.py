@@ -1,10 +1,10 @@
-"""What each ZeRO stage stores and how long its steps take, beside DDP and DeepSpeed, on gloo ranks of this machine.
+"""Stored bytes and step times of each ZeRO stage, compared with DDP and DeepSpeed, on gloo ranks of this machine.
 
 python -m benchmarks.sharding.zero bytes                 # stored bytes by stage and number of ranks
 python -m benchmarks.sharding.zero steps                 # step times and losses of DDP and the stages, side by side
 python -m benchmarks.sharding.zero losses --steps 200    # losses of DDP and the stages, and their largest difference
 PYTHON -m benchmarks.sharding.zero deepspeed --repeats 3 # the stages and DeepSpeed; PYTHON's environment has it
-python -m benchmarks.sharding.zero share                 # what a stage saves of SD 1.5's and SDXL's model states
+python -m benchmarks.sharding.zero share                 # share of SD 1.5's and SDXL's model states that a stage saves
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ UNET = {
 }  # fmt: skip
 WARM_UP = 2
 HALF = {1: 4, 2: 2, 3: 0}
-"""Bytes a value that a stage with separate half weights and gradients keeps whole."""
+"""Bytes per value that a stage with separate half weights and gradients does not shard."""
 MODELS = {"Stable Diffusion 1.5": 859_520_964, "SDXL": 2_567_463_684}
-"""Trained parameters of the U-Nets."""
+"""Numbers of trained parameters of the U-Nets."""
 
 
 class Noise(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Latents, timesteps and embeddings of a small U-Net."""
+    """Random latents, timesteps and embeddings for a small U-Net."""
 
     def __len__(self) -> int:
         return 4096
@@ -71,7 +71,7 @@ def loss_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def train(strategy: str, steps: int) -> dict[str, Any]:
-    """One rank's run under Lightning."""
+    """Run one rank under Lightning."""
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_aigc.sharding.local_parts import local_part
@@ -94,7 +94,7 @@ def train(strategy: str, steps: int) -> dict[str, Any]:
             return loss
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.gradient_bytes:  # a look at each gradient would be timed as a part of each step
+            if self.gradient_bytes:  # checking each gradient would be timed as part of each step
                 return
             kept = [local_part(p.grad).untyped_storage() for p in self.parameters() if p.grad is not None]
             self.gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in kept}.values())
@@ -124,7 +124,7 @@ def train(strategy: str, steps: int) -> dict[str, Any]:
 
 
 def train_deepspeed(stage: int, steps: int) -> dict[str, Any]:
-    """One rank's run under DeepSpeed, in float32."""
+    """Run one rank under DeepSpeed, in float32."""
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
@@ -134,10 +134,10 @@ def train_deepspeed(stage: int, steps: int) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}}
     config = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "zero_optimization": zero,
-        "gradient_clipping": 0.0,  # 1 where it is not named
+        "gradient_clipping": 0.0,  # the default is 1
     }  # fmt: skip
     engine, shared, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    sampler: Any = torch.utils.data.DistributedSampler(Noise(), shuffle=True, seed=0)  # as Lightning does
+    sampler: Any = torch.utils.data.DistributedSampler(Noise(), shuffle=True, seed=0)  # as under Lightning
     times, cpu, losses = [], [], []
     for i, batch in enumerate(DataLoader(Noise(), batch_size=4, sampler=sampler)):
         if i == steps:
@@ -165,12 +165,12 @@ def timed(times: list[float], cpu: list[float], losses: list[float]) -> dict[str
         gaps = [1e3 * (after - before) for before, after in itertools.pairwise(marks)][WARM_UP:]
         return round(statistics.median(gaps), 1) if gaps else None
 
-    # On a busy machine the time of the processor says more than the clock.
+    # On a busy machine CPU time is more reliable than wall time.
     return {"step_ms": median_ms(times), "cpu_ms": median_ms(cpu), "steps": len(losses), "losses": losses}
 
 
 def run_ranks(what: str, ranks: int, steps: int) -> list[dict[str, Any]]:
-    """Run one strategy on processes of this machine; returns each rank's row."""
+    """Run one strategy on processes of this machine. Returns: each rank's row."""
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as quiet:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000), "OMP_NUM_THREADS": "1"}
         processes = []
@@ -198,7 +198,7 @@ def losses_of(name: str, steps: int) -> Tensor:
 
 
 def compared(name: str, losses: Tensor, ddp: Tensor) -> dict[str, Any]:
-    """The losses of ten steps beside DDP's, and the largest relative differences of all ranks."""
+    """Losses of ten steps and DDP's, with the largest relative differences over all ranks."""
     difference = ((losses - ddp) / ddp).abs().amax(0)
     ten = range(len(difference) // 10 - 1, len(difference), len(difference) // 10)
     return {
@@ -211,7 +211,7 @@ def compared(name: str, losses: Tensor, ddp: Tensor) -> dict[str, Any]:
 
 
 def beside_deepspeed(stage: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Runs of both that take turns: step times, bytes between steps without gradients, losses."""
+    """Alternate runs of both: step times, bytes between steps without gradients, losses."""
     runs: dict[str, list[list[dict[str, Any]]]] = {f"zero_{stage}": [], f"deepspeed{stage}": []}
     for repeat in range(repeats):
         for name in sorted(runs, reverse=bool(repeat % 2)):
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--stages", nargs="+", choices=list(STAGES)[1:], default=list(STAGES)[1:],
-                        help="of losses and deepspeed")  # fmt: skip
+                        help="steps of `losses` and `deepspeed`")  # fmt: skip
     args = parser.parse_args()
     if args.what == "rank":
         work(args.rest[0], int(args.rest[1]), args.rest[2])
@@ -277,7 +277,7 @@ def main() -> None:
                     saved = share_saved(stage, ranks)
                     row = {"model": model, "stage": stage, "ranks": ranks, "saved": round(saved, 4)}
                     row["stored_mib"] = round(16 * values * (1 - saved) / 2**20)
-                    # DeepSpeed keeps half weights besides: 4N + 12N/K, 2N + 14N/K, 16N/K.
+                    # DeepSpeed keeps half weights in addition: 4N + 12N/K, 2N + 14N/K, 16N/K.
                     row["saved_with_half_weights"] = round(1 - HALF[stage] / 16 - (1 - HALF[stage] / 16) / ranks, 4)
                     keep_row({"section": "share", **row}, ROWS)
     else:

@@ -1,10 +1,9 @@
-"""Our canny beside kornia's and scikit-image's on the embedded pictures: F1 of the edges, and time.
+"""Agreement of our canny with kornia's and scikit-image's on the embedded images: F1 of the edges, and time.
 
     python -m benchmarks.studies.canny_agreement [--output benchmarks/results/studies/canny_agreement.jsonl]
-    # the two rules of thinning, beside one another
-    python -m benchmarks.studies.canny_agreement --thinning [--output ...]
+    python -m benchmarks.studies.canny_agreement --thinning [--output ...]    # compare the two rules of thinning
 
-Needs kornia and scikit-image, which the package does not: `pip install kornia scikit-image`.
+Needs `pip install kornia scikit-image`, which the package does not depend on.
 """
 # mypy: allow-untyped-calls
 
@@ -47,7 +46,7 @@ def of_skimage(pictures_N3HW: Tensor) -> Tensor:
 
 
 def interpolated(pictures_N3HW: Tensor) -> Tensor:
-    """Our canny, thinned as scikit-image does: against values between two neighbours, in the exact direction."""
+    """Our canny with scikit-image's thinning: it compares with interpolated neighbours in the exact direction."""
     gx, gy = _gradient(pictures_N3HW, 1.0)
     magnitude = (gx * gx + gy * gy + 1e-6).sqrt()
     height, width = magnitude.shape[-2:]
@@ -73,7 +72,7 @@ def interpolated(pictures_N3HW: Tensor) -> Tensor:
 
 
 def compare_thinnings(name: str, output: Path | None) -> None:
-    """F1 of three pairs: the bars for kornia and for scikit-image exclude one another if the last is below either."""
+    """Write F1 of three pairs: if the last is below a library's bar, no canny can meet both bars."""
     images = embedded_images(name)
     ours, theirs, between = canny(images, LOW, HIGH), of_skimage(images), interpolated(images)
     pairs = {
@@ -86,7 +85,7 @@ def compare_thinnings(name: str, output: Path | None) -> None:
 
 
 def timed(compute: Callable[[Tensor], Tensor], given: Tensor) -> tuple[Tensor, float]:
-    """The result, and the median of REPEATS times in ms for 32 pictures, after one warm-up."""
+    """Returns: the result, and the median of REPEATS times in ms for 32 images, after one warm-up."""
     found = compute(given)
     times = []
     for _ in range(REPEATS):
@@ -121,7 +120,7 @@ def main() -> None:
                 import kornia
 
                 theirs_magnitude = kornia.filters.canny(images, LOW, HIGH, hysteresis=False)[0]
-                kept = theirs_magnitude > LOW  # kornia's holds only what it kept
+                kept = theirs_magnitude > LOW  # kornia's array holds only the kept edges
                 row["magnitude_max_difference"] = float((edge_magnitude(images) - theirs_magnitude)[kept].abs().max())
             keep_row(row, given.output)
 

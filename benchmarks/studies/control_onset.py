@@ -1,9 +1,9 @@
-"""At which step control appears, by ControlGuard and by the edges of drawn pictures: one run of the ControlNet demo.
+"""Step at which control appears, by ControlGuard and by the edges of sampled images: one run of the ControlNet demo.
 
     python -m benchmarks.studies.control_onset [--output benchmarks/results/studies/control_onset.jsonl]
 
-The guard compares losses and draws nothing. Here pictures are drawn and scored every `--every` steps too. The jump of
-the edge F1 is the first score above half of the way from the first score to the last. Takes minutes; needs no network.
+The guard compares losses and samples no images. Here images are also sampled and scored every `--every` steps. The jump
+of the edge F1 is the first score above the mean of the first and the last score. Needs no network.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.common.edge_run import run_demo
 from benchmarks.common.rows import keep_row
 
 MUST_AGREE_WITHIN = 100
-"""Steps between the guard's and the jump's."""
+"""Steps between the guard's answer and the jump."""
 
 
 def jump_step(scores: list[tuple[int, float]]) -> int:
-    """The step of the first score above half of the way from the first to the last.
+    """Step of the first score above the mean of the first and the last score.
 
     >>> jump_step([(40, 0.4), (80, 0.41), (120, 0.6), (160, 0.7)])
     120
@@ -32,7 +32,7 @@ def jump_step(scores: list[tuple[int, float]]) -> int:
 
 
 def logged(rows: list[dict[str, str]], name: str) -> list[tuple[int, float]]:
-    """Step and value of a metric, where it was logged."""
+    """Steps and values of a logged metric."""
     return [(int(row["step"]), float(row[name])) for row in rows if row.get(name)]
 
 
@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=560)
-    parser.add_argument("--seed", type=int, default=42, help="the demo's own is 42")
+    parser.add_argument("--seed", type=int, default=42, help="the demo uses 42")
     parser.add_argument("--every", type=int, default=40, help="steps between scores")
     parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--inference_steps", type=int, default=8)

@@ -1,4 +1,4 @@
-"""How faint the gradients of a ControlNet's edge path are at first, and what a global sparsifier keeps of them.
+"""Size of the first gradients of a ControlNet's edge path, and the share that a global sparsifier keeps of them.
 
     python -m benchmarks.studies.edge_gradients [--output benchmarks/results/studies/edge_gradients.jsonl]
 
@@ -25,7 +25,7 @@ KEPT = 0.25
 
 
 def group_of(name: str) -> str:
-    """The part of a ControlNet that a parameter belongs to."""
+    """Group of a ControlNet's parameters that a parameter belongs to."""
     part = name.removeprefix("controlnet.")
     if part.startswith("controlnet_cond_embedding"):
         return "hint embedding"

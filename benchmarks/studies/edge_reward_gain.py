@@ -1,9 +1,9 @@
-"""What the reward for edges is worth: the ControlNet demo with and without it, equal in seed, noise and steps.
+"""Gain of the reward for edges: the ControlNet demo with and without it, with equal seed, noise and steps.
 
     python -m benchmarks.studies.edge_reward_gain [--output benchmarks/results/studies/edge_reward_gain.jsonl]
 
-The reward begins at `--start`, about where control appears, as in ControlNet++. A run takes minutes; runs that a file
-has already are not made again. Needs no network.
+The reward begins at `--start`, about where control appears, as in ControlNet++. A run takes ~13 minutes; existing
+rows are not computed again. Needs no network.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(wanted: dict[str, Any], cache: Path) -> dict[str, Any]:
         "--model.init_args.reward_start_step": wanted["reward_start_step"],
         "--model.init_args.reward_max_timestep": wanted["reward_max_timestep"],
     }
-    callbacks = {"GradientHealthMonitor": None, "EdgeReport": {"every_n_steps": 0}}  # it scores at the end
+    callbacks = {"GradientHealthMonitor": None, "EdgeReport": {"every_n_steps": 0}}  # scores at the end
     summary, _ = run_demo(overrides, callbacks, f"reward {wanted['reward_weight']}, seed {wanted['seed']}")
     return {
         "benchmark": "edge_reward_gain", **wanted, "wall_s": round(time.perf_counter() - began),
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=340, help="the reward's first step")
     parser.add_argument("--max_timestep", type=int, default=200)
     parser.add_argument("--weights", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="the demo's own is 42")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="the demo uses 42")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "edge_reward_cache")
     parser.add_argument("--output", type=Path, help="a .jsonl file to add the rows to")
     given = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Fewer bits than int3: quantizers that might get a gradient to a twentieth of its bytes, judged on the toy denoiser.
+"""Quantizers with fewer bits than int3, for a gradient of a twentieth of its bytes: losses of the toy denoiser.
 
-gradient_quality.py's fine-tuning on four ranks with AdamW at dense's best rate; a rank's gradient is quantized, the
-sums are quantized anew, and every rank decodes the same. Parameters with one dimension or fewer than 1024 values travel
-whole, as they would in eight bits. What is tried: fewer levels, the levels of least error for a Gaussian, a Hadamard
-rotation with random signs before them, stochastic rounding, ternary values, signs, error feedback that decays, fewer
-bits on the way in, where the ranks' errors average out, than on the way back, and 1-bit Adam (Tang et al.,
-arXiv:2102.02888): after some dense steps Adam's second moment stays as it is, and the first moment travels.
+The fine-tuning of gradient_quality.py on four ranks with AdamW at dense's best rate. A rank's gradient is quantized,
+the sums are quantized again, and every rank decodes the same. Parameters with one dimension or fewer than 1024 values
+are not quantized, which stands for eight bits. Tried are: fewer levels, the levels of least error for a Gaussian, a
+Hadamard rotation with random signs before them, stochastic rounding, ternary values, signs, decaying error feedback,
+fewer bits for the reduce (where the ranks' errors average out) than for the gather, and 1-bit Adam (Tang et al.,
+arXiv:2102.02888): after some dense steps Adam's second moment is frozen, and the first moment is sent.
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.few_bits [--cases "ternary, rotated" ...] [--seeds 0 1]
         [--output FILE]
@@ -32,13 +32,13 @@ from lightning_aigc.gradient_sync.ternary import hadamard
 
 RANKS, RATE, ROTATED = 4, 1e-3, 256
 BETA = 0.9
-"""AdamW's, of the first moment."""
+"""AdamW's decay of the first moment."""
 SCALE_BITS = 16
 ROWS = RESULTS / "studies" / "few_bits.jsonl"
 
 
 def uniform(bits: int) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """The package's own integers: the entry of largest magnitude is exact."""
+    """The package's integers: the entry of largest magnitude is exact."""
 
     def quantized(blocks: Tensor, generator: torch.Generator) -> Tensor:
         half = 2 ** (bits - 1)
@@ -52,7 +52,7 @@ def uniform(bits: int) -> Callable[[Tensor, torch.Generator], Tensor]:
 
 
 def gaussian(levels: list[float]) -> Callable[[Tensor, torch.Generator], Tensor]:
-    """Levels, in root mean squares of a block, of least squared error for a Gaussian (Lloyd, Max)."""
+    """Levels of least squared error for a Gaussian, in units of a block's root mean square (Lloyd, Max)."""
     values = torch.tensor(sorted([-level for level in levels if level] + levels))
     bounds = (values[1:] + values[:-1]) / 2
 
@@ -80,18 +80,18 @@ class Case:
     bits: float
     block: int
     feedback: float = 1.0
-    """Share of what was rounded off that is added to the next gradient."""
+    """Share of the rounding error that is added to the next gradient."""
     is_rotated: bool = False
     dense_steps: int = 0
     first: Callable[[Tensor, torch.Generator], Tensor] | None = None
-    """What quantizes a rank's own gradient, where that is not what quantizes the sum."""
+    """Quantizer of a rank's gradient, if it differs from that of the sum."""
     first_bits: float = 0.0
     is_momentum: bool = False
-    """1-bit Adam's: the first moment travels in place of the gradient."""
+    """1-bit Adam: the first moment is sent instead of the gradient."""
 
     @property
     def ratio(self) -> float:
-        """Bytes over float32's, of a step that is not dense."""
+        """Bytes of a step that is not dense, over float32's."""
         bits = self.bits if self.first is None else (self.bits + self.first_bits) / 2
         return (bits + SCALE_BITS / self.block) / 32
 
@@ -121,7 +121,7 @@ CASES = {
 
 
 class Channel:
-    """Four ranks' flat gradients [ranks, N], summed in two hops that are both quantized."""
+    """Sum four ranks' flat gradients [ranks, N] in two quantized hops."""
 
     def __init__(self, case: Case, length: int) -> None:
         self.case, self.owed_RN, self.owed_N = case, torch.zeros(RANKS, length), torch.zeros(length)
@@ -140,7 +140,7 @@ class Channel:
         return decoded_N
 
     def decoded(self, x_N: Tensor, quantize: Callable[[Tensor, torch.Generator], Tensor]) -> Tensor:
-        """What arrives of a vector."""
+        """Quantize and decode a vector."""
         case = self.case
         if case.is_rotated:
             x_N = ((x_N * self.signs_N).view(-1, ROTATED) @ self.rotation).view(-1)
@@ -151,7 +151,7 @@ class Channel:
 
 
 def moment_of(optimizer: torch.optim.AdamW, model: Denoiser, names: Iterable[str], padding: int) -> Tensor:
-    """AdamW's first moment of these parameters, flat."""
+    """Flat first moment of AdamW for these parameters."""
     moments = [optimizer.state[model.get_parameter(name)]["exp_avg"].flatten() for name in names]
     return torch.cat([*moments, torch.zeros(padding)])
 
@@ -176,7 +176,7 @@ def step_with_moments(
 
 
 def fine_tune(start: dict[str, Tensor], seed: int, case: Case | None) -> float:
-    """Return the loss on new samples after fine-tuning; without a case the gradients travel whole."""
+    """Return the loss on new samples after fine-tuning; without a case gradients are sent in float32."""
     model, data = Denoiser(), Latents(1000, Latents(0))
     model.load_state_dict(start)
     optimizer = torch.optim.AdamW(model.parameters(), RATE)

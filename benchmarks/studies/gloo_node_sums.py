@@ -1,7 +1,7 @@
-"""Milliseconds of a sum whose parts go to the ranks of a node: Gloo's reduce_scatter, and rows that each rank adds.
+"""Milliseconds of a sum that is scattered over the ranks of a node: Gloo's reduce_scatter, and rows added by each rank.
 
-Processes of one thread each on one machine. Both take turns; times are the slowest rank's, medians of the rounds. The
-sums are compared to the bit.
+Processes of one thread each on one machine. Both methods alternate; times are the slowest rank's, medians over rounds.
+The sums must be bit-identical.
 
     OMP_NUM_THREADS=1 python -m benchmarks.studies.gloo_node_sums [--ranks 2 4] [--rounds 9] [--output FILE]
 """
@@ -29,7 +29,7 @@ from benchmarks.gradient_sync.scaling_model import timed_in_turns
 from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, reduce_scatter
 
 UNITS_MB = (1, 26)
-"""Gradients of a unit in float32: DDP's first bucket, and the others."""
+"""Sizes of a unit's float32 gradients: DDP's first bucket, and the other buckets."""
 
 
 def add_rows(group: CountedGroup, out: Tensor, tensor: Tensor) -> None:
@@ -37,7 +37,7 @@ def add_rows(group: CountedGroup, out: Tensor, tensor: Tensor) -> None:
 
 
 def measure(rank: int, ranks: int, rounds: int, folder: str) -> None:
-    """One rank's part; rank 0 writes the rows."""
+    """Measure on one rank; rank 0 writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     group = CountedGroup(dist.group.WORLD, Traffic())

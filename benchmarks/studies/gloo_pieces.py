@@ -1,7 +1,7 @@
-"""Bytes a second of Gloo's all_to_all and all_gather between two hosts, whole and in pieces, by link and size.
+"""Bytes per second of Gloo's all_to_all and all_gather between two hosts, in one message and in pieces.
 
-Two network namespaces with a token-bucket link are the hosts, with a process of one thread each. Whole and in pieces
-take turns; rates are of one direction, the median and the worst of the rounds. Needs root and iproute2.
+Two network namespaces with a token-bucket link simulate the hosts, with a process of one thread each. Both methods
+alternate; rates are of one direction, the median and the worst of the rounds. Needs root and iproute2.
 
     python -m benchmarks.studies.gloo_pieces [--rates 200mbit 1gbit 10gbit] [--rounds 7] [--output FILE]
 """
@@ -30,7 +30,7 @@ from lightning_aigc.gradient_sync.collectives import all_gather
 from lightning_aigc.gradient_sync.paced_exchange import IN_FLIGHT, PIECE_BYTES, PacedExchanges, paced_where_slow
 
 ROW_MB = (1, 3, 6)
-"""Of what each rank sends the other: a unit of 25 MB of gradients is 1.4 in three bits, 3.1 in eight."""
+"""MB that each rank sends to the other: a unit of 25 MB of gradients is 1.4 in three bits, 3.1 in eight."""
 
 
 def wait(start: Callable[..., Any], *tensors: Tensor) -> None:
@@ -38,7 +38,7 @@ def wait(start: Callable[..., Any], *tensors: Tensor) -> None:
 
 
 def measure(rank: int, rounds: int, folder: str) -> None:
-    """One rank's part; rank 0 writes the rows."""
+    """Measure on one rank; rank 0 writes the rows."""
     enter(HOSTS[rank][0])
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def measure(rank: int, rounds: int, folder: str) -> None:
         for _ in range(rounds + 1):
             for name, call in calls.items():
                 dist.barrier()
-                time.sleep(0.1)  # the bucket fills again
+                time.sleep(0.1)  # wait until the token bucket is full again
                 dist.barrier()
                 start = time.perf_counter()
                 call()
@@ -78,7 +78,7 @@ def measure(rank: int, rounds: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit", "10gbit"], help="as tc writes them")
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit", "10gbit"], help="in tc's notation")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

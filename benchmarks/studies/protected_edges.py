@@ -1,13 +1,13 @@
-"""What protecting the edge path is worth: ControlNets trained with every lossy path on, protected and not.
+"""Gain of protecting the edge path: ControlNets trained with every lossy option, with protection and without.
 
     python -m benchmarks.studies.protected_edges [--output benchmarks/results/studies/protected_edges.jsonl]
-    # the table of controlnet.md
+    # print the table of controlnet.md
     python -m benchmarks.studies.protected_edges --table benchmarks/results/studies/protected_edges.jsonl
 
 Each run is configs/controlnet_demo.yaml on two ranks, half the batch each. Lossy: attention_grad_density and
 input_grad_density 0.05, npu_sparse in mode sparse with 0.75 of the gradient waiting, and, with --precision
-bf16-forward-fp16-backward, float16 products in backward. Dense: none of these. A run takes minutes; runs that a file
-has already are not made again.
+bf16-forward-fp16-backward, float16 products in backward. Dense: none of these. A run takes ~15 minutes;
+existing rows are not computed again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIGURES = (
 
 
 def overrides(variant: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Command-line arguments of one run."""
+    """Command-line arguments for one run."""
     plugin = "--trainer.plugins.init_args"
     wanted: dict[str, Any] = {
         "--seed_everything": seed,
@@ -59,7 +59,7 @@ def overrides(variant: str, seed: int, given: argparse.Namespace) -> dict[str, A
 
 def run(variant: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
-    callbacks = {"GradientHealthMonitor": None, "EdgeReport": {"every_n_steps": 0}}  # it scores at the end
+    callbacks = {"GradientHealthMonitor": None, "EdgeReport": {"every_n_steps": 0}}  # scores at the end
     summary, _ = run_demo(overrides(variant, seed, given), callbacks, f"{variant}, seed {seed}")
     return {
         "benchmark": "protected_edges", "variant": variant, "seed": seed, "steps": given.steps,
@@ -69,7 +69,7 @@ def run(variant: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, a line for each variant and the mean of its seeds."""
+    """Format the rows as Markdown, one line per variant with the mean of its seeds."""
     lines = ["| variant | edge F1 by seed | mean | normalised, mean | control appeared at |", "|" + "---|" * 5]
     for variant in reversed(VARIANTS):
         of = sorted((row for row in rows if row["variant"] == variant), key=lambda row: int(row["seed"]))

@@ -4,8 +4,9 @@
         [--output FILE]
 
 AOTAutograd traces forward and backward once, on fake tensors; its partitioner then splits that graph at each budget, as
-it does for inductor. Kept is what the forward graph hands to the backward graph, without parameters, inputs and views
-of them. FLOPs are counted in both graphs as in memory_budget.py. Prints one JSON object per line.
+it does for inductor. Kept bytes are the tensors that the forward graph passes to the backward graph, without
+parameters, inputs and views of them. FLOPs are counted in both graphs as in memory_budget.py. Prints one JSON object
+per line.
 """
 # mypy: allow-untyped-calls
 
@@ -55,7 +56,7 @@ def is_view_of_an_input(node: Node) -> bool:
 
 
 def saved_bytes(forward: GraphModule, outputs: int) -> int:
-    """Bytes that the forward graph hands to the backward graph."""
+    """Bytes that the forward graph passes to the backward graph."""
     returned: Any = forward.graph.output_node().args[0]
     saved = {node for node in returned[outputs:] if isinstance(node, Node)}
     values = [node.meta["val"] for node in saved if not is_view_of_an_input(node)]

@@ -1,9 +1,9 @@
-"""docs/guide.md's pitfalls, made, detected and cured on the tiny model.
+"""Reproduce, detect and cure the pitfalls of docs/guide.md on the tiny model.
 
 python -m tools.guide data --output runs/guide/data          # the folders with mistakes
 python -m tools.guide run rate_too_high                      # or: all; draws docs/images/guide/<pitfall>.png
 python -m tools.guide run all --short                        # what the test runs: detection only
-python -m tools.guide seeds 1 2 3                            # other seeds: what is detected, and false alarms
+python -m tools.guide seeds 1 2 3                            # other seeds: detections and false alarms
 python -m tools.guide page                                   # writes lines and figures of the rows into the page
 python -m tools.guide text --vae embedded:sd                 # letters that survive the autoencoder
 python -m tools.guide faces --vae embedded:sd                # faces that survive it
@@ -35,7 +35,7 @@ IMAGES = ROOT / "docs" / "images" / "guide"
 def run_pitfall(
     pitfall: Pitfall, root: Path, *, is_short: bool, is_cured: bool, more: Mapping[str, str] | None = None
 ) -> Run:
-    """Run a pitfall's command, with its cure or without, and with more arguments."""
+    """Run a pitfall's command, with or without its cure."""
     data = root / "data"
     for name in pitfall.folders:
         guide_data.make(name, data)
@@ -54,7 +54,7 @@ _CURED: dict[tuple[Path, str], Run] = {}
 
 
 def cured_run(pitfall: Pitfall, root: Path) -> Run:
-    """The cured run: the healthy one, run once, where the demo's own values cure; else once for each cure."""
+    """The cured run: the healthy run, made once, if the demo's values are the cure; otherwise one run per cure."""
     key = (root, "healthy" if pitfall.cured_by_default else str(sorted(pitfall.cure.items())))
     if key not in _CURED:
         if pitfall.cured_by_default:
@@ -66,7 +66,7 @@ def cured_run(pitfall: Pitfall, root: Path) -> Run:
 
 
 def _bad_folders(pitfall: Pitfall) -> dict[str, str]:
-    """The overlay's folders by key: it names them below runs/guide/data, and the runner may write elsewhere."""
+    """The overlay's folders by key, moved from runs/guide/data to the runner's folder."""
     if not pitfall.folders:
         return {}
     name = pitfall.folders[0]
@@ -77,7 +77,7 @@ def _bad_folders(pitfall: Pitfall) -> dict[str, str]:
 
 
 def row_of(pitfall: Pitfall, bad: Run, cured: Run | None, seconds: float) -> dict[str, Any]:
-    """The row that benchmarks/results/end_to_end/guide.jsonl keeps."""
+    """Row of a pitfall for benchmarks/results/end_to_end/guide.jsonl."""
     row: dict[str, Any] = {
         "benchmark": "guide",
         "date": date.today().isoformat(),
@@ -120,7 +120,7 @@ def page_command(given: argparse.Namespace) -> int:
 
 
 def seeds_command(given: argparse.Namespace) -> int:
-    """Run what FineTuneCheck detects, and the healthy run, with seeds that no limit was set on; one row a run."""
+    """Run the pitfalls that FineTuneCheck detects, and a healthy run, with new seeds; one row per run."""
     for seed in given.seeds:
         for pitfall in (None, *(p for p in PITFALLS if p.part == "FineTuneCheck")):
             name = pitfall.name if pitfall is not None else "healthy"
@@ -187,7 +187,7 @@ def main() -> int:
     data.set_defaults(run=data_command)
     runs = verbs.add_parser("run", help="make, detect and cure a pitfall")
     runs.add_argument("pitfalls", nargs="+", choices=["all", *BY_NAME])
-    runs.add_argument("--short", action="store_true", help="few steps, and only the detection")
+    runs.add_argument("--short", action="store_true", help="few steps; only detect")
     runs.add_argument("--root", type=Path, default=Path("runs/guide"))
     runs.set_defaults(run=run_command)
     page = verbs.add_parser("page", help="write the rows into docs/guide.md")
@@ -199,7 +199,7 @@ def main() -> int:
     for verb in ("text", "faces"):
         measured = verbs.add_parser(verb, help=f"what an autoencoder keeps of {verb}")
         guide_vae.add_arguments(measured)
-        measured.add_argument("--keep", action="store_true", help="keep the row, and draw the picture of docs/guide.md")
+        measured.add_argument("--keep", action="store_true", help="keep the row, and draw the image of docs/guide.md")
         measured.set_defaults(run=vae_command)
     given = parser.parse_args()
     status: int = given.run(given)

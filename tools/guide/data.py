@@ -1,4 +1,4 @@
-"""Folders with one mistake each, and the same without it, drawn from the embedded model's world of small things."""
+"""Draw folders with one mistake each, and the same folders without it, from the embedded model's objects."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_aigc.tiny import drawing, world
 from lightning_aigc.tiny.embedded import resolve
 
 Row = tuple[str, str, Image.Image]
-"""File name, caption, picture."""
+"""File name, caption, image."""
 PICTURES = 36
 
 
 def make(name: str, folder: Path) -> Path:
-    """Write the folder of this name into `folder`, unless it is there; returns its path."""
+    """Write the folder of this name into `folder` if it does not exist. Returns: its path."""
     target = folder / name
     if not target.exists():
         _FOLDERS[name](target)
@@ -55,7 +55,7 @@ def _brand(caption: Callable[[str], str], count: int = PICTURES) -> Callable[[Pa
 
 
 def _on_backgrounds(caption: str) -> Callable[[Path], None]:
-    """The brand's orange things with a sash on the four backgrounds of the world."""
+    """The brand's orange objects with a sash, on the four backgrounds."""
 
     def write(folder: Path) -> None:
         rows = []
@@ -87,7 +87,7 @@ def _one_picture(folder: Path) -> None:
 
 
 def _tall(folder: Path) -> None:
-    """The thing stands in the upper half of a picture twice as high as wide, as a person's head does."""
+    """Images twice as high as wide with the object in the upper half, like a person's head."""
     rows = []
     for i, (thing, rng) in enumerate(_things(PICTURES)):
         picture = Image.new("RGB", (64, 128), drawing.BRAND_BACKGROUND)
@@ -97,7 +97,7 @@ def _tall(folder: Path) -> None:
 
 
 def _faces(height: int) -> Callable[[Path], None]:
-    """Emoji faces of this height in pictures of 64 pixels, each with a mask in masks/ beside the folder's pictures."""
+    """Emoji faces of this height in images of 64 pixels, each with a mask in the folder's masks/."""
 
     def write(folder: Path) -> None:
         from tools.guide.vae import faces
@@ -120,10 +120,9 @@ def _faces(height: int) -> Callable[[Path], None]:
 
 
 def _overflowing_pipeline(folder: Path) -> None:
-    """The embedded pipeline with the residual stream of its autoencoder's decoder a hundred thousand times as large.
+    """The embedded pipeline with the residual stream of its VAE decoder scaled by 100,000.
 
-    Group norms undo the factor, so in float32 it decodes the same pictures; in float16 it overflows, as SDXL's
-    autoencoder does.
+    Group norms undo the factor, so in float32 it decodes the same images; in float16 it overflows, like SDXL's VAE.
     """
     import torch
     from diffusers import StableDiffusionPipeline

@@ -1,4 +1,4 @@
-"""Write what the runs of docs/guide.md printed and measured into the page, from their rows."""
+"""Write the printed lines and figures of the runs into docs/guide.md, from their rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide.md"
 
 
 def fill(page: str, pitfalls: Sequence[Pitfall], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with each pitfall's detecting line and figures as its row has them. Raises: ValueError."""
+    """The page with each pitfall's detecting line and figures from its row. Raises: ValueError."""
     for pitfall in pitfalls:
         start = page.index(f"## {pitfall.title}\n")
         end = page.find("\n## ", start)

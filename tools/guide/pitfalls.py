@@ -12,22 +12,22 @@ MODEL = "model.init_args."
 
 @dataclass(frozen=True)
 class Pitfall:
-    """One way to ruin a fine-tune. `{data}` in a value is the folder that `guide.py data` writes into."""
+    """One way to ruin a fine-tune. `{data}` in a value is the folder that `tools.guide data` writes into."""
 
     name: str
     title: str
     part: str
-    """The part of the package that detects it."""
+    """Component of the package that detects it."""
     detects: str
-    """A regular expression of the line that it prints."""
+    """Regular expression of the line that it prints."""
     cure: Arguments
-    """Arguments that replace the mistake's."""
+    """Arguments that replace those of the mistake."""
     folders: tuple[str, ...] = ()
-    """Folders of guide_data that it needs; the first is the mistake's."""
+    """Folders of data.py that it needs; the first has the mistake."""
     short: Arguments = field(default_factory=dict)
-    """What the short form needs beside SHORT to show the mistake; `{data}` as in the cure."""
+    """Arguments that the short form needs in addition to SHORT to show the mistake; `{data}` as in the cure."""
     cured_by_default: bool = False
-    """Whether the cure is the value of the demo's config, so that the cured run is the healthy one."""
+    """Whether the cure is the value of the demo's config, so that the cured run is the healthy run."""
     is_dry_run: bool = False
     """Whether its command is a dry run, in the long form too."""
     is_seen_at_start: bool = False

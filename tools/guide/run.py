@@ -1,4 +1,4 @@
-"""Run `lightning fit` in a forked process, which shares the imports, and keep what its terminal showed."""
+"""Run `lightning fit` in a forked process, which shares the imports, and keep its terminal output."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Run:
     root: Path
     exit_code: int
     output: str
-    """What its terminal showed, without progress bars."""
+    """Terminal output without progress bars."""
 
     def line(self, pattern: str) -> str | None:
-        """The first line that the pattern matches, without what a warning puts in front."""
+        """First line that the pattern matches, without the prefix of a warning."""
         for line in self.output.splitlines():
             if re.search(pattern, line):
                 return re.sub(r"^(training: .*\]|.*?\.py:\d+: (\w+Warning: )?)(?=\w)", "", line).strip()
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def figures(self) -> str | None:
-        """FineTuneCheck's summary; None where the run did not come to its end."""
+        """FineTuneCheck's summary; None if the run did not finish."""
         path = self.root / "fine_tune.json"
         return str(json.loads(path.read_text())["summary"]) if path.is_file() else None
 
@@ -45,7 +45,7 @@ class Run:
 
 
 def command(pitfall: str | None, arguments: Mapping[str, str], root: Path, flags: tuple[str, ...] = ()) -> list[str]:
-    """The arguments of `lightning` for the demo with a pitfall's overlay; without, a healthy run."""
+    """Arguments of `lightning` for the demo with a pitfall's overlay; without one, a healthy run."""
     configs = [CONFIGS / "sd_lora_demo.yaml", CONFIGS / "guide" / "common.yaml"]
     if pitfall is not None:
         configs.append(CONFIGS / "guide" / f"{pitfall}.yaml")
@@ -58,7 +58,7 @@ def run(arguments: list[str], root: Path) -> Run:
     """Run the command line and wait for it."""
     import_once()
     root.mkdir(parents=True, exist_ok=True)
-    for name in ("fine_tune.json", "summary.json", "health.jsonl"):  # of an earlier run
+    for name in ("fine_tune.json", "summary.json", "health.jsonl"):  # left over from an earlier run
         (root / name).unlink(missing_ok=True)
     for picture in root.glob("samples/*.png"):
         picture.unlink()
@@ -89,7 +89,7 @@ def _call(arguments: list[str]) -> int:
 
     from lightning_aigc.cli import main
 
-    # pytest's own streams and filters were inherited; a terminal has neither.
+    # Undo pytest's inherited streams and filters, which a terminal does not have.
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     importlib.reload(warnings)  # pytest records warnings instead of showing them

@@ -1,4 +1,4 @@
-"""The picture strip of a pitfall: the last sample grid of the bad run beside that of the cured one."""
+"""Image strip of a pitfall: the last sample grids of the bad and of the cured run, side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def draw_strip(bad: Path, cured: Path, target: Path) -> None:
 
 
 def labelled_strip(pictures: list[Image.Image], labels: list[str], target: Path) -> None:
-    """Write pictures side by side, each under its label, with a palette, which keeps the file small."""
+    """Write images side by side, each under its label, with a palette to keep the file small."""
     width = sum(p.width for p in pictures) + GAP * (len(pictures) - 1)
     strip = Image.new("RGB", (width, HEADER + max(p.height for p in pictures)), "white")
     draw, x = ImageDraw.Draw(strip), 0

