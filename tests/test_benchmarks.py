@@ -1,4 +1,4 @@
-"""What `make bench-cuda`, `make wheels` and the count of repeated arithmetic promise, without a card or a network."""
+"""The README of the benchmarks, `make bench-cuda`, `make wheels` and repeated FLOPs, without a card or a network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -28,9 +29,8 @@ def test_repeated_arithmetic_grows_with_what_is_not_kept(monkeypatch: pytest.Mon
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     }  # fmt: skip
-    monkeypatch.setattr(
-        unet_variants, "SD15", unet_variants.SD15 | small
-    )  # the full one takes a quarter of a minute to trace
+    # Tracing the full U-Net takes a quarter of a minute.
+    monkeypatch.setattr(unet_variants, "SD15", unet_variants.SD15 | small)
     given = argparse.Namespace(model="sd15", batch=1, lora=4, pixels=64, width=0.1)
     count = {name: sum(flops_of_a_step(name, given).values()) for name in ("native", "lean", "max")}
     assert 0 < count["native"] < count["lean"] < count["max"] < 3 * count["native"]
@@ -84,3 +84,36 @@ def test_a_section_that_fails_or_hangs_leaves_its_rows_and_a_reason(tmp_path: Pa
     assert rows == [{"row": 1}, {"row": 2}]
     assert wrong.startswith("command 2 was ended after")
     assert "SystemExit" not in wrong and (tmp_path / "two.log").read_text().count("$ ") == 2
+
+
+BENCHMARKS = ROOT / "benchmarks"
+COMMANDS = [path for path in BENCHMARKS.rglob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+README = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_every_benchmark_has_a_row_in_the_readme(path: Path) -> None:
+    command = f"python -m {'.'.join(path.relative_to(ROOT).with_suffix('').parts)}"
+    rows = [line for line in README.splitlines() if re.search(rf"`{re.escape(command)}[` ]", line)]
+    assert len(rows) == (path.stem != "edge_run")  # a part of others
+
+
+def test_the_readme_names_every_rows_file_and_links_to_files_that_exist() -> None:
+    links = {(BENCHMARKS / target).resolve() for target in re.findall(r"\]\(([^)#]+)\)", README)}
+    assert [str(path) for path in links if not path.exists()] == []
+    assert {path.resolve() for path in (BENCHMARKS / "results").rglob("*.jsonl")} <= links
+    commands = {BENCHMARKS / f"{name.replace('.', '/')}.py" for name in re.findall(r"-m benchmarks\.([\w.]+)", README)}
+    assert [str(path) for path in commands if not path.exists()] == []
+
+
+def test_the_page_that_a_row_names_cites_the_benchmark() -> None:
+    for line in README.splitlines():
+        page = re.search(r"\(\.\./(docs/\w+\.md)\)", line)
+        for name in re.findall(r"-m (?:benchmarks|tools)[.\w]*\.(\w+)", line) if page else []:
+            assert re.search(rf"[./]{name}\b", (ROOT / page[1]).read_text(encoding="utf-8")), line  # type: ignore[index]
+
+
+def test_no_folder_of_benchmarks_has_more_than_twenty_entries() -> None:
+    folders = [BENCHMARKS, *(path for path in BENCHMARKS.rglob("*") if path.is_dir() and path.name != "__pycache__")]
+    counts = {folder: sum(path.name != "__pycache__" for path in folder.iterdir()) for folder in folders}
+    assert {str(folder): count for folder, count in counts.items() if count > 20} == {}
