@@ -57,13 +57,13 @@ test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the mos
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes
-	$(PYTHON) benchmarks/bench_cuda.py $(if $(PART),--part $(PART))
+	$(PYTHON) -m benchmarks.cuda.bench_cuda $(if $(PART),--part $(PART))
 
 bench-cuda-short: $(READY)  ## the same in small on the CPU, so that it still runs when a card is at hand
-	$(BIN)/python benchmarks/bench_cuda.py --short --device cpu
+	$(BIN)/python -m benchmarks.cuda.bench_cuda --short --device cpu
 
 wheels: $(READY)  ## wheels for a machine without a network; INSTALLED names the file of its `pip list --format=freeze`
-	$(BIN)/python benchmarks/offline_wheels.py --installed $(INSTALLED) --output build/wheels
+	$(BIN)/python -m tools.offline_wheels --installed $(INSTALLED) --output build/wheels
 
 check: $(READY)  ## lint and types
 	$(BIN)/ruff check .
@@ -74,7 +74,7 @@ docs: $(READY)  ## the docs as a site in build/site; fails at a link that leads 
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
 
 check-demo: $(READY)  ## what the demo must reach, read from its summary.json
-	$(BIN)/python benchmarks/check_demo.py runs/demo/summary.json
+	$(BIN)/python -m tools.check_demo runs/demo/summary.json
 
 embedded: $(READY)  ## make the embedded models and images again, about two hours on one core
 	$(BIN)/python -m tools.embedded.make build/embedded

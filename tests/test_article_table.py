@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,7 +11,9 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmarks.end_to_end.article_markdown import markdown
+
+ROOT = Path(__file__).parents[1]
 
 
 def row(arm: str, seed: int, scores: list[float], **more: Any) -> dict[str, Any]:
@@ -22,18 +23,12 @@ def row(arm: str, seed: int, scores: list[float], **more: Any) -> dict[str, Any]
     return {"arm": arm, "seed": seed} | measured | more
 
 
-@pytest.fixture
-def markdown(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("article_markdown").markdown
-
-
 def cells(text: str, arm: str) -> list[str]:
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {arm} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_time_to_plains_best_is_the_first_check_of_the_same_seed_that_reaches_it(markdown: Any) -> None:
+def test_time_to_plains_best_is_the_first_check_of_the_same_seed_that_reaches_it() -> None:
     rows = [row("plain", 0, [0.3, 0.5, 0.4]), row("plain", 1, [0.3, 0.4, 0.6])]
     rows += [row("ours", 0, [0.5, 0.6, 0.6]), row("ours", 1, [0.3, 0.7, 0.6])]
     text = markdown(rows)
@@ -42,7 +37,7 @@ def test_time_to_plains_best_is_the_first_check_of_the_same_seed_that_reaches_it
     assert cells(text, "ours")[4:7] == ["10.0", "1.0", "0.100"]
 
 
-def test_a_run_that_never_reaches_it_says_so(markdown: Any) -> None:
+def test_a_run_that_never_reaches_it_says_so() -> None:
     rows = [row("plain", 0, [0.5]), row("ours", 0, [0.4]), row("plain", 1, [0.5]), row("ours", 1, [0.6])]
     assert cells(markdown(rows), "ours")[2] == "3.0 (1 of 2)"
     assert cells(markdown(rows[:2]), "ours")[2] == "never"
@@ -52,10 +47,9 @@ def test_a_run_that_never_reaches_it_says_so(markdown: Any) -> None:
 @pytest.mark.usefixtures("needs_namespaces")
 def test_both_sides_train_on_two_hosts_and_a_row_is_not_made_twice(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "article_table.py"), "--steps", "9", "--seeds", "0", "--jobs", "lora"]
-    command += ["--arms", "plain", "ours", "--rate", "100mbit", "--output", str(output)]
-    root = BENCHMARKS.parent
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "kernels")])}
+    command = [sys.executable, "-m", "benchmarks.end_to_end.article_table", "--steps", "9", "--seeds", "0"]
+    command += ["--jobs", "lora", "--arms", "plain", "ours", "--rate", "100mbit", "--output", str(output)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]

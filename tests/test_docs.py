@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
+from tools import figures
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import figures  # noqa: E402
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -20,7 +18,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_a_figure_shows_the_rows_as_they_are(name: str, tmp_path: Path) -> None:
-    assert figures.is_current(name), "run `python benchmarks/figures.py`"
+    assert figures.is_current(name), "run `python -m tools.figures`"
     assert figures.draw(name, tmp_path).stat().st_size > 10_000
 
 

@@ -7,31 +7,19 @@ import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 # isort: split
 import json
 import re
-import sys
 from pathlib import Path
 
-import pytest
+from benchmarks.end_to_end.expectations import RUNS, rows, table
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "benchmarks" / "results" / "expectations.jsonl"
+ROWS = ROOT / "benchmarks" / "results" / "end_to_end" / "expectations.jsonl"
 
 
-@pytest.fixture
-def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), str(ROOT / "kernels" / "benchmarks"), *sys.path])
-
-
-@pytest.mark.usefixtures("_benchmarks")
 def test_the_rows_are_what_the_script_counts_today_from_configs_results_and_architectures() -> None:
-    from expectations import rows
-
     assert list(rows()) == [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
-@pytest.mark.usefixtures("_benchmarks")
 def test_the_table_of_the_page_is_printed_from_the_rows_and_marks_every_figure() -> None:
-    from expectations import table
-
     page = (ROOT / "docs" / "first_hour.md").read_text()
     printed = table([json.loads(line) for line in ROWS.read_text().splitlines()])
     assert (
@@ -44,9 +32,8 @@ def test_the_table_of_the_page_is_printed_from_the_rows_and_marks_every_figure()
         assert "modelled" in minutes or minutes == "not known"
 
 
-@pytest.mark.usefixtures("_benchmarks")
 def test_the_memory_levels_are_those_that_init_writes() -> None:
-    from expectations import RUNS
+
     from lightning_aigc.cli.init_cards import CONFIGS, MEMORY
 
     for (model, card), (config, level) in RUNS.items():

@@ -5,23 +5,19 @@ from __future__ import annotations
 import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
 
 # isort: split
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from tools.guide import commands as guide
+from tools.guide import pitfalls
+from tools.guide import run as guide_run
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-guide: ModuleType = importlib.import_module("guide")
-pitfalls: ModuleType = importlib.import_module("guide_pitfalls")
-guide_run: ModuleType = importlib.import_module("guide_run")
-sys.path.remove(str(ROOT / "benchmarks"))
 
 PAGE = ROOT / "docs" / "guide.md"
 ROWS = {row["pitfall"]: row for row in map(json.loads, guide.ROWS.read_text(encoding="utf-8").splitlines())}

@@ -5,7 +5,7 @@
 Each op as the blocks call it, with every tensor trained; plain torch is the order of diffusers' blocks. `error` is the
 relative L2 error, `ratio` that over plain torch's: the median over seeds and the largest. A ratio below 1 is a gain, as
 where plain torch rounds between its operators. Computed by the reference on a CPU. Of the whole U-Net's gradients see
-benchmarks/accuracy.py.
+benchmarks/precision/accuracy.py.
 """
 # mypy: allow-untyped-calls
 

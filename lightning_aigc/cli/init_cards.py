@@ -1,7 +1,7 @@
 """The card that a config is written for, and its values for a family: shipped config, memory level, base's bits.
 
 A figure without "on an H100" is the peak of a LoRA's step at 1024 px and batch 1, counted on shapes
-(benchmarks/results/step_shapes.jsonl); no card has run these.
+(benchmarks/results/precision/step_shapes.jsonl); no card has run these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What gradient sync costs, modelled: bytes, seconds and memory of each mode from the link's latency and bandwidth.
 
 Nothing here is measured: an alpha-beta model of ring collectives, one machine's share of the link between nodes, and
-buckets that travel while backward runs. `benchmarks/scaling_model.py` says how far it is off on one machine.
+buckets that travel while backward runs. Its error on one machine: `benchmarks/gradient_sync/scaling_model.py`.
 N ranks are M nodes of L. Needs no torch.
 
 Sources: Thakur et al., Optimization of Collective Communication Operations in MPICH, for the ring's 2(N-1)/N; Li et

@@ -14,7 +14,7 @@ OVERLAP_SHARE = 0.9
 """Share of backward in which a bucket can travel; the first bucket has to be full before."""
 COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
 """Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one thread beside Gloo's and
-backward's, fitted by benchmarks/plan_error.py; the cards' is derived: ten passes at 1.6 TB/s."""
+backward's, fitted by benchmarks/gradient_sync/plan_error.py; the cards' is derived: ten passes at 1.6 TB/s."""
 
 PAYLOAD_SHARE = {"cpu": 1448 / 1538, "cuda": 1.0, "npu": 1.0}
 """Share of the bytes on a link between nodes that are gradients. Gloo's TCP has 1448 bytes in an Ethernet frame, which

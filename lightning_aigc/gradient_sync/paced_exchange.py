@@ -2,7 +2,7 @@
 
 Gloo writes each message whole. Where two of some megabytes cross on a slow link, acknowledgements wait behind data, and
 either way gets about half of the link; pieces of a quarter megabyte, a few at a time, get all of it. On a fast link the
-host's work for each piece costs more than that (benchmarks/gloo_pieces.py). NCCL and HCCL cut messages themselves.
+host's work for each piece costs more than that (benchmarks/studies/gloo_pieces.py). NCCL and HCCL split messages.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The rotation, a Hadamard transform behind random signs, spreads each value over its block, so that all blocks look
 Gaussian and no value is always below the threshold. What is rounded off is dropped: with error feedback a small
-denoiser lost more (benchmarks/few_bits.py). Sources: Suresh et al., arXiv:1611.00429, for the rotation; Wen et al.,
-TernGrad, arXiv:1705.07878; Max, Quantizing for minimum distortion, 1960, for the threshold.
+denoiser lost more (benchmarks/studies/few_bits.py). Sources: Suresh et al., arXiv:1611.00429, for the rotation;
+Wen et al., TernGrad, arXiv:1705.07878; Max, Quantizing for minimum distortion, 1960, for the threshold.
 """
 
 from __future__ import annotations

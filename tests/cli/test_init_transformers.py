@@ -23,7 +23,7 @@ from lightning_aigc.errors import ConfigError, ModelError
 from tools.embedded.drawing import draw_brand
 
 Command = Callable[..., Any]
-ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "step_shapes.jsonl"
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "precision" / "step_shapes.jsonl"
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,7 @@ exit $status""",
 
 def run_recipe(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [ROOT / "benchmarks" / "two_hosts.sh", "100mbit", *command],
+        [ROOT / "benchmarks" / "gradient_sync" / "two_hosts.sh", "100mbit", *command],
         capture_output=True, text=True, cwd=folder, env=environment(folder), timeout=500,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.objectives.prediction_check import LEARNED_SHARE, loss_by_type
 from lightning_aigc.diffusion.pipeline.vae_checks import FLOAT16_MAX, describe_vae, round_trip
-from lightning_aigc.diffusion.vae_text import Legibility, least_legible_height, legibility
+from tools.guide.vae_text import Legibility, least_legible_height, legibility
 
 pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a run has no workers
     pytest.mark.filterwarnings("ignore:.*module\\(s\\) in eval mode"),

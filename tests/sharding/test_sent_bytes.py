@@ -1,4 +1,4 @@
-"""Modelled bytes that a rank sends in a step; benchmarks/zero_wire.py counts them on a network interface."""
+"""Modelled bytes that a rank sends in a step; benchmarks/sharding/wire.py counts them on a network interface."""
 
 from __future__ import annotations
 

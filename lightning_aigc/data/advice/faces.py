@@ -29,7 +29,7 @@ LEAST_SHARE_KEPT = 0.85
 PIXELS_A_CELL = 8
 """Pixels per latent cell of Stable Diffusion's autoencoder."""
 LEAST_CELLS = 8
-"""Latent cells of a face's height below which brows, eyes, nose and mouth share cells: `benchmarks/guide.py faces`
+"""Latent cells of a face's height below which brows, eyes, nose and mouth share cells: `python -m tools.guide faces`
 measures that 8 cells keep 95 % of faces apart, 6 cells 86 %, 4 cells 72 %."""
 
 Box = tuple[float, float, float, float]

@@ -1,0 +1,15 @@
+"""Benchmarks, one folder per room; README.md lists them. Run from the repository root:
+
+python -m benchmarks.<room>.<name>
+"""
+
+import sys
+from pathlib import Path
+
+import lightning_aigc  # noqa: F401 - before torchvision, which fails to import beside a CPU build of torch without it
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+# For `fakes`, the inputs that benchmarks share with the tests, and for the modules of kernels/benchmarks.
+sys.path += [str(ROOT / "tests"), str(ROOT / "kernels" / "benchmarks")]

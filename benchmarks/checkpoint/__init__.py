@@ -1,0 +1,1 @@
+"""Benchmarks of snapshots: cost, throughput, and runs that are killed and resumed."""

@@ -1,0 +1,1 @@
+"""Every benchmark that needs a CUDA card, in one command."""

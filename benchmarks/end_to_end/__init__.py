@@ -1,0 +1,1 @@
+"""Benchmarks of complete trainings and commands, compared with other stacks."""

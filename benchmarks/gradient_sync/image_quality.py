@@ -1,0 +1,221 @@
+"""Image scores of each gradient sync mode: the embedded Stable Diffusion learns the demo's brand on several ranks.
+
+Two jobs: the full U-Net on four ranks, and its LoRA on two. All modes take equal steps with the same images, noise and
+fixed rate (the best of `--rates` for dense, with a seed outside the table). A row has CLIP-T and CLIP-I of three
+prompts that no training image shows, and the loss on held-out images at fixed noise. The ranks are real processes of
+one thread that communicate over loopback. Existing rows are not computed again.
+
+    python -m benchmarks.gradient_sync.image_quality [--jobs full lora] [--modes dense int3 ...] [--seeds 0 1 2]
+        [--output FILE]
+    python -m benchmarks.gradient_sync.image_quality --rates 2e-4 5e-4 1e-3 --jobs full      # rates of dense, seed 9
+    python -m benchmarks.gradient_sync.image_quality --table                                 # Markdown from the rows
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+
+from benchmarks import RESULTS
+from benchmarks.common.forked_child import import_once
+from benchmarks.common.rows import keep_row, read_rows
+from benchmarks.end_to_end.article_jobs import FEW_STEPS, TARGETS
+from benchmarks.end_to_end.article_ours import FullUNet, LoRA
+from benchmarks.end_to_end.article_table import free_port
+from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks, set_references
+from lightning_aigc.data import ImageCaptionData
+from lightning_aigc.metrics import CLIPSimilarity
+from lightning_aigc.strategies import NPUSparseStrategy
+
+ROWS = RESULTS / "gradient_sync" / "image_quality.jsonl"
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {"mode": "dense"},
+    "int8": {"mode": "int8"},
+    "int4": {"mode": "int4"},
+    "int3": {"mode": "int3"},
+    "ternary": {"mode": "ternary"},
+    "two_four": {"mode": "two_four"},
+    "low_rank 16": {"mode": "low_rank"},
+    "sparse 0.75": {"mode": "sparse"},
+    "sparse_int8 0.95": {"mode": "sparse_int8", "sparsity": 0.95},
+    "local 4 int3": {"mode": "local", "local_steps": 4, "average": "int3"},
+    "local 8": {"mode": "local", "local_steps": 8},
+}
+RANKS = {"full": 4, "lora": 2}
+RATES = {"full": 1e-3, "lora": 6e-3}
+"""Learning rate with the best CLIP-T for dense with seed 9, of three."""
+BATCH = 4
+PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]
+IMAGES = 24
+"""Images per prompt; one in a short training, which only checks that everything runs."""
+LIMIT_S = 900
+
+
+def train(cell: dict[str, Any], row_file: Path) -> None:
+    """One rank of one training; rank 0 writes the row."""
+    warnings.simplefilter("ignore")
+    scores: dict[str, list[float]] = {}
+
+    class Score(Callback):
+        """Score the last weights, and count the bytes that one rank sent."""
+
+        sent = 0.0
+
+        def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+            judge = CLIPSimilarity("embedded:clip")
+            set_references(judge, trainer, 64, pl_module.device)
+            strategy: Any = trainer.strategy
+            self.sent = float(strategy.sync.groups.traffic.total()) if strategy.sync is not None else 0.0
+            seeds = range(7000, 7000 + (IMAGES if steps >= FEW_STEPS else 1))
+            drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, seeds), judge)
+            assert drawn.clip_t is not None and drawn.clip_i is not None
+            scores["clip_t"], scores["clip_i"] = drawn.clip_t.tolist(), drawn.clip_i.tolist()
+
+    seed, steps, world = int(cell["seed"]), int(cell["steps"]), RANKS[cell["job"]]
+    seed_everything(seed, verbose=False)
+    shared: dict[str, Any] = {
+        "learning_rate": cell["rate"], "lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": steps,
+        "snr_gamma": 5.0, "use_ema": False, "validation_prompts": PROMPTS, "num_inference_steps": 10,
+        "guidance_scale": 3.0, "validation_steps": steps, "sample_time_limit_s": 1e6,
+    }  # fmt: skip
+    module = (
+        FullUNet(pretrained_model_name_or_path="embedded:sd", **shared)
+        if cell["job"] == "full"
+        else LoRA("embedded:sd", rank=16, lora_targets=TARGETS, **shared)
+    )
+    data = ImageCaptionData(
+        "embedded:brand", class_data_dir="embedded:prior", prior_ratio=0.5, resolution=64, train_batch_size=BATCH,
+        trigger_word="zorp", cache_dir=cell["cache"], num_workers=0, seed=seed, validation_split=0.1,
+    )  # fmt: skip
+    score = Score()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            default_root_dir=folder, accelerator="cpu", devices=1, num_nodes=world, max_steps=steps, max_epochs=-1,
+            strategy=NPUSparseStrategy(process_group_backend="gloo", hierarchical=False, **MODES[cell["mode"]]),
+            gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, callbacks=[score], use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(module, data)
+    dense = 8 * (world - 1) / world * sum(p.numel() for p in module.trainable_parameters()) * steps
+    if trainer.global_rank == 0:
+        row = {"benchmark": "picture_quality", **cell, "ranks": world}
+        del row["cache"]
+        row |= {"batch_per_rank": BATCH, "device": "cpu", "torch": torch.__version__}
+        row |= {name: round(statistics.mean(values), 4) for name, values in scores.items()}
+        row |= {"clip_t_se": round(statistics.stdev(scores["clip_t"]) / len(scores["clip_t"]) ** 0.5, 4)}
+        row |= {"val_loss": round(float(trainer.callback_metrics["val_loss"]), 5)}
+        row |= {"sent_ratio": round(score.sent / dense, 4) if cell["mode"] != "dense" else 1.0}
+        row_file.write_text(json.dumps(row))
+    trainer.strategy.barrier()
+    os._exit(0)
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    """Train on all ranks, forked so that they share the imports. Raises: SystemExit with the logs if a rank failed."""
+    world, port = RANKS[cell["job"]], free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
+        ranks = [fork_rank(cell, rank, world, port, logs[rank], Path(folder, "row.json")) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        if any(codes):
+            raise SystemExit("\n".join(f"rank {i}: {log.read_text()[-1500:]}" for i, log in enumerate(logs)))
+        row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
+        return row
+
+
+def fork_rank(cell: dict[str, Any], rank: int, world: int, port: int, log: Path, row_file: Path) -> int:
+    """Start one rank. Returns: its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ |= {
+            "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+            "RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0",
+        }  # fmt: skip
+        signal.alarm(LIMIT_S)
+        train(cell, row_file)
+    except BaseException:  # a forked child must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)  # `train` ends a finished rank
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """One table per job: means over the seeds, with their range."""
+    lines = []
+    for job in RANKS:
+        of_job = [row for row in rows if row["job"] == job and row["seed"] != 9]
+        lines += [
+            f"**{job}, {RANKS[job]} ranks**",
+            "",
+            "| mode | bytes / dense | CLIP-T | CLIP-I | held-out loss / dense |",
+        ]
+        lines += ["|---|---|---|---|---|"]
+        dense = {row["seed"]: row["val_loss"] for row in of_job if row["mode"] == "dense"}
+        for mode in MODES:
+            found = [row for row in of_job if row["mode"] == mode]
+            if not found:
+                continue
+            ratios = [row["val_loss"] / dense[row["seed"]] for row in found if row["seed"] in dense]
+            cells = [mode, f"{statistics.mean(row['sent_ratio'] for row in found):.3f}"]
+            cells += [spread([row[name] for row in found]) for name in ("clip_t", "clip_i")] + [spread(ratios)]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """Mean and range, such as `0.612 (0.601 to 0.623)`."""
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", nargs="+", default=list(RANKS), choices=list(RANKS))
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rates", nargs="+", type=float, help="try these for dense, with seed 9")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--output", type=Path, default=ROWS)
+    parser.add_argument("--table", action="store_true", help="print the existing rows as Markdown")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown(read_rows(options.output)))
+        return 0
+    wanted = [
+        {"job": job, "mode": mode, "rate": rate, "seed": seed, "steps": options.steps}
+        for seed in ([9] if options.rates else options.seeds)
+        for job in options.jobs
+        for mode in (["dense"] if options.rates else options.modes)
+        for rate in options.rates or [RATES[job]]
+    ]
+    torch.set_num_threads(1)
+    import_once()
+    with tempfile.TemporaryDirectory() as cache:
+        for cell in wanted:
+            if any(all(row[key] == value for key, value in cell.items()) for row in read_rows(options.output)):
+                continue
+            row = run_cell(cell | {"cache": cache})
+            keep_row(row, options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,5 @@
+"""`python -m tools.guide`."""
+
+from tools.guide.commands import main
+
+main()
