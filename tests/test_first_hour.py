@@ -34,7 +34,7 @@ def test_the_table_of_the_page_is_printed_from_the_rows_and_marks_every_figure()
 
 def test_the_memory_levels_are_those_that_init_writes() -> None:
 
-    from lightning_aigc.cli.init_cards import CONFIGS, MEMORY
+    from lightning_aigc.cli.init.cards import CONFIGS, MEMORY
 
     for (model, card), (config, level) in RUNS.items():
         if card != "6 GB":

@@ -16,7 +16,6 @@ import yaml
 from benchmarks import ROOT
 from fakes.kill_phases import tell_phases
 from fakes.ranks import meeting_point
-from lightning_aigc.cli import aigc_cli  # noqa: F401 - imported once, for all the runs that are forked
 from lightning_aigc.cli import main as command
 
 CONFIGS = ROOT / "configs"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _IMPORTED_ONCE = (
-    "lightning_aigc.cli.aigc_cli",
+    "lightning_aigc.cli.fit.aigc_cli",
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     "open_clip",
     "peft",

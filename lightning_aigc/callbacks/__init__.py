@@ -9,10 +9,10 @@ from lightning_aigc.callbacks.fine_tune import FineTuneCheck
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.partial_window_scaling import PartialWindowScaling
 from lightning_aigc.callbacks.run_progress import RunProgress
-from lightning_aigc.callbacks.run_report import RunReport
+from lightning_aigc.callbacks.run_report.run_report import RunReport
 from lightning_aigc.callbacks.sample_grid import SampleGrid
-from lightning_aigc.callbacks.save_lora import SaveLoRA
-from lightning_aigc.callbacks.save_model import SaveModel
+from lightning_aigc.callbacks.saving.save_lora import SaveLoRA
+from lightning_aigc.callbacks.saving.save_model import SaveModel
 from lightning_aigc.callbacks.stall_watch import StallWatch
 
 __all__ = [

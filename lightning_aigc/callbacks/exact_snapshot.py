@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.run_facts import snapshots_in
+from lightning_aigc.callbacks.run_report.run_facts import snapshots_in
 from lightning_aigc.checkpoint import SnapshotWriter
 from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable

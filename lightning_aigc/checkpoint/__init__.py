@@ -1,9 +1,9 @@
 """Exact snapshots of a training: written beside it, atomically, and read without running any code."""
 
 from lightning_aigc.checkpoint.async_checkpoint_io import SnapshotCheckpointIO
-from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots, newest_complete
-from lightning_aigc.checkpoint.serialization import pack, unpack
-from lightning_aigc.checkpoint.writer import SnapshotWriter
+from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots, newest_complete
+from lightning_aigc.checkpoint.files.serialization import pack, unpack
+from lightning_aigc.checkpoint.files.writer import SnapshotWriter
 
 __all__ = [
     "Snapshot",

@@ -12,9 +12,9 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 
-from lightning_aigc.checkpoint.staging import lower_priority
-from lightning_aigc.checkpoint.storage import is_remote, local_path
-from lightning_aigc.checkpoint.torch_file import (
+from lightning_aigc.checkpoint.files.staging import lower_priority
+from lightning_aigc.checkpoint.files.storage import is_remote, local_path
+from lightning_aigc.checkpoint.files.torch_file import (
     read_remote_torch_file,
     read_torch_file,
     remove_unfinished,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.checkpoint.reader import Snapshot
+from lightning_aigc.checkpoint.files.reader import Snapshot
 
 
 def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:

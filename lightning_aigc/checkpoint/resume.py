@@ -13,12 +13,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_aigc.checkpoint import lightning_loops, training_state
 from lightning_aigc.checkpoint.dataloader import stateful
+from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots, newest_complete
+from lightning_aigc.checkpoint.files.storage import MANIFEST, complete_folders, name_of
 from lightning_aigc.checkpoint.lightning_loops import LoopState
 from lightning_aigc.checkpoint.preemption import is_requeued
-from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots, newest_complete
 from lightning_aigc.checkpoint.resharding import reshard
 from lightning_aigc.checkpoint.run_config import device_name, differences, limits_of, training_config
-from lightning_aigc.checkpoint.storage import MANIFEST, complete_folders, name_of
 from lightning_aigc.checkpoint.whole_state import whole_state
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasShardedTensors, HasSnapshotState

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_aigc.atomic_file import sync_folder
-from lightning_aigc.checkpoint.reader import Snapshot, find_snapshots
+from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.protocols import DeclaresSnapshotArguments, WritesFinalFiles
 from lightning_aigc.secrets import redact

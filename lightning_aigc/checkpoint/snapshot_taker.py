@@ -9,13 +9,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_aigc.checkpoint import training_state
+from lightning_aigc.checkpoint.files.reader import find_snapshots
+from lightning_aigc.checkpoint.files.staging import DeferredCopies
+from lightning_aigc.checkpoint.files.storage import name_of, remove
+from lightning_aigc.checkpoint.files.writer import SnapshotWriter
 from lightning_aigc.checkpoint.lightning_loops import LoopState, State
-from lightning_aigc.checkpoint.reader import find_snapshots
 from lightning_aigc.checkpoint.run_config import device_name, limits_of
-from lightning_aigc.checkpoint.staging import DeferredCopies
-from lightning_aigc.checkpoint.storage import name_of, remove
 from lightning_aigc.checkpoint.training_state import LocalBuffers
-from lightning_aigc.checkpoint.writer import SnapshotWriter
 from lightning_aigc.errors import SnapshotError
 
 LAST_COMMIT_S = 30.0

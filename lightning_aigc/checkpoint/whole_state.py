@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.checkpoint.reader import Snapshot
+from lightning_aigc.checkpoint.files.reader import Snapshot
 from lightning_aigc.sharding.shards import has_shards, joined
 
 State = dict[str, Any]

@@ -14,6 +14,7 @@ from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict", "demo")
+VERBS_IN_FOLDERS = ("init", "doctor", "plan")
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 OWN_VERBS = {
     "init": "look at a folder of pictures and write a config for it: lightning init photos/ -o my.yaml",
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
     atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported before it ends: 1.5 s
     if verb in TRAINER_VERBS:
-        from lightning_aigc.cli.trainer_verbs import run_trainer_verb
+        from lightning_aigc.cli.fit.trainer_commands import run_trainer_verb
 
         raise SystemExit(run_trainer_verb(_demo_as_fit(arguments) if verb == "demo" else arguments))
     if verb in OWN_VERBS:
@@ -69,7 +70,9 @@ def _demo_as_fit(arguments: list[str]) -> list[str]:
 
 def _run_own_verb(verb: str, arguments: list[str]) -> int:
     # Imported on demand: doctor must run where importing torch, which the other verbs need, fails.
-    own = importlib.import_module(f"lightning_aigc.cli.{verb.replace('-', '_')}")
+    name = verb.replace("-", "_")
+    folder = ".command" if verb in VERBS_IN_FOLDERS else ""
+    own = importlib.import_module(f"lightning_aigc.cli.{name}{folder}")
     parser = argparse.ArgumentParser(prog=f"lightning {verb}")
     own.add_arguments(parser)
     try:

@@ -37,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     rank, world_size = rank_of_launcher()
     import torch
 
-    from lightning_aigc.cli.aigc_cli import AIGCCLI
+    from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
     from lightning_aigc.data import ImageCaptionData
+    from lightning_aigc.data.cache.encoder import require_encoder
     from lightning_aigc.data.encoded_stream.encode import EncodeOptions, encode_shards, finish, samples_of, write_common
     from lightning_aigc.data.encoded_stream.encoded_image_data import facts_of
-    from lightning_aigc.data.encoder import require_encoder
     from lightning_aigc.devices import dtype_named
     from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
 

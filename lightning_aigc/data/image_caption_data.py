@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_aigc.data.advice import advice_on
-from lightning_aigc.data.advice.material import material_of_run
-from lightning_aigc.data.buckets import BucketSettings
-from lightning_aigc.data.cache import check_writable
-from lightning_aigc.data.caption_lengths import note_on_lengths
-from lightning_aigc.data.choices import MissingCaptions, check_choices
-from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
-from lightning_aigc.data.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
-from lightning_aigc.data.encoded_caches import EncodedCaches, finder
-from lightning_aigc.data.encoder import Encoder, require_encoder
-from lightning_aigc.data.findings import DataCheckError
-from lightning_aigc.data.index import TrainingIndex, build_index
-from lightning_aigc.data.index_settings import IndexSettings
-from lightning_aigc.data.machine import loader_settings
-from lightning_aigc.data.names import print_anywhere
-from lightning_aigc.data.report import DataReport
-from lightning_aigc.data.sampler import BucketBatchSampler
-from lightning_aigc.data.validation import NOTHING_HELD_OUT, validation_loader
+from lightning_aigc.data.advice.dataset_summary import material_of_run
+from lightning_aigc.data.cache.cache import check_writable
+from lightning_aigc.data.cache.encoded_caches import EncodedCaches, finder
+from lightning_aigc.data.cache.encoder import Encoder, require_encoder
+from lightning_aigc.data.cache.resources import loader_settings
+from lightning_aigc.data.captions.caption_lengths import note_on_lengths
+from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
+from lightning_aigc.data.index.argument_checks import MissingCaptions, check_choices
+from lightning_aigc.data.index.filenames import print_anywhere
+from lightning_aigc.data.index.index import TrainingIndex, build_index
+from lightning_aigc.data.index.index_settings import IndexSettings
+from lightning_aigc.data.loader.buckets import BucketSettings
+from lightning_aigc.data.loader.dataset import Batch, BatchDataset, BatchLoader, ItemOptions
+from lightning_aigc.data.loader.sampler import BucketBatchSampler
+from lightning_aigc.data.loader.validation import NOTHING_HELD_OUT, validation_loader
+from lightning_aigc.data.report.findings import DataCheckError
+from lightning_aigc.data.report.report import DataReport
 from lightning_aigc.errors import DataError
 
 

@@ -27,7 +27,7 @@ from fakes.killed_trainings import KillAt, Net, Noisy, train
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import coordination, find_snapshots
-from lightning_aigc.checkpoint.staging import DeferredCopies, HostBuffer
+from lightning_aigc.checkpoint.files.staging import DeferredCopies, HostBuffer
 from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 

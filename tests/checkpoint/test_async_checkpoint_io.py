@@ -24,7 +24,8 @@ from torch import nn
 from fakes.ranks import run_ranks
 from fakes.small_lightning import Small, fit
 from fakes.snapshot_states import same
-from lightning_aigc.checkpoint import SnapshotCheckpointIO, async_checkpoint_io, torch_file
+from lightning_aigc.checkpoint import SnapshotCheckpointIO, async_checkpoint_io
+from lightning_aigc.checkpoint.files import torch_file
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 

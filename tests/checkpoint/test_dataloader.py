@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRando
 from fakes.killed_trainings import Noisy
 from lightning_aigc.checkpoint.dataloader import resumable, stateful
 from lightning_aigc.checkpoint.dataloader.sampler import LoaderRNG
-from lightning_aigc.checkpoint.serialization import pack, unpack
+from lightning_aigc.checkpoint.files.serialization import pack, unpack
 
 EPOCHS, BATCHES = 3, 12
 pytestmark = pytest.mark.filterwarnings("ignore")

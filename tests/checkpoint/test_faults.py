@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from fakes.snapshot_states import same, small_state
-from lightning_aigc.checkpoint import SnapshotWriter, newest_complete, staging
-from lightning_aigc.checkpoint import writer as writer_module
+from lightning_aigc.checkpoint import SnapshotWriter, newest_complete
+from lightning_aigc.checkpoint.files import staging
+from lightning_aigc.checkpoint.files import writer as writer_module
 from lightning_aigc.errors import SnapshotError
 
 

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from fakes.ranks import run_ranks
 from fakes.trainings import Regression, make_batches
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.checkpoint import commit, coordination
+from lightning_aigc.checkpoint import coordination
+from lightning_aigc.checkpoint.files import commit
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -14,7 +14,7 @@ import torch
 
 from fakes.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import Snapshot, SnapshotWriter, find_snapshots, newest_complete
-from lightning_aigc.checkpoint.storage import sealed
+from lightning_aigc.checkpoint.files.storage import sealed
 from lightning_aigc.errors import SnapshotError
 
 FILES = ["manifest.json", "rank0.json", "rank0.safetensors", "rank1.json", "rank1.safetensors", "shared.json"]

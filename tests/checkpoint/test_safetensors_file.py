@@ -11,10 +11,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from lightning_aigc.checkpoint import staging
-from lightning_aigc.checkpoint.safetensors_file import DTYPES, Layout, read_tensors
-from lightning_aigc.checkpoint.staging import HostBuffer
-from lightning_aigc.checkpoint.storage import write_file
+from lightning_aigc.checkpoint.files import staging
+from lightning_aigc.checkpoint.files.safetensors_file import DTYPES, Layout, read_tensors
+from lightning_aigc.checkpoint.files.staging import HostBuffer
+from lightning_aigc.checkpoint.files.storage import write_file
 from lightning_aigc.errors import SnapshotError
 
 

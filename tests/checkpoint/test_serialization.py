@@ -18,7 +18,7 @@ from torch import nn
 
 from fakes.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import pack, unpack
-from lightning_aigc.checkpoint.safetensors_file import DTYPES
+from lightning_aigc.checkpoint.files.safetensors_file import DTYPES
 from lightning_aigc.errors import SnapshotError
 
 

@@ -16,8 +16,8 @@ import torch
 
 from fakes.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import SnapshotWriter, find_snapshots, newest_complete
-from lightning_aigc.checkpoint import writer as writer_module
-from lightning_aigc.checkpoint.staging import NICE
+from lightning_aigc.checkpoint.files import writer as writer_module
+from lightning_aigc.checkpoint.files.staging import NICE
 from lightning_aigc.errors import SnapshotError
 
 

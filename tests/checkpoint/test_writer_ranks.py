@@ -10,7 +10,8 @@ import pytest
 
 from fakes.ranks import run_ranks
 from fakes.snapshot_states import same, small_state
-from lightning_aigc.checkpoint import SnapshotWriter, commit, find_snapshots, newest_complete
+from lightning_aigc.checkpoint import SnapshotWriter, find_snapshots, newest_complete
+from lightning_aigc.checkpoint.files import commit
 from lightning_aigc.errors import SnapshotError
 
 

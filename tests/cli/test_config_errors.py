@@ -20,7 +20,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from lightning_aigc.cli.aigc_cli import AIGCCLI
+from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
 from lightning_aigc.errors import UserError
 
 Command = Callable[..., Any]

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from lightning_aigc.cli import doctor_checks, doctor_versions
-from lightning_aigc.cli.doctor_checks import CHECKS
-from lightning_aigc.cli.doctor_host import Host, run_check
+from lightning_aigc.cli.doctor import checks as doctor_checks
+from lightning_aigc.cli.doctor import versions as doctor_versions
+from lightning_aigc.cli.doctor.checks import CHECKS
+from lightning_aigc.cli.doctor.host import Host, run_check
 from lightning_aigc.cluster.topology import Reading, parse_topology
 
 Command = Callable[..., Any]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from fakes.network import enter, two_hosts
-from lightning_aigc.cli.doctor_host import Host
-from lightning_aigc.cli.doctor_network import check_network
+from lightning_aigc.cli.doctor.host import Host
+from lightning_aigc.cli.doctor.network import check_network
 
 
 def found(**environ: str) -> list[tuple[str, str]]:

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from lightning_aigc.cli.init_cards import CARDS, CONFIGS, MEMORY, TRANSFORMER_CONFIGS
-from lightning_aigc.cli.init_config import SHIPPED, Choice, read_shipped, render
-from lightning_aigc.cli.init_folder import is_rare, made_up_trigger_word, shared_trigger_word
-from lightning_aigc.diffusion.families import U_NETS
+from lightning_aigc.cli.init.cards import CARDS
+from lightning_aigc.cli.init.config import SHIPPED, Choice, read_shipped, render
+from lightning_aigc.cli.init.folder import is_rare, made_up_trigger_word, shared_trigger_word
+from lightning_aigc.diffusion.families import FAMILIES
 from tools.embedded.drawing import draw_brand
 
 Command = Callable[..., Any]
@@ -136,9 +136,10 @@ def test_base_and_card_choose_the_shipped_config_and_the_memory_level(
 
 
 def test_every_shipped_config_is_there_for_each_base_and_card() -> None:
-    names = {*CONFIGS.values(), *TRANSFORMER_CONFIGS.values()}
-    assert all((SHIPPED / name).is_file() for name in names)
-    assert CONFIGS.keys() == MEMORY.keys() == {(family, card) for family in U_NETS for card in CARDS}
+    for family in FAMILIES.values():
+        configs = [family.shipped_config, *(row.config for row in family.cards.values())]
+        assert all((SHIPPED / name).is_file() for name in configs)
+        assert list(family.cards) == list(CARDS) if family.step_memory is None else not family.cards
     assert (SHIPPED / "sd_lora.yaml").samefile(Path(__file__).parents[2] / "configs" / "sd_lora.yaml")
 
 

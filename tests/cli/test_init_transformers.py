@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from fakes.transformer_pipelines import MAKE
-from lightning_aigc.cli.init_base import SHORT, find_base
-from lightning_aigc.cli.init_cards import CARD_GIB, CARDS, Card, find_card, values_for
+from lightning_aigc.cli.init.base import SHORT, find_base
+from lightning_aigc.cli.init.cards import CARD_GIB, CARDS, Card, find_card, values_for
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ConfigError, ModelError
 from tools.embedded.drawing import draw_brand

@@ -58,7 +58,7 @@ def kill_in(phase: str, arguments: list[str], folder: Path) -> None:
     """Start a fit and send it SIGKILL as soon as the phase has begun."""
     where, log = folder / f"told-{len(list(folder.glob('told-*')))}", folder / "log.txt"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_aigc", "torch", "lightning.pytorch", "lightning_aigc.cli.aigc_cli"])
+    context.set_forkserver_preload(["lightning_aigc", "torch", "lightning.pytorch", "lightning_aigc.cli.fit.aigc_cli"])
     process = context.Process(target=fit_and_tell, args=(arguments, str(where), str(log)), daemon=True)
     process.start()
     deadline = time.monotonic() + 120

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_aigc.cli import plan_model
+from lightning_aigc.cli.plan import model as plan_model
 
 Command = Callable[..., Any]
 GIVEN = ("--step_time", "1.2", "--trainable", "859.5M", "--protected", "34.9M")
@@ -109,7 +109,7 @@ def test_a_dry_run_that_fails_says_why_and_what_to_pass(tmp_path: Path) -> None:
 def test_a_large_model_wants_its_step_time(
     command: Command, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_aigc.cli.plan.DRY_RUN_LIMIT", 10)
+    monkeypatch.setattr("lightning_aigc.cli.plan.command.DRY_RUN_LIMIT", 10)
     said = command("plan", "-c", tiny_config, "--nodes", 1, "--devices", 2)
     assert said.code == 1
     assert said.errors == [

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fakes.ranks import run_ranks
 from lightning_aigc.checkpoint.coordination import check_shared
-from lightning_aigc.cli.rank_agreement import differences
+from lightning_aigc.cli.fit.rank_agreement import differences
 from lightning_aigc.errors import SnapshotError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders

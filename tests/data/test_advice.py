@@ -14,10 +14,10 @@ from PIL import Image
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.data.advice import advice_on
 from lightning_aigc.data.advice.captions import check_captions
+from lightning_aigc.data.advice.dataset_summary import Material
 from lightning_aigc.data.advice.faces import face_cells, share_kept
-from lightning_aigc.data.advice.material import Material
-from lightning_aigc.data.buckets import place_in
-from lightning_aigc.data.crop import Sample
+from lightning_aigc.data.images.crop import Sample
+from lightning_aigc.data.loader.buckets import place_in
 from tools.embedded import drawing, world
 
 PROMPTS = ["a zorp umbrella", "a zorp mug"]

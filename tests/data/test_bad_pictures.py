@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_aigc.data.image_file import PictureRejectedError, inspect_picture, load_picture
+from lightning_aigc.data.images.image_file import PictureRejectedError, inspect_picture, load_picture
 from lightning_aigc.errors import DataError
 
 

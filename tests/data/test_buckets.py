@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_aigc.data.buckets import BucketSettings, bucket_shapes, place
+from lightning_aigc.data.loader.buckets import BucketSettings, bucket_shapes, place
 from lightning_aigc.errors import DataError
 
 

@@ -37,7 +37,7 @@ def entries(tmp_path, kind="latents"):
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_cached_batch_holds_what_the_encoder_makes_of_the_uncached_one(tools, make, folder, monkeypatch, in_memory):
     if not in_memory:
-        monkeypatch.setattr("lightning_aigc.data.encoded_caches._MEMORY_SHARE", 0)
+        monkeypatch.setattr("lightning_aigc.data.cache.encoded_caches._MEMORY_SHARE", 0)
     fill(tools, folder)
     options = {"random_flip": True, "caption_dropout_rate": 0.3, "trigger_word": "zorp"}
     cached = make(**CACHED, **options)
@@ -123,7 +123,7 @@ def test_exactly_what_changed_is_encoded_again(tools, make, folder, monkeypatch,
     arguments, encoder = {}, tools.FakeEncoder()
     expected = change(tools, folder, arguments, encoder)
     if library := arguments.pop("_library", None):
-        monkeypatch.setattr("lightning_aigc.data.encoded._DIFFUSERS", library)
+        monkeypatch.setattr("lightning_aigc.data.cache.encoded._DIFFUSERS", library)
     run(make(cache_latents=True, **arguments), encoder)
     assert encoder.pictures_encoded == expected
 
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_encoded_again_and_counted(tools, make, folder, tmp_pa
 
 
 def test_damage_during_training_is_an_error_that_names_the_file(tools, make, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_aigc.data.encoded_caches._MEMORY_SHARE", 0)
+    monkeypatch.setattr("lightning_aigc.data.cache.encoded_caches._MEMORY_SHARE", 0)
     fill(tools, folder)
     data = make(**CACHED)
     data.prepare(tools.FakeEncoder())
@@ -286,7 +286,7 @@ def test_processes_may_fill_one_cache_at_the_same_time(tools, make, folder, tmp_
 
 
 def test_the_second_start_decodes_no_picture_and_an_edit_is_seen(tools, make, folder, monkeypatch):
-    import lightning_aigc.data.verify as verify
+    import lightning_aigc.data.images.verify as verify
 
     fill(tools, folder)
     monkeypatch.setattr(verify, "_RECENT_NS", -(10**18))  # files of this test are new; take them for old ones
@@ -305,7 +305,7 @@ def test_the_second_start_decodes_no_picture_and_an_edit_is_seen(tools, make, fo
 
 @pytest.mark.parametrize("keep_time", [False, True])
 def test_an_edit_of_the_same_size_is_seen_even_with_the_old_time(tools, make, folder, monkeypatch, keep_time):
-    monkeypatch.setattr("lightning_aigc.data.verify._RECENT_NS", -(10**18))
+    monkeypatch.setattr("lightning_aigc.data.images.verify._RECENT_NS", -(10**18))
     path = tools.save(folder / "a.bmp", tools.picture(seed=1))
     run(make(cache_latents=True), tools.FakeEncoder())
     before = path.stat()

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Trainer
 from transformers import AutoTokenizer
 
-from lightning_aigc.data.caption_lengths import is_long, note_on_lengths
+from lightning_aigc.data.captions.caption_lengths import is_long, note_on_lengths
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 from lightning_aigc.embedded import resolve

@@ -8,7 +8,7 @@ import unicodedata
 
 import pytest
 
-from lightning_aigc.data.captions import add_trigger_word, shuffle_tags, trigger_tags
+from lightning_aigc.data.captions.captions import add_trigger_word, shuffle_tags, trigger_tags
 from lightning_aigc.errors import DataError
 
 

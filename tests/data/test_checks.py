@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_aigc.data.findings import DataCheckError
-from lightning_aigc.data.validation import held_out
+from lightning_aigc.data.loader.validation import held_out
+from lightning_aigc.data.report.findings import DataCheckError
 from lightning_aigc.errors import DataError
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lightning_aigc.data.prior import assign_class_pictures
+from lightning_aigc.data.index.prior import assign_class_pictures
 
 
 def aspect(size: tuple[int, int]) -> float:

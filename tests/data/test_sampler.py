@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_aigc.data.sampler import BucketBatchSampler
+from lightning_aigc.data.loader.sampler import BucketBatchSampler
 
 sizes = st.lists(st.integers(1, 17), min_size=1, max_size=4)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_aigc.cli.init_base import find_base
+from lightning_aigc.cli.init.base import find_base
 from lightning_aigc.diffusion import (
     ControlNetTraining,
     DiffusionControlNet,

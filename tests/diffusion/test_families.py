@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from fakes.pipelines import SIDE, make_batch
 from fakes.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.data.encoded import EmbeddingCache
+from lightning_aigc.data.cache.encoded import EmbeddingCache
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora.file import LoRAFile, convert, read_lora

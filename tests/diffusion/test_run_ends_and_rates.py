@@ -151,7 +151,7 @@ def test_a_run_made_longer_takes_no_step_at_its_old_end(sd: str, tmp_path: Path,
 def test_advice_names_arguments_of_the_users_own_class(sd: str) -> None:
     assert "use_dora" in StableDiffusionLoRA.same_weights_advice
     assert DiffusionLoRA.same_weights_advice == "use the rank and lora_targets that it was trained with"
-    from lightning_aigc.data.frozen_text import frozen_text_setting
+    from lightning_aigc.data.cache.encoder import frozen_text_setting
 
     assert frozen_text_setting(make_module(sd)) == "model.init_args.train_text_encoder: false"
     assert frozen_text_setting(StableDiffusionFineTuning(sd)) == "model.init_args.trained_parts: [unet]"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from fakes.pipelines import SIDE, make_batch, make_pipeline
 from fakes.training_losses import example_losses
-from lightning_aigc.cli.aigc_cli import AIGCCLI
+from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.pipeline import encoders

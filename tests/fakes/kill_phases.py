@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.callbacks import ExactSnapshot, clip_convergence_guard, run_report, sample_grid
+from lightning_aigc.callbacks import ExactSnapshot, clip_convergence_guard, sample_grid
+from lightning_aigc.callbacks.run_report import run_report
 from lightning_aigc.checkpoint import SnapshotWriter
 from lightning_aigc.diffusion import StableDiffusionFineTuning, StableDiffusionLoRA
 from lightning_aigc.diffusion.lora import file as lora_file

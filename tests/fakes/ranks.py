@@ -24,7 +24,7 @@ from fakes.network import DEVICE, enter
 TIMEOUT = timedelta(seconds=20)
 """How long a rank waits for the others."""
 IMPORTED_ONCE = [
-    *("lightning_aigc", "torch", "torch._dynamo", "lightning.pytorch", "pytest", "lightning_aigc.cli.aigc_cli"),
+    *("lightning_aigc", "torch", "torch._dynamo", "lightning.pytorch", "pytest", "lightning_aigc.cli.fit.aigc_cli"),
     *("lightning_aigc.gradient_sync.compressor", "lightning_aigc.callbacks", "lightning_aigc.strategies"),
     *("lightning_aigc_kernels.quantize_blocks.cpu_kernel", "fakes.nothing_is_garbage"),
 ]

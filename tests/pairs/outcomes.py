@@ -45,7 +45,9 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
     The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED_ONCE, "lightning_aigc.cli.trainer_verbs", "diffusers", "transformers"])
+    context.set_forkserver_preload(
+        [*IMPORTED_ONCE, "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers"]
+    )
     with meeting_point() as where:
         given = [(rank, ranks, [str(word) for word in words], str(log), where) for rank in range(ranks)]
         processes = [context.Process(target=_command, args=one) for one in given]

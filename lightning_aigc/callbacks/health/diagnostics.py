@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_aigc.callbacks.health.alert_tracker import AlertTracker
-from lightning_aigc.callbacks.health.alerts import Alert, CheckName, Finding
+from lightning_aigc.callbacks.health.alerts.alert_tracker import AlertTracker
+from lightning_aigc.callbacks.health.alerts.alerts import Alert, CheckName, Finding
 from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks import POLICIES, STEP_CHECKS
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
@@ -22,10 +22,10 @@ from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE, explai
 from lightning_aigc.callbacks.health.checks.ranks import RANK_DIVERGENCE, check_ranks
 from lightning_aigc.callbacks.health.checks.updates import UpdateCheck
 from lightning_aigc.callbacks.health.gradient_norm import GradientNorm
-from lightning_aigc.callbacks.health.history import History
+from lightning_aigc.callbacks.health.history.history import History
+from lightning_aigc.callbacks.health.history.norm_history import NormHistory
+from lightning_aigc.callbacks.health.history.optimizer_history import OptimizerHistory
 from lightning_aigc.callbacks.health.nan_origin import Replay
-from lightning_aigc.callbacks.health.norm_history import NormHistory
-from lightning_aigc.callbacks.health.optimizer_history import OptimizerHistory
 from lightning_aigc.callbacks.health.parameter_names import frozen, trained
 from lightning_aigc.callbacks.health.parameter_stats import Named, PendingStats, measure, sample_rows
 from lightning_aigc.callbacks.health.remedies import Remedies

@@ -14,20 +14,18 @@ from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.health.alert_log import AlertLog, is_single_rank
-from lightning_aigc.callbacks.health.alerts import LEVELS, Alert
+from lightning_aigc.callbacks.health.alerts.alert_log import AlertLog, HealthFiles, is_single_rank
+from lightning_aigc.callbacks.health.alerts.alerts import LEVELS, Alert
 from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
 from lightning_aigc.callbacks.health.checks.optimizers import NOT_IN_OPTIMIZER, check_optimizers
 from lightning_aigc.callbacks.health.diagnostics import Diagnostics
-from lightning_aigc.callbacks.health.files import HealthFiles
-from lightning_aigc.callbacks.health.lazy_remedies import LazyRemedies
+from lightning_aigc.callbacks.health.history.loss_history import WindowLosses
+from lightning_aigc.callbacks.health.history.norm_history import last_norms
 from lightning_aigc.callbacks.health.nan_origin import NanOrigin
-from lightning_aigc.callbacks.health.norm_history import last_norms
 from lightning_aigc.callbacks.health.page import health_of
-from lightning_aigc.callbacks.health.remedies import Remedies
+from lightning_aigc.callbacks.health.remedies import LazyRemedies, Remedies
 from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
-from lightning_aigc.callbacks.health.window_losses import WindowLosses
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasNoiseSchedule, HasSnapshotState

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lightning_aigc.callbacks.health.alerts import Alert
-from lightning_aigc.callbacks.health.norm_history import NormHistory, block_norms
+from lightning_aigc.callbacks.health.alerts.alerts import Alert
+from lightning_aigc.callbacks.health.history.norm_history import NormHistory, block_norms
 from lightning_aigc.callbacks.health.parameter_names import block_of
 from lightning_aigc.report.charts import line_chart
 from lightning_aigc.report.health_charts import alert_chart, norm_heat_map

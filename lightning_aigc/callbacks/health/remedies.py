@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,3 +143,16 @@ def _held(trainer: Trainer) -> HeldRate | None:
 
 GENERAL = Remedies()
 """For code without a Trainer."""
+
+
+class LazyRemedies:
+    """Behaves as the Remedies that `make` returns, and calls it at the first attribute that is read."""
+
+    def __init__(self, make: Callable[[], Remedies]) -> None:
+        self._make = make
+        self._made: Remedies | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return getattr(self._made, name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_aigc.callbacks.health.alerts import Alert, Finding
+from lightning_aigc.callbacks.health.alerts.alerts import Alert, Finding
 from lightning_aigc.callbacks.health.checks.gradients import check_gradients
 from lightning_aigc.callbacks.health.checks.lora import check_pairs
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE, non_finite_gradients

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.optimizer_history import OptimizerHistory
+from lightning_aigc.callbacks.health.history.history import History
+from lightning_aigc.callbacks.health.history.optimizer_history import OptimizerHistory
 from lightning_aigc.callbacks.health.parameter_names import lora_pairs
 from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_aigc.data.advice.captions import words_of
-from lightning_aigc.data.advice.material import Material
+from lightning_aigc.data.advice.dataset_summary import Material
 
 LEAST_PICTURES = 4
 BLOCKS = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lightning_aigc.data.advice.material import Material, named
+from lightning_aigc.data.advice.dataset_summary import Material, named
 
 SILENT_SHARE = 0.5
 """Share of captions without content from which they are reported."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_aigc.data.advice.material import Material, named
+from lightning_aigc.data.advice.dataset_summary import Material, named
 
 MOST_CROPPED = 0.2
 """Share of a picture's area: a photograph of 3:2 in the nearest of kohya's buckets loses at most a tenth."""

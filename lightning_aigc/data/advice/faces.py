@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_aigc.data.advice.material import Material, named
-from lightning_aigc.data.crop import Sample, crop_offset
-from lightning_aigc.data.image_file import load_mask, load_picture
+from lightning_aigc.data.advice.dataset_summary import Material, named
+from lightning_aigc.data.images.crop import Sample, crop_offset
+from lightning_aigc.data.images.image_file import load_mask, load_picture
 
 MASKED = 127
 """Value of a mask, of 255, above which a pixel is the subject's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_aigc.data.advice.material import Material
+from lightning_aigc.data.advice.dataset_summary import Material
 
 MOST_VIEWS = 400
 """Views of each picture from which a LoRA mostly memorises. DreamBooth's own recipe, 5 pictures and 1000 steps with

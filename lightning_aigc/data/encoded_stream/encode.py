@@ -23,13 +23,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightning_aigc.atomic_file import atomic_file, write_text
-from lightning_aigc.data.cache import require_finite
-from lightning_aigc.data.crop import Sample, crop_offset, load_pixels
-from lightning_aigc.data.encoded import to_minus_one_to_one
+from lightning_aigc.data.cache.cache import require_finite
+from lightning_aigc.data.cache.encoded import to_minus_one_to_one
+from lightning_aigc.data.cache.encoder import Encoder
+from lightning_aigc.data.captions.text_padding import without_padding
 from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, REFERENCES, Manifest, Shard
-from lightning_aigc.data.encoder import Encoder
-from lightning_aigc.data.index import TrainingIndex
-from lightning_aigc.data.texts import without_padding
+from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
+from lightning_aigc.data.index.index import TrainingIndex
 from lightning_aigc.errors import DataError
 
 WAIT_S = 5.0

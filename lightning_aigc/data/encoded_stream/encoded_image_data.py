@@ -13,15 +13,14 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_aigc.data.dataset import Batch, BatchLoader
+from lightning_aigc.data.cache.encoder import Encoder, can_cache_captions, frozen_text_setting
+from lightning_aigc.data.cache.resources import loader_settings
 from lightning_aigc.data.encoded_stream.manifest import COMMON, REFERENCES, Manifest, join, read_manifest
 from lightning_aigc.data.encoded_stream.order import StreamSampler
 from lightning_aigc.data.encoded_stream.shard_file import ShardReader
 from lightning_aigc.data.encoded_stream.stream_dataset import OnBadShard, StreamDataset
-from lightning_aigc.data.encoder import Encoder, can_cache_captions
-from lightning_aigc.data.frozen_text import frozen_text_setting
-from lightning_aigc.data.machine import loader_settings
-from lightning_aigc.data.names import print_anywhere
+from lightning_aigc.data.index.filenames import print_anywhere
+from lightning_aigc.data.loader.dataset import Batch, BatchLoader
 from lightning_aigc.errors import DataError
 
 

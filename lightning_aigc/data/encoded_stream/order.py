@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_aigc.data.sampler import ResumableSampler
+from lightning_aigc.data.loader.sampler import ResumableSampler
 
 
 class StreamPlan(NamedTuple):

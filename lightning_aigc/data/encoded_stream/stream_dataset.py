@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_aigc.data.dataset import Batch
+from lightning_aigc.data.captions.text_padding import stack_padded
 from lightning_aigc.data.encoded_stream.manifest import Shard
 from lightning_aigc.data.encoded_stream.order import StreamPlan
 from lightning_aigc.data.encoded_stream.shard_file import ShardError, ShardReader
-from lightning_aigc.data.texts import stack_padded
+from lightning_aigc.data.loader.dataset import Batch
 
 OnBadShard = Literal["stop", "skip"]
 NOT_EMBEDDINGS = frozenset(("latent_moments", "latent_moments_flipped", "mask", "sizes"))

@@ -1,1 +1,1 @@
-"""controlnet."""
+"""ControlNet training, and ControlNet files."""

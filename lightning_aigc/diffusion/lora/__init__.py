@@ -1,1 +1,1 @@
-"""lora."""
+"""LoRA training, and LoRA files of this and other programs."""

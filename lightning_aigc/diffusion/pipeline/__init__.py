@@ -1,1 +1,1 @@
-"""pipeline."""
+"""Loading, encoding, sampling, quantizing and saving of a pipeline."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_aigc.data.cache import CorruptEntryError, TensorCache
+from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.errors import DataError
 from lightning_aigc.quantization.layers import Layer
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight

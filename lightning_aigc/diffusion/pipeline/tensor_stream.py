@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc.atomic_file import atomic_file
-from lightning_aigc.checkpoint.safetensors_file import Layout
+from lightning_aigc.checkpoint.files.safetensors_file import Layout
 from lightning_aigc.errors import ModelError
 
 

@@ -1,1 +1,1 @@
-"""samplers."""
+"""Sampling from the files of a finished run."""

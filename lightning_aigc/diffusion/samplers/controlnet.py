@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lightning_aigc.data.image_file import PictureRejectedError, load_condition, load_picture
+from lightning_aigc.data.images.image_file import PictureRejectedError, load_condition, load_picture
 from lightning_aigc.diffusion.controlnet import transformer as transformer_controlnet
 from lightning_aigc.diffusion.controlnet import unet as controlnet_model
 from lightning_aigc.diffusion.controlnet.conditions import find_maker, from_bytes, to_bytes

@@ -1,1 +1,1 @@
-"""training."""
+"""DiffusionTraining and full fine-tuning."""

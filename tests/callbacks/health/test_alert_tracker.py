@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_aigc.callbacks.health.alert_tracker import FORGET_AFTER, AlertTracker
-from lightning_aigc.callbacks.health.alerts import Finding, Level
+from lightning_aigc.callbacks.health.alerts.alert_tracker import FORGET_AFTER, AlertTracker
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Level
 from lightning_aigc.callbacks.health.checks import POLICIES
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fakes.denoisers import Denoiser, fit
 from lightning_aigc.callbacks.health import GradientHealthMonitor, diagnostics
-from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
 from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks import CHECK_NAMES, OTHER_CHECKS, STEP_CHECKS
 from lightning_aigc.callbacks.health.checks.gradients import check_gradients

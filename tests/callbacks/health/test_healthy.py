@@ -17,7 +17,7 @@ from torch import nn
 from fakes.healthy import KINDS, Kind, fit_healthy
 from lightning_aigc.callbacks.health import Alert, GradientHealthMonitor
 from lightning_aigc.callbacks.health.checks.frozen import FrozenSamples
-from lightning_aigc.callbacks.health.history import History
+from lightning_aigc.callbacks.health.history.history import History
 from lightning_aigc.callbacks.health.training_stage import StageTracker
 
 pytestmark = [

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from lightning_aigc.callbacks.health.history import History
-from lightning_aigc.callbacks.health.loss_history import LossHistory
+from lightning_aigc.callbacks.health.history.history import History
+from lightning_aigc.callbacks.health.history.loss_history import LossHistory
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 

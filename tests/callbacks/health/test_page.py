@@ -8,8 +8,8 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from lightning_aigc.callbacks.health.alerts import Alert, Level
-from lightning_aigc.callbacks.health.norm_history import MOST_LOOKS, NormHistory
+from lightning_aigc.callbacks.health.alerts.alerts import Alert, Level
+from lightning_aigc.callbacks.health.history.norm_history import MOST_LOOKS, NormHistory
 from lightning_aigc.callbacks.health.page import MOST_ROWS, render_health_page
 
 VOID = {"meta", "link", "br", "img"}

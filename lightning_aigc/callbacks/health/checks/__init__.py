@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning_aigc.callbacks.health.alerts import CheckName, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import CheckName, Policy
 from lightning_aigc.callbacks.health.checks.clipping import ClippingCheck
 from lightning_aigc.callbacks.health.checks.frozen import FrozenCheck
 from lightning_aigc.callbacks.health.checks.gradients import GradientCheck

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import ClassVar
 
-from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepReading

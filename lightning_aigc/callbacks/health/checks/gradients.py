@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lightning_aigc.callbacks.health.alerts import Finding, Level, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Level, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
-from lightning_aigc.callbacks.health.history import History
+from lightning_aigc.callbacks.health.history.history import History
 from lightning_aigc.callbacks.health.parameter_names import HINT, lora_pairs, lora_part, zero_convolution_gates
 from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies

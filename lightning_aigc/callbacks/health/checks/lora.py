@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.parameter_names import clean_name, lora_pairs
 from lightning_aigc.callbacks.health.parameter_stats import Named, ParameterStats

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from lightning_aigc.callbacks.health.alerts import Finding, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
-from lightning_aigc.callbacks.health.loss_history import LossSpike
+from lightning_aigc.callbacks.health.history.loss_history import LossSpike
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepReading
 

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import Any, ClassVar
 
-from lightning_aigc.callbacks.health.alerts import Finding, Level, Policy
+from lightning_aigc.callbacks.health.alerts.alerts import Finding, Level, Policy
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.step_reading import StepReading
 

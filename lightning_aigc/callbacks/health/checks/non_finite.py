@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_aigc.callbacks.health.alerts import Finding
+from lightning_aigc.callbacks.health.alerts.alerts import Finding
 from lightning_aigc.callbacks.health.nan_origin import Replay
 from lightning_aigc.callbacks.health.parameter_stats import Named, ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.health.alerts import Finding
+from lightning_aigc.callbacks.health.alerts.alerts import Finding
 from lightning_aigc.callbacks.health.parameter_stats import Named
 
 NOT_IN_OPTIMIZER = "not_in_optimizer"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_aigc.callbacks.health.alert_log import is_single_rank
-from lightning_aigc.callbacks.health.alerts import Finding
+from lightning_aigc.callbacks.health.alerts.alert_log import is_single_rank
+from lightning_aigc.callbacks.health.alerts.alerts import Finding
 from lightning_aigc.gradient_sync.replica_check import bits_of, first_difference
 
 RANK_DIVERGENCE = "rank_divergence"

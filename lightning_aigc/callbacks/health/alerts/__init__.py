@@ -1,0 +1,1 @@
+"""Alerts: their texts, their log and their repetition."""

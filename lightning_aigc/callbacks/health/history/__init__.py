@@ -1,0 +1,1 @@
+"""Histories of losses, gradient norms and optimizer states."""

@@ -1,0 +1,1 @@
+"""RunReport: scores before and after, curves and facts of a run."""

@@ -1,0 +1,80 @@
+"""The facts of a run that need no measuring: where it is, on what, what its other callbacks say, its file."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_aigc.callbacks.saving.save_lora import SaveLoRA
+from lightning_aigc.checkpoint.files.reader import find_snapshots
+from lightning_aigc.errors import SnapshotError
+from lightning_aigc.protocols import AddsToReport, DescribesTrainingData
+from lightning_aigc.report.record import LoRAFile, RunRecord, Snapshots
+
+CONFIG_FILE = "config.yaml"
+SHARED = ("figures", "result_files", "sheets")
+"""Fields of the record that several callbacks add to."""
+
+
+def record_of(trainer: Trainer, pl_module: LightningModule) -> RunRecord:
+    """A record with the run's facts, and the entries of every callback and strategy that has some."""
+    root = Path(trainer.default_root_dir)
+    config = root / CONFIG_FILE
+    record = RunRecord(
+        name=root.resolve().name,
+        folder=str(root),
+        steps=trainer.global_step,
+        device=device_name(pl_module),
+        world_size=trainer.world_size,
+        precision=str(trainer.precision),
+        date=time.strftime("%Y-%m-%d"),
+        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+    )
+    found: list[Any] = [*trainer.callbacks, trainer.strategy]  # type: ignore[attr-defined]
+    for source in found:
+        if isinstance(source, AddsToReport):
+            for name, value in source.report_entries().items():
+                setattr(record, name, getattr(record, name) | value if name in SHARED else value)
+    return record
+
+
+def device_name(pl_module: LightningModule) -> str:
+    """`cpu`, or the card's name."""
+    import torch
+
+    device = pl_module.device
+    module: Any = getattr(torch, device.type, None)
+    name: str = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    return name
+
+
+def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None:
+    """The file that SaveLoRA writes at the end, with what one has to know to use it."""
+    found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    saver = next((callback for callback in found if isinstance(callback, SaveLoRA)), None)
+    if saver is None:
+        return None
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    described: Mapping[str, Any] = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
+    base = pl_module.hparams.get("pretrained_model_name_or_path")
+    word = described.get("trigger_phrase")
+    return LoRAFile(str(saver.file_path(trainer, pl_module)), str(word) if word else None, str(base) if base else None)
+
+
+def snapshots_in(folder: Any, blocked_s: Sequence[float]) -> Snapshots:
+    """What the report says of a run's snapshots: how long each took, and the newest that is complete."""
+    blocked_ms = in_ms(blocked_s)
+    with contextlib.suppress(SnapshotError):  # a folder in a remote store is not read
+        for newest in find_snapshots(folder):
+            size = sum(file.size for file in newest.files.values())
+            return Snapshots(len(blocked_ms), blocked_ms, str(newest.path), newest.step, size)
+    return Snapshots(len(blocked_ms), blocked_ms)
+
+
+def in_ms(seconds: Sequence[float]) -> list[float]:
+    return [round(1000 * value, 2) for value in seconds]

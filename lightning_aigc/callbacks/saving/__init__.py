@@ -1,0 +1,1 @@
+"""SaveLoRA and SaveModel."""

@@ -1,0 +1,1 @@
+"""The files of a snapshot: layout, writing, publishing and reading."""

@@ -1,0 +1,1 @@
+"""`lightning doctor`: checks of the machine and its software."""

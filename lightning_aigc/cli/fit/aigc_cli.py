@@ -1,0 +1,232 @@
+"""The LightningCLI behind fit, validate, test and predict."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+# Imported so that YAML can name the package's classes without a path.
+from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
+from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.checkpoint.preemption import is_requeued
+from lightning_aigc.checkpoint.resume import LATEST
+from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
+from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
+from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
+from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
+from lightning_aigc.cli.fit.placeholders import refuse_placeholders
+from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
+from lightning_aigc.cli.fit.rank_errors import share_errors
+from lightning_aigc.cli.fit.run_banner import where_to_look
+from lightning_aigc.cli.fit.traceback_file import bug_within
+from lightning_aigc.diffusion.training.module import DiffusionTraining
+from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.protocols import BringsSnapshots
+from lightning_aigc.secrets import redact, redact_text, refuse_hidden
+
+KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry", UNTRAINED)  # keywords for ckpt_path
+
+
+class AIGCArgumentParser(LightningArgumentParser):
+    """Reports a config error in one line instead of jsonargparse's sixty."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        print(f"error: {redact_text(readable_config_error(message, self))}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parse a config file, refusing unknown empty blocks, which jsonargparse drops unchecked."""
+        config: Any = None
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # jsonargparse reports these itself
+            config = yaml.safe_load(Path(str(cfg_path)).read_text(encoding="utf-8"))
+        for sentence in unknown_empty_blocks(config, self):
+            print(f"error: {sentence}", file=sys.stderr)
+            raise SystemExit(2)
+        return super().parse_path(cfg_path, *args, **kwargs)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves the config of a fit, without its secrets, in `default_root_dir` and in the logger's folder."""
+
+    def __init__(self, parser: LightningArgumentParser, config: Any, *args: Any, **kwargs: Any) -> None:
+        shared = config.clone()
+        for key, value in config.items():
+            shared[key] = redact(value, key.rpartition(".")[2])
+        super().__init__(parser, shared, *args, **kwargs)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # validate would replace the run's config.yaml by one that fit cannot read
+            super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        root = Path(trainer.default_root_dir)
+        root.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, str(root / "config.yaml"), skip_none=False, overwrite=True, multifile=False)
+
+
+class CompareRanks(Callback):
+    """Stops a run whose ranks do not agree, once the data module has its pictures and before anything is written."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            check_ranks_agree(trainer, self._config)
+
+
+class AIGCCLI(LightningCLI):
+    """LightningCLI for any LightningModule and LightningDataModule; the package's classes go by short name."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=AIGCArgumentParser,
+            seed_everything_default=42,
+            trainer_defaults={"max_epochs": -1, "default_root_dir": "runs/default"},
+            # docs/architecture.md, decision 13: the automatic key binds parameters before the LoRA exists.
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            **kwargs,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--threads", type=int | None, default=None, help="CPU threads for torch; unset keeps torch's default."
+        )
+        parser.add_argument(
+            "--dry_run",
+            action="store_true",
+            help="Report data, buckets, parameters and memory, run one real step, write nothing but the caches.",
+        )
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="Resume from the newest complete snapshot in trainer.default_root_dir; start anew if there is none.",
+        )
+
+    def before_instantiate_classes(self) -> None:
+        self._check_values()
+        threads = self._get(self.config, "threads")
+        if threads:
+            torch.set_num_threads(threads)
+        if self._get(self.config, "resume"):
+            self._resume()
+
+    def _resume(self) -> None:
+        given = self._get(self.config, "ckpt_path")
+        if given not in (None, LATEST):
+            raise ConfigError(f"--resume takes the newest snapshot, and ckpt_path names {given}; give only one of them")
+        if self.subcommand != "fit":
+            raise ConfigError(f"--resume is for fit; give {self.subcommand} a --ckpt_path")
+        config = self.config[str(self.subcommand)]
+        config.resume = False  # the saved config.yaml describes the run, not how it was started
+        config.ckpt_path = None if config.dry_run else LATEST
+
+    def before_fit(self) -> None:
+        """Compare the ranks, say where to look, and add ExactSnapshot for `--resume` if nobody else provides it."""
+        found: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        found.insert(0, CompareRanks(self.config[str(self.subcommand)]))
+        module = self.model
+        module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
+        has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
+        if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
+            found.insert(0, ExactSnapshot())
+        if self.trainer.world_size > 1:
+            share_errors(self.model, self.datamodule)
+        if self.trainer.is_global_zero and not self._get(self.config, "dry_run"):
+            print("\n".join(where_to_look(self.trainer, module)), flush=True)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run the subcommand, unless this run has finished: then not even its loggers open a file."""
+        if subcommand == "fit" and self._is_finished():
+            return
+        super()._run_subcommand(subcommand)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """The Trainer's arguments; validate, test and predict load the run's newest snapshot unless told otherwise."""
+        given = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionTraining):
+            given["ckpt_path"] = load_weights(self.trainer, given.get("ckpt_path"))
+            if subcommand == "predict" and not is_overridden(
+                "predict_dataloader", self.datamodule, LightningDataModule
+            ):
+                given.pop("datamodule", None)  # the module brings its prompts
+        return given
+
+    def _is_finished(self) -> bool:
+        given = self._get(self.config, "ckpt_path")
+        if given != LATEST and not (given is None and is_requeued()):
+            return False
+        finished = find_finished(self.trainer, self.model, self.datamodule, snapshot_folder(self.trainer))
+        if finished is not None:
+            rank_zero_info(finished_sentence(finished, self.trainer.default_root_dir))
+        return finished is not None
+
+    def _check_values(self) -> None:
+        """Refuse values of the right type on which the Trainer would fail with a traceback."""
+        trainer, threads, ckpt_path = (self._get(self.config, key) for key in ("trainer", "threads", "ckpt_path"))
+        if not hasattr(trainer, "as_dict"):
+            raise ConfigError(f"trainer: wanted a block of keys such as `max_steps: 100`, got {trainer!r}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads must be at least 1, or null for torch's default; got {threads}")
+        if (trainer.get("accumulate_grad_batches") or 0) < 1:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches must be at least 1, got {trainer.get('accumulate_grad_batches')}"
+            )
+        if ckpt_path and "://" not in ckpt_path and ckpt_path not in KNOWN_CHECKPOINTS and not Path(ckpt_path).exists():
+            raise ConfigError(f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last for the newest")
+
+        given = trainer.get("callbacks")
+        for at, callback in enumerate(given if isinstance(given, list) else []):
+            refuse_nulls(callback, f"trainer.callbacks[{at}]")
+        for key in ("model", "data"):
+            refuse_nulls(self._get(self.config, key), key)
+        blocks = {key: self._get(self.config, key) for key in ("trainer", "model", "data")}
+        refuse_placeholders(blocks)
+        refuse_hidden(blocks)
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning 2.6 would silently override the config by the checkpoint's hyperparameters.
+
+        A larger max_train_steps would then be ignored. The module refuses a checkpoint that does not fit the config.
+        """
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            root = Path(self._get(self.config, "trainer").default_root_dir)
+            raise bug_within(error, root) or user_error_within(error) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        if self._get(self.config, "dry_run"):
+            from lightning_aigc.cli.fit.dry_run import dry_run_trainer_arguments
+
+            kwargs |= dry_run_trainer_arguments()
+            self.save_config_callback = None
+        trainer = self._get(self.config, "trainer")
+        if self.subcommand in EVALUATION_VERBS and trainer.get("logger") in (None, True):
+            kwargs["logger"] = False  # the run's own logs stay as they are
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except UserError:
+            raise
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise ConfigError(f"trainer: {first_sentence(str(error))}") from error

@@ -1,0 +1,147 @@
+"""The verbs fit (demo too), validate, test and predict: run AIGCCLI and report each error in one line."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import gc
+import logging
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+
+from lightning_aigc.cli.fit.config_errors import first_sentence
+from lightning_aigc.errors import UserError
+from lightning_aigc.secrets import redact_text
+
+UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
+
+
+def run_trainer_verb(arguments: list[str]) -> int:
+    """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
+    _set_threads_before_torch_starts(arguments)
+    _quiet_known_warnings()
+    try:
+        with _garbage_left_alone():
+            import torch  # noqa: F401
+    except Exception as error:  # torch loads torch_npu, which may raise anything without CANN
+        print(f"error: torch does not start ({error.__cause__ or error}); ask `lightning doctor`", file=sys.stderr)
+        return 1
+    with _garbage_left_alone():
+        from lightning.fabric.utilities.distributed import _destroy_dist_connection
+        from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+        from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
+        from lightning_aigc.strategies.roll_call import tell_others
+
+    atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
+    sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
+    try:
+        AIGCCLI()
+    except UserError as error:
+        return _refused(_without_worker_traceback(str(error)))
+    except MisconfigurationException as error:
+        hint = "; zero_3 shards on a CPU too" if "`fsdp`" in str(error) and "requires a GPU" in str(error) else ""
+        return _refused(first_sentence(str(error)) + hint)
+    except (pickle.UnpicklingError, EOFError) as error:
+        return _refused(f"the checkpoint of ckpt_path cannot be read ({type(error).__name__}); give another")
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        return _refused(
+            f"cannot write {error.filename or 'a file of this run'}: {error.strerror}; look at the folders of"
+            " trainer.default_root_dir and data.init_args.cache_dir: free some space there, or set others"
+        )
+    except RuntimeError as error:
+        sentence = lost_rank_sentence(error)
+        if sentence is None:
+            raise
+        return _refused(sentence)
+    except SystemExit as stop:
+        status = _status(stop)
+        if status:
+            tell_others("its command line or config was refused; its log says why")
+        return status
+    return 0
+
+
+@contextlib.contextmanager
+def _garbage_left_alone() -> Iterator[None]:
+    """Import in this block without garbage collection, which would look at a million new objects over and over."""
+    was_imported = "lightning_aigc.cli.fit.aigc_cli" in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not was_imported:
+            gc.freeze()  # modules stay until the end; no later collection looks at them
+        gc.enable()
+
+
+def _refused(sentence: str) -> int:
+    """Print an error, tell it to ranks that wait for this one, and return the exit status."""
+    from lightning_aigc.strategies.roll_call import tell_others
+
+    print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
+    tell_others(sentence)
+    return 1
+
+
+def lost_rank_sentence(error: RuntimeError) -> str | None:
+    """What to say when a collective failed, most often because another rank has ended; None for any other error."""
+    from lightning_aigc.gradient_sync.sync_error import SyncError, is_of_a_collective
+
+    if isinstance(error, SyncError):
+        return str(error)
+    if not is_of_a_collective(error):
+        return None
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
+    variables = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    rank = next((value for name in variables if (value := os.environ.get(name))), "of this process")
+    return (
+        f"rank {rank} lost the others: {said}. Another rank has stopped, hangs or cannot be reached; the first error in"
+        " the ranks' logs says why"
+    )
+
+
+def _without_worker_traceback(message: str) -> str:
+    """The last sentence of a loader worker's error, whose text torch fills with the whole traceback."""
+    if "Original Traceback" not in message:
+        return message
+    return message.strip().rpartition("Error: ")[2]
+
+
+def _status(stop: SystemExit) -> int:
+    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _set_threads_before_torch_starts(arguments: list[str]) -> None:
+    """Set OMP_NUM_THREADS from `--threads N` before torch starts, because OpenMP reads it only once."""
+    for i, argument in enumerate(arguments):
+        value = argument.partition("=")[2] if argument.startswith("--threads=") else None
+        if argument == "--threads" and i + 1 < len(arguments):
+            value = arguments[i + 1]
+        if value and value.isdigit():
+            os.environ.setdefault("OMP_NUM_THREADS", value)
+
+
+def _quiet_known_warnings() -> None:
+    for message in (
+        ".*does not have many workers.*",  # ImageCaptionData set them from the machine
+        ".*GPU available but not used.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+        ".*Found .* module\\(s\\) in eval mode at the start of training.*",  # the frozen parts, on purpose
+        ".*You have set `max_epochs`.*",
+        ".*is smaller than the logging interval.*",  # an epoch of few pictures; the steps go on through epochs
+        "(?s).*Unable to serialize instance.*",  # a scheduler given by name
+        ".*Consider setting `persistent_workers.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip: " not in record.getMessage()
+    )

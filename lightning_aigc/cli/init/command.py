@@ -1,0 +1,85 @@
+"""`lightning init`: look at a folder of pictures and write a config for it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from lightning_aigc.atomic_file import write_text
+from lightning_aigc.cli.init.base import SHORT, find_base
+from lightning_aigc.cli.init.cards import CARDS, find_card, values_for
+from lightning_aigc.errors import ConfigError
+
+CACHE = "~/.cache/lightning_aigc"
+"""ImageCaptionData's default for cache_dir: training finds there what this verb has checked."""
+LISTED = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's arguments to its parser."""
+    parser.description = "Look at a folder of pictures and write a config for it that needs no editing."
+    parser.add_argument("folder", metavar="PHOTOS", help="pictures, each with a .txt beside it, or metadata.jsonl")
+    parser.add_argument("-o", "--output", type=Path, help="the file to write (default: FOLDER'S NAME.yaml)")
+    parser.add_argument(
+        "--base", default="sd15", help=f"{', '.join(SHORT)}, a hub id, a folder or a checkpoint (default: sd15)"
+    )
+    parser.add_argument("--card", choices=CARDS, help="the card to train on (default: this machine's)")
+    parser.add_argument("--trigger_word", help="the word that stands for your product (default: from the captions)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the config and print what was found and what to run next; returns the exit status.
+
+    Raises: UserError with what to change.
+    """
+    output, name = _output(args)
+    if args.trigger_word is not None and not re.fullmatch(r"\w[\w-]*", args.trigger_word):
+        raise ConfigError(f"--trigger_word must be one word of letters and digits, got {args.trigger_word!r}")
+    # Imported late: torch takes seconds, and a wrong path should not.
+    from lightning_aigc.cli.init.choices import choose
+    from lightning_aigc.cli.init.config import read_shipped, render
+    from lightning_aigc.cli.init.folder import look_at
+    from lightning_aigc.data.index.filenames import print_anywhere
+
+    base = find_base(args.base)
+    card = find_card(args.card, base.family)
+    values = values_for(base.family, card)
+    look = look_at(args.folder, Path(CACHE).expanduser())
+    config = read_shipped(values.template)
+    pictures_a_step = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
+    choices = choose(look, base, card, values, pictures_a_step, args.trigger_word, name)
+    found = f"{len(look.sizes)} pictures, {len(look.written)} with a caption"
+    lines = [f"lightning fit -c {output} --dry_run     # look before you train", f"lightning fit -c {output}"]
+    head = "\n".join(
+        [
+            f"Written by `lightning init` from {values.template} for {args.folder}: {found}.",
+            "Each choice has its reason beside it; nothing has to be edited.",
+            *(f"  {line}" for line in lines),
+        ]
+    )
+    text = render(config, choices, head)
+    try:
+        write_text(output, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror or error}; name another file with -o") from error
+    of = {choice.key.rpartition(".")[2]: choice for choice in choices}
+    rows = [f"{args.folder}: {found}"]
+    rows += [f"  left out: {name}: {reason}" for name, reason in look.rejected[:LISTED]]
+    rows += [f"  and {len(look.rejected) - LISTED} more are left out"] if len(look.rejected) > LISTED else []
+    for key in ("resolution", "trigger_word", "missing_captions", "max_train_steps", "learning_rate", "memory"):
+        rows.append(f"  {key:17} {of[key].value!s:8} {of[key].reason}")
+    print_anywhere("\n".join([*rows, f"wrote {output}; next:", *(f"  {line}" for line in lines)]))
+    return 0
+
+
+def _output(args: argparse.Namespace) -> tuple[Path, str]:
+    """The file to write, and the name of the run. Raises: ConfigError for a file that is there or cannot be."""
+    output: Path = args.output or Path(f"{Path(args.folder).absolute().name}.yaml")
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        what = "is a folder" if output.is_dir() else f"lies in a folder that does not exist, {output.parent}"
+        raise ConfigError(f"-o {output} {what}; name a file such as my.yaml")
+    if output.exists() and not args.force:
+        raise ConfigError(f"{output} exists already; name another with -o, or add --force to overwrite it")
+    return output, re.sub(r"[^\w.-]+", "_", output.stem).strip("._") or "lora"

@@ -1,0 +1,116 @@
+"""What a folder of pictures holds: sizes, captions, what cannot be used, and a trigger word."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.data.images.verify import PictureVerifier
+from lightning_aigc.data.index.filenames import printable
+from lightning_aigc.data.index.sources import find_pictures
+from lightning_aigc.errors import ConfigError, DataError
+
+MAX_PIXELS = 178_000_000
+"""ImageCaptionData's default for max_image_pixels."""
+RARE_FROM = 45_000
+"""CLIP's vocabulary is sorted by frequency: words that are one token below this id have a meaning of their own."""
+_WORD = re.compile(r"[^\W\d_]\w*")
+
+
+@dataclass(frozen=True)
+class FolderLook:
+    """The usable pictures of a folder and what is said about them."""
+
+    folder: str
+    """As the user gave it."""
+    sizes: list[tuple[int, int]]
+    """Width and height of each usable picture."""
+    captions: list[str | None]
+    """The caption of each usable picture."""
+    rejected: list[tuple[str, str]]
+    """Name and reason of each picture that cannot be used."""
+    orphans: list[str]
+    """Captions that match no picture."""
+
+    @property
+    def written(self) -> list[str]:
+        """The captions that are there."""
+        return [caption for caption in self.captions if caption]
+
+    @property
+    def side(self) -> int:
+        """The median over pictures of the side of a square of the same area, in pixels."""
+        return int(statistics.median((width * height) ** 0.5 for width, height in self.sizes))
+
+
+def look_at(given: str, cache_dir: Path) -> FolderLook:
+    """Find, decode and caption the folder's pictures, as training will.
+
+    Raises: ConfigError or DataError for no folder, no picture, or none that can be read.
+    """
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"the picture folder {printable(given)} {what}; give the folder that holds your pictures")
+    found = find_pictures(folder.absolute(), ".txt", "text", 1)
+    if not found.pictures:
+        others = found.other_files + len(found.orphan_captions)
+        there = f"{others} other files are there" if others else "it is empty"
+        raise DataError(
+            f"no pictures in {printable(given)} ({there}); put .jpg, .png or .webp pictures of your product there"
+        )
+    results = PictureVerifier(folder.absolute(), cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
+    sizes, captions, rejected = [], [], []
+    for picture, result in zip(found.pictures, results, strict=True):
+        if isinstance(result, str):
+            rejected.append((printable(picture.name), printable(result)))
+        else:
+            sizes.append((result.width, result.height))
+            captions.append(picture.caption)
+    if not sizes:
+        name, reason = rejected[0]
+        raise DataError(
+            f"none of the {len(rejected)} pictures in {printable(given)} can be read ({name}: {reason}); export them"
+            " again as .jpg or .png"
+        )
+    return FolderLook(given, sizes, captions, rejected, [printable(name) for name in found.orphan_captions])
+
+
+def shared_trigger_word(captions: Sequence[str]) -> str | None:
+    """The first rare word that every caption has; None where they share none, or with fewer than two captions."""
+    if len(captions) < 2:
+        return None
+    shared = set.intersection(*({word.casefold() for word in _WORD.findall(caption)} for caption in captions))
+    return next((word for word in _WORD.findall(captions[0]) if word.casefold() in shared and is_rare(word)), None)
+
+
+def made_up_trigger_word(folder: str, captions: Sequence[str]) -> str:
+    """A rare word from the consonants of the folder's name, in no caption; the same for the same folder."""
+    letters = re.sub(r"[^a-z]", "", Path(folder).absolute().name.casefold())
+    word = letters[:1] + re.sub(r"[aeiou]", "", letters[1:])
+    digest = sha256(str(Path(folder).absolute().name).encode("utf-8", errors="replace")).digest()
+    spare = iter("bcdfgklmnprstvwxz"[byte % 17] for byte in digest)
+    word = word[:5]
+    taken = {found.casefold() for caption in captions for found in _WORD.findall(caption)}
+    while len(word) < 3 or word in taken or not is_rare(word):
+        word += next(spare)
+    return word
+
+
+def is_rare(word: str) -> bool:
+    """Whether CLIP's vocabulary has no token for the whole word, or one of its rarest."""
+    tokens = _tokenizer().encode(word.casefold())
+    return len(tokens) > 1 or (len(tokens) == 1 and tokens[0] >= RARE_FROM)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> Any:
+    from open_clip.tokenizer import SimpleTokenizer
+
+    return SimpleTokenizer()

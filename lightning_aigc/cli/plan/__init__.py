@@ -1,0 +1,1 @@
+"""`lightning plan`: modelled bytes, time and memory of a training on several cards."""

@@ -1,0 +1,1 @@
+"""Cached latents and text embeddings."""

@@ -1,0 +1,203 @@
+"""LatentCache and EmbeddingCache: encoded pictures and captions, on disk and, if small, in memory.
+
+Shapes: N entries, F flips (1 or 2), C latent channels, h w latent pixels, B batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_aigc.data.cache.cache import (
+    CorruptEntryError,
+    Entry,
+    FillResult,
+    TensorCache,
+    cache_key,
+    require_finite,
+)
+from lightning_aigc.data.cache.encoder import Encoder, MakesConditions
+from lightning_aigc.data.captions.text_padding import LENGTHS, PADDED, stack_padded, without_padding
+from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
+from lightning_aigc.errors import DataError
+
+_DIFFUSERS = ".".join(diffusers.__version__.split(".")[:2])
+_VAE_HINT = "its latents would ruin the training: set model.init_args.vae_dtype to float32"
+
+
+class EncodedTensors:
+    """Cached entries by row number, read from disk or, after `keep_in_memory`, from one tensor per group and name."""
+
+    def __init__(self, cache: TensorCache, keys: list[str], groups: Sequence[Hashable]) -> None:
+        self.cache = cache
+        self.keys = keys
+        self.groups = groups
+        self._memory: dict[Hashable, Entry] = {}
+        self._texts: dict[Hashable, list[Tensor]] = {}
+        self._memory_rows = torch.zeros(len(keys), dtype=torch.long)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all entries on disk, about as many as in memory."""
+        return self.cache.size_bytes(sorted(set(self.keys)))
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are read from memory."""
+        return bool(self._memory)
+
+    def keep_in_memory(self) -> None:
+        """Read all entries into one contiguous tensor per group and tensor name."""
+        rows_of: dict[Hashable, list[int]] = {}
+        for row, group in enumerate(self.groups):
+            rows_of.setdefault(group, []).append(row)
+        for group, rows in rows_of.items():
+            memory_rows: dict[str, int] = {}
+            for row in rows:
+                self._memory_rows[row] = memory_rows.setdefault(self.keys[row], len(memory_rows))
+            stacked: Entry = {}
+            unequal: list[Tensor] = []
+            unique = list(memory_rows)
+            for start in range(0, len(unique), 512):
+                for offset, entry in enumerate(self.cache.read_many(unique[start : start + 512])):
+                    if entry is None:
+                        raise self._missing_entry(unique[start + offset])
+                    for name, tensor in entry.items():
+                        if LENGTHS in entry and name == PADDED:
+                            unequal.append(tensor)
+                            continue
+                        if name not in stacked:
+                            stacked[name] = torch.empty((len(unique), *tensor.shape), dtype=tensor.dtype)
+                        stacked[name][start + offset] = tensor
+            self._memory[group] = stacked
+            if unequal:
+                self._texts[group] = unequal
+
+    def batch(self, rows: Sequence[int]) -> Entry:
+        """Stack entries of one group: every value is [B, ...]; texts of unequal length are padded to the longest."""
+        if self._memory:
+            memory_rows, group = self._memory_rows[torch.as_tensor(rows)], self.groups[rows[0]]
+            batch = {name: tensor[memory_rows] for name, tensor in self._memory[group].items()}
+            if group in self._texts:
+                batch[PADDED] = stack_padded([self._texts[group][row] for row in memory_rows.tolist()])
+            return batch
+        entries = []
+        for row in rows:
+            try:
+                entry = self.cache.read(self.keys[row])
+            except CorruptEntryError:
+                entry = None
+            if entry is None:
+                raise self._missing_entry(self.keys[row])
+            entries.append(entry)
+        return {name: stack_padded([entry[name] for entry in entries]) for name in entries[0]}
+
+    def _missing_entry(self, key: str) -> DataError:
+        path = self.cache.path(key)
+        return DataError(f"the cache file {path} was lost or damaged after the check; start again to rebuild it")
+
+
+class LatentCache(EncodedTensors):
+    """Latent moments of every sample, with conditions that the encoder makes; of flips, row = sample + count * flip."""
+
+    def __init__(self, folder: Path, samples: Sequence[Sample], flips: bool, identity: dict[str, str]) -> None:
+        self.samples = samples
+        rows = [(sample, flip) for flip in ((False, True) if flips else (False,)) for sample in samples]
+        keys = [
+            cache_key(
+                content=sample.content_sha256,
+                vae=identity.get("vae", ""),
+                dtype="float32",
+                size=[sample.placement.width, sample.placement.height],
+                scaled=[sample.placement.scaled_width, sample.placement.scaled_height],
+                crop="center",
+                flip=flip,
+                diffusers=_DIFFUSERS,
+                **({"condition": identity["condition"]} if "condition" in identity else {}),
+            )
+            for sample, flip in rows
+        ]
+        groups = [(sample.placement.width, sample.placement.height) for sample, _ in rows]
+        super().__init__(TensorCache(folder / "latents"), keys, groups)
+
+    def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
+        """Encode the given rows that are not on disk yet. Raises: DataError naming a picture with NaN latents."""
+
+        def encode(positions: list[int]) -> list[Entry]:
+            chosen = [rows[position] for position in positions]
+            pixels = [self._pixels(row) for row in chosen]
+            moments_B2Chw = encoder.encode_pixels(_on_device(torch.stack(pixels), encoder)).float().cpu()
+            if moments_B2Chw.ndim != 4 or moments_B2Chw.shape[0] != len(chosen) or moments_B2Chw.shape[1] % 2:
+                raise DataError(
+                    f"{type(encoder).__name__}.encode_pixels must return moments [B, 2C, h, w] for B={len(chosen)}, "
+                    f"got shape {list(moments_B2Chw.shape)}"
+                )
+            for row, moments in zip(chosen, moments_B2Chw, strict=True):
+                require_finite(moments, f"the picture {self.samples[row % len(self.samples)].path}", _VAE_HINT)
+            entries = [{"latent_moments": moments} for moments in moments_B2Chw]
+            made = encoder.make_conditions(torch.stack(pixels)) if isinstance(encoder, MakesConditions) else None
+            if made is not None:
+                entries = [e | {"conditioning": one} for e, one in zip(entries, made.cpu(), strict=True)]
+            return entries
+
+        title = "encoding pictures" if progress else None
+        with torch.no_grad():
+            keys = [self.keys[row] for row in rows]
+            return self.cache.fill(keys, [self.groups[row] for row in rows], encode, batch_size, title)
+
+    def _pixels(self, row: int) -> Tensor:
+        sample = self.samples[row % len(self.samples)]
+        pixels_HW3, _ = load_pixels(sample, crop_offset(sample.placement))
+        pixels_3HW = to_minus_one_to_one(torch.from_numpy(np.array(pixels_HW3))[None])[0]
+        return pixels_3HW.flip(-1) if row >= len(self.samples) else pixels_3HW
+
+
+class EmbeddingCache(EncodedTensors):
+    """Embeddings of every caption that training may use, including the empty caption under caption dropout."""
+
+    def __init__(self, folder: Path, captions: Sequence[str], identity: dict[str, str]) -> None:
+        self.captions = sorted(set(captions))
+        self.row_of = {caption: row for row, caption in enumerate(self.captions)}
+        text = identity.get("text", "")
+        keys = [cache_key(caption=caption, text=text, diffusers=_DIFFUSERS) for caption in self.captions]
+        super().__init__(TensorCache(folder / "text"), keys, [0] * len(keys))
+
+    def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
+        """Encode the given rows that are not on disk yet."""
+
+        def encode(positions: list[int]) -> list[Entry]:
+            captions = [self.captions[rows[position]] for position in positions]
+            encoded = {name: tensor.cpu() for name, tensor in encoder.encode_captions(captions).items()}
+            for name, tensor in encoded.items():
+                if tensor.shape[0] != len(captions):
+                    raise DataError(
+                        f"{type(encoder).__name__}.encode_captions must return B={len(captions)} first, "
+                        f"got {name} of shape {list(tensor.shape)}"
+                    )
+                for caption, row in zip(captions, tensor, strict=True):
+                    require_finite(row, f"the caption {caption[:80]!r}", "check the text encoder's dtype")
+            return [without_padding({name: t[at] for name, t in encoded.items()}) for at in range(len(captions))]
+
+        title = "encoding captions" if progress else None
+        with torch.no_grad():
+            keys = [self.keys[row] for row in rows]
+            return self.cache.fill(keys, [0] * len(rows), encode, batch_size, title)
+
+    def entry(self, caption: str) -> Entry | None:
+        """A caption's embeddings without their padding; None for one that is not here."""
+        row = self.row_of.get(caption)
+        return None if row is None else self.cache.read(self.keys[row])
+
+
+def to_minus_one_to_one(pixels_BHW3: Tensor) -> Tensor:
+    """Convert bytes [B, H, W, 3] to float32 [B, 3, H, W] in -1..1."""
+    return pixels_BHW3.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
+
+
+def _on_device(tensor: Tensor, encoder: object) -> Tensor:
+    return tensor.to(getattr(encoder, "device", "cpu"))

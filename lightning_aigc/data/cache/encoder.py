@@ -1,0 +1,67 @@
+"""Encoder: the three methods that a model needs to fill the caches."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from lightning_aigc.errors import DataError
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """Encodes pictures to latent moments and captions to embeddings; any LightningModule may implement it.
+
+    Shapes: B batch, H W pixels, C latent channels, h w latent pixels, T tokens, D width.
+    The methods run without gradients, outside the Trainer's precision context, in the model's current mode.
+    """
+
+    def encoder_identity(self) -> dict[str, str]:
+        """The parts of the cache key that name the weights: {"vae": "<weights hash or id> <dtype>", "text": "..."}."""
+        ...
+
+    def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
+        """Encode pixels in -1..1 to latent moments (mean, then log-variance) [B, 2C, h, w] in float32."""
+        ...
+
+    def encode_captions(self, captions: list[str]) -> dict[str, Tensor]:
+        """Encode captions to embeddings by batch key, for example {"prompt_embeds": [B, T, D]}; B is always first.
+
+        Where captions have unequal lengths, `prompt_lengths` int64 [B] counts the tokens before the padding.
+        """
+        ...
+
+
+@runtime_checkable
+class MakesConditions(Protocol):
+    """Makes conditions of pictures, which are cached beside the latents; the identity names them as `condition`."""
+
+    def make_conditions(self, pixels_B3HW: Tensor) -> Tensor | None:
+        """Make conditions of pixels in -1..1, uint8 [B, C, H, W]; None where they are files."""
+        ...
+
+
+def require_encoder(model: object) -> Encoder:
+    """Return the model if it is an Encoder. Raises: DataError naming the missing methods."""
+    if isinstance(model, Encoder):
+        return model
+    wanted = ("encoder_identity", "encode_pixels", "encode_captions")
+    missing = [name for name in wanted if not callable(getattr(model, name, None))]
+    raise DataError(
+        f"{type(model).__name__} cannot fill the caches: it lacks {', '.join(missing)}. Add the methods of "
+        "lightning_aigc.data.Encoder, or set cache_latents and cache_text_embeddings of data.init_args to false"
+    )
+
+
+def can_cache_captions(encoder: Encoder) -> bool:
+    """Whether caption embeddings stay fixed in training: the model's `can_cache_captions()`, True without it."""
+    method = getattr(encoder, "can_cache_captions", None)
+    return bool(method()) if callable(method) else True
+
+
+def frozen_text_setting(module: object) -> str:
+    """For an error message: DiffusionLoRA has `train_text_encoder`, whole fine-tuning has `trained_parts`."""
+    if "trained_parts" in getattr(module, "hparams", {}):
+        return "model.init_args.trained_parts: [unet]"
+    return "model.init_args.train_text_encoder: false"

@@ -1,0 +1,1 @@
+"""Captions from sidecar files and tables, and their checks."""

@@ -1,0 +1,99 @@
+"""Read caption text in any usual encoding, and make the caption of one training item."""
+
+from __future__ import annotations
+
+import codecs
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_aigc.data.index.argument_checks import MissingCaptions
+from lightning_aigc.data.index.filenames import printable
+from lightning_aigc.data.index.sources import Picture
+
+_BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+def decode_text(content: bytes) -> tuple[str, str | None]:
+    """The text of a caption file, and a note if its encoding was guessed or damaged."""
+    for mark, encoding in _BYTE_ORDER_MARKS:
+        if content.startswith(mark):
+            try:
+                return content.decode(encoding), None
+            except UnicodeDecodeError:
+                return content.decode(encoding, errors="replace"), f"damaged {encoding} text, read as well as possible"
+    try:
+        return content.decode("utf-8"), None
+    except UnicodeDecodeError:
+        return content.decode("latin-1"), "not UTF-8, read as Latin-1"
+
+
+def clean_caption(text: str) -> str:
+    """The caption on one line without control characters or lone surrogates, safe for a tokenizer and UTF-8."""
+    text = text.encode("utf-8", errors="replace").decode("utf-8").replace("\ufeff", "").replace("\x00", "")
+    return " ".join(text.split())
+
+
+def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> str:
+    """The caption with the trigger word in front, unless it already contains that whole word in any case.
+
+    >>> add_trigger_word("a red shoe", "zorp", ",")
+    'zorp a red shoe'
+    >>> add_trigger_word("shoe, red", "zorp", ",")
+    'zorp, shoe, red'
+    """
+    if not trigger_word or find_trigger_word(caption, trigger_word):
+        return caption
+    if not caption:
+        return trigger_word
+    return f"{trigger_word}{separator} {caption}" if separator in caption else f"{trigger_word} {caption}"
+
+
+def find_trigger_word(caption: str, trigger_word: str) -> re.Match[str] | None:
+    """Where the whole trigger word stands in a caption, in any case."""
+    return re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE)
+
+
+def trigger_tags(caption: str, trigger_word: str | None, separator: str) -> int:
+    """Leading tags that hold the trigger word, which stay in front; 0 for a word further behind.
+
+    >>> [trigger_tags(text, "zorp", ",") for text in ("Zorp, red", "a zorp shoe, red", "red, zorp", "zorpy, red")]
+    [1, 1, 0, 0]
+    """
+    found = find_trigger_word(caption, trigger_word) if trigger_word else None
+    if found is None or separator in caption[: found.start()]:
+        return 0
+    return caption[: found.end()].count(separator) + 1
+
+
+def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Random) -> str:
+    """The caption with its tags shuffled, except the first `keep_tokens`."""
+    tags = [tag.strip() for tag in caption.split(separator)]
+    head, tail = tags[:keep_tokens], [tag for tag in tags[keep_tokens:] if tag]
+    rng.shuffle(tail)
+    return f"{separator} ".join([*head, *tail])
+
+
+def fill_captions(used: Sequence[Picture], switch: MissingCaptions, trigger_word: str) -> int:
+    """Give every used picture a caption, the empty one under "error". Returns: the number of pictures that had none."""
+    without = [picture for picture in used if picture.caption is None]
+    for picture in without:
+        if switch == "filename":
+            picture.caption = " ".join(printable(Path(picture.name).stem).replace("_", " ").split())
+        else:
+            picture.caption = trigger_word if switch == "trigger" else ""
+    return len(without)
+
+
+def fill_class_captions(used: Sequence[Picture], class_prompt: str | None) -> None:
+    """Caption every class picture that has none with `class_prompt`."""
+    for picture in used:
+        if picture.caption is None:
+            picture.caption = class_prompt or ""

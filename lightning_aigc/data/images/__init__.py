@@ -1,0 +1,1 @@
+"""Reading, checking, cropping and masking of images."""

@@ -1,0 +1,1 @@
+"""The list of a dataset's images, from folders, shards and the hub."""

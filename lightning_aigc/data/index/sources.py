@@ -1,0 +1,159 @@
+"""Find the pictures of a folder and their captions, from metadata.jsonl, else captions.csv, else sidecar files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_aigc.data.captions.captions import clean_caption, decode_text
+from lightning_aigc.data.captions.listed_captions import ListedCaptions
+from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES, looks_like_a_picture
+from lightning_aigc.data.index.filenames import comparable, printable
+from lightning_aigc.errors import DataError
+
+_REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at most, so `2024_summer` is a name
+
+
+@dataclass
+class Picture:
+    """One picture file; `name` is its path relative to the folder."""
+
+    path: Path
+    name: str
+    caption: str | None = None
+    repeats: int = 1
+    empty_caption: str | None = None
+    """Where its caption stands that has no text."""
+    condition: Path | None = None
+    """The condition that metadata.jsonl lists for it."""
+
+
+@dataclass
+class FoundPictures:
+    """Contents of a folder: pictures in order of their names, captions that match no picture, and notes."""
+
+    folder: Path
+    pictures: list[Picture]
+    orphan_captions: list[str] = field(default_factory=list)
+    caption_problems: list[str] = field(default_factory=list)
+    """Captions that cannot be read or contradict each other, a sentence each."""
+    other_files: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def find_pictures(
+    folder: Path,
+    caption_extension: str,
+    caption_key: str,
+    num_repeats: int,
+    excluded: tuple[Path, ...] = (),
+    argument: str = "train_data_dir",
+) -> FoundPictures:
+    """Find all candidate pictures below a folder with their captions, without hidden files and `excluded` folders.
+
+    Raises: DataError for a folder that does not exist or cannot be listed; `argument` is what set it.
+    """
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise DataError(f"the picture folder {printable(folder)} {what}; set data.init_args.{argument} to a folder")
+    files = list(_walk(folder, excluded))
+    found = FoundPictures(folder, [])
+    captions = ListedCaptions(folder, caption_key, found.notes, found.caption_problems)
+    sidecars: dict[str, Path] = {}
+    for path in files:
+        lower = path.name.lower()
+        if lower == "metadata.jsonl":
+            captions.read_jsonl(path)
+        elif lower == "captions.csv":
+            captions.read_csv(path)
+        elif lower.endswith(caption_extension.lower()):
+            _add_sidecar(sidecars, path, len(caption_extension), caption_extension)
+        elif looks_like_a_picture(path):
+            name = path.relative_to(folder).as_posix()
+            found.pictures.append(Picture(path, name, repeats=_repeats_of(name) * num_repeats))
+        else:
+            found.other_files += 1
+    _give_captions(found, captions, sidecars)
+    return found
+
+
+def _walk(folder: Path, excluded: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield the files below a folder in sorted order; links are followed, each real folder once."""
+    seen = {path.resolve() for path in excluded}
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot list {printable(error.filename)}: {error.strerror}; make it readable or move it away")
+
+    for current, folders, files in os.walk(folder, followlinks=True, onerror=fail):
+        here = Path(current)
+        real = here.resolve()
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__MACOSX")
+        for name in sorted(files):
+            if not name.startswith(".") and name.lower() not in {"thumbs.db", "desktop.ini"}:
+                yield here / name
+
+
+def _repeats_of(name: str) -> int:
+    for part in reversed(name.split("/")[:-1]):
+        if match := _REPEATS.match(part):
+            return int(match[1])
+    return 1
+
+
+def _add_sidecar(sidecars: dict[str, Path], path: Path, extension_length: int, extension: str) -> None:
+    key = str(path)[:-extension_length]
+    if key in sidecars:  # a.txt and a.TXT: the exact spelling wins
+        if path.name.endswith(extension):
+            sidecars[key] = path
+        return
+    sidecars[key] = path
+
+
+def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dict[str, Path]) -> None:
+    by_stem: dict[str, Picture] = {}
+    listed_conditions = {path.resolve() for path in captions.conditions.values()}
+    if listed_conditions:  # they may lie among the pictures
+        found.pictures = [picture for picture in found.pictures if picture.path.resolve() not in listed_conditions]
+    for picture in found.pictures:
+        picture.condition = captions.conditions.get(comparable(picture.name))
+        listed = captions.take(picture.name)
+        keys = [str(picture.path.with_suffix("")), str(picture.path)]
+        if picture.path.suffix.lower() not in PICTURE_SUFFIXES:  # `photo.v2`, an image without a suffix
+            keys.reverse()
+        sidecar = next((sidecars[key] for key in keys if key in sidecars), None)
+        if listed is not None:
+            text, where = listed
+        elif sidecar is not None:
+            if (other := by_stem.get(str(sidecar))) is not None:
+                found.caption_problems.append(
+                    f"{other.name} and {picture.name} share the caption file {sidecar.name}; rename one and give it a"
+                    " caption file as well, or list both in metadata.jsonl"
+                )
+            by_stem[str(sidecar)] = picture
+            text, where = _read_caption(sidecar, found), sidecar.name
+        else:
+            continue
+        picture.caption, picture.empty_caption = (text, None) if text else (None, where)
+    # A sidecar is no orphan if a picture has its name, even if that picture's caption came from another source.
+    names = {str(picture.path) for picture in found.pictures}
+    names |= {str(picture.path.with_suffix("")) for picture in found.pictures}
+    orphans = [path.relative_to(found.folder).as_posix() for key, path in sidecars.items() if key not in names]
+    found.orphan_captions = [*captions.unused(), *orphans]
+
+
+def _read_caption(sidecar: Path, found: FoundPictures) -> str:
+    try:
+        text, note = decode_text(sidecar.read_bytes())
+    except OSError as error:
+        found.caption_problems.append(f"{sidecar.name} cannot be read: {error.strerror or error}")
+        return "?"  # a caption is there; the problem above stops the training
+    if note:
+        found.notes.append(f"{printable(sidecar.relative_to(found.folder).as_posix())}: {note}")
+    return clean_caption(text)

@@ -1,0 +1,1 @@
+"""Datasets, buckets, samplers and the held-out images."""

@@ -1,0 +1,1 @@
+"""The data report: findings and the checks that produce them."""

@@ -1,0 +1,116 @@
+"""The checks of the user's folders: each lists all that it found, so that one report shows everything at once.
+
+A new check is a function of this kind and a line in CHECKS:
+`def check(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from lightning_aigc.data.images.duplicates import duplicates, near_duplicates
+from lightning_aigc.data.images.image_file import THUMBNAIL_SIDE
+from lightning_aigc.data.index.checked_folder import CheckedFolder
+from lightning_aigc.data.index.filenames import printable
+from lightning_aigc.data.index.index_settings import IndexSettings
+from lightning_aigc.data.report.findings import Finding, some
+
+Check = Callable[[Sequence[CheckedFolder], IndexSettings], Iterator[Finding]]
+SWITCH = "or set data.init_args.missing_captions to filename, empty or trigger"
+
+
+def no_usable_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Folders without a picture, or with broken ones only."""
+    for folder in folders:
+        if not folder.found.pictures:
+            other = f" ({folder.found.other_files} other files are there)" if folder.found.other_files else ""
+            advice = f"put images there or set {folder.argument} to their folder"
+            yield Finding(f"no pictures in {folder.shown}{other}", advice, stops=True)
+        elif not folder.accepted:
+            reasons = some(f"{name}: {reason}" for name, reason in folder.rejected)
+            what = f"none of the {len(folder.rejected)} pictures in {folder.shown} can be used: {reasons}"
+            yield Finding(what, "replace them", stops=True)
+
+
+def damaged_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Lines of metadata.jsonl and captions.csv, and caption files, that cannot be read or contradict each other."""
+    for folder in folders:
+        if problems := folder.found.caption_problems:
+            what = f"{len(problems)} captions in {folder.shown} cannot be read"
+            yield Finding(what, "correct each of them", [printable(problem) for problem in problems], stops=True)
+
+
+def missing_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Usable pictures without a caption file or entry."""
+    for folder in folders:
+        names = [printable(p.name) for p in folder.used if p.caption is None and p.empty_caption is None]
+        if names and stops_without_caption(folder, settings):
+            kind = "class pictures" if folder.role == "class" else "pictures"
+            what = f"{len(names)} of {len(folder.used)} {kind} in {folder.shown} have no caption"
+            advice = "Give them captions, or set data.init_args.class_prompt"
+            if folder.role != "class":
+                advice = (
+                    f"Put the text of each in a file of the same name ending in {settings.caption_extension}, in "
+                    f"metadata.jsonl or in captions.csv, {SWITCH}"
+                )
+            yield Finding(what, advice, names, stops=True)
+
+
+def empty_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Usable pictures whose caption file or entry has no text."""
+    for folder in folders:
+        pictures = [p for p in folder.used if p.caption is None and p.empty_caption is not None]
+        if pictures and stops_without_caption(folder, settings):
+            listed = [f"{printable(p.name)} ({printable(p.empty_caption)})" for p in pictures]
+            what = f"{len(pictures)} of {len(folder.used)} pictures in {folder.shown} have an empty caption"
+            advice = f"Write what each shows, {SWITCH}"
+            yield Finding(what, advice, listed, stops=True)
+
+
+def unmatched_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Captions that belong to no picture file."""
+    for folder in folders:
+        if orphans := [printable(name) for name in folder.found.orphan_captions]:
+            what = f"{len(orphans)} captions in {folder.shown} match no picture"
+            advice = f"Add the pictures or move these captions away, {SWITCH}"
+            yield Finding(what, advice, orphans, stops=settings.missing_captions == "error")
+
+
+def rejected_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Files that are no usable pictures; training goes on without them."""
+    for folder in folders:
+        if folder.rejected and folder.accepted:
+            what = f"{len(folder.rejected)} of {len(folder.found.pictures)} pictures in {folder.shown} are rejected"
+            listed = [f"{name}: {reason}" for name, reason in folder.rejected]
+            yield Finding(what, "training goes on without them", listed)
+
+
+def plain_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Images of one colour: blank scans, and white drawings on transparency, which are laid on white."""
+    for folder in folders:
+        names = [
+            printable(p.name) for p, info in folder.accepted if info.thumbnail == info.thumbnail[:3] * THUMBNAIL_SIDE**2
+        ]
+        if names:
+            what = (
+                f"{len(names)} images in {folder.shown} are one colour everywhere, where transparency is laid on white"
+            )
+            yield Finding(what, "give them a ground that shows what is on them, or leave them out", names)
+
+
+def stops_without_caption(folder: CheckedFolder, settings: IndexSettings) -> bool:
+    """Whether a picture without a caption in this folder stops the training."""
+    return settings.class_prompt is None if folder.role == "class" else settings.missing_captions == "error"
+
+
+CHECKS: list[Check] = [
+    no_usable_pictures,
+    damaged_captions,
+    missing_captions,
+    empty_captions,
+    unmatched_captions,
+    rejected_pictures,
+    plain_pictures,
+    duplicates,
+    near_duplicates,
+]
