@@ -5,12 +5,6 @@ from __future__ import annotations
 import codecs
 import random
 import re
-from collections.abc import Sequence
-from pathlib import Path
-
-from lightning_aigc.data.index.argument_checks import MissingCaptions
-from lightning_aigc.data.index.filenames import printable
-from lightning_aigc.data.index.sources import Picture
 
 _BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -79,21 +73,3 @@ def shuffle_tags(caption: str, separator: str, keep_tokens: int, rng: random.Ran
     head, tail = tags[:keep_tokens], [tag for tag in tags[keep_tokens:] if tag]
     rng.shuffle(tail)
     return f"{separator} ".join([*head, *tail])
-
-
-def fill_captions(used: Sequence[Picture], switch: MissingCaptions, trigger_word: str) -> int:
-    """Give every used picture a caption, the empty one under "error". Returns: the number of pictures that had none."""
-    without = [picture for picture in used if picture.caption is None]
-    for picture in without:
-        if switch == "filename":
-            picture.caption = " ".join(printable(Path(picture.name).stem).replace("_", " ").split())
-        else:
-            picture.caption = trigger_word if switch == "trigger" else ""
-    return len(without)
-
-
-def fill_class_captions(used: Sequence[Picture], class_prompt: str | None) -> None:
-    """Caption every class picture that has none with `class_prompt`."""
-    for picture in used:
-        if picture.caption is None:
-            picture.caption = class_prompt or ""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_aigc.data.captions.captions import add_trigger_word, fill_captions, fill_class_captions
+from lightning_aigc.data.captions.captions import add_trigger_word
 from lightning_aigc.data.images.conditions import pair_conditions
 from lightning_aigc.data.images.crop import Sample
 from lightning_aigc.data.images.image_file import PictureInfo
 from lightning_aigc.data.images.masks import find_masks
+from lightning_aigc.data.index.argument_checks import MissingCaptions
 from lightning_aigc.data.index.checked_folder import CheckedFolder, check_folder
 from lightning_aigc.data.index.filenames import printable
 from lightning_aigc.data.index.index_settings import IndexSettings
@@ -184,3 +185,21 @@ def _bucket_row(shape: tuple[int, int], items: list[int], class_items: list[int]
     members = sorted(set(items))
     cropped = sum(samples[member].placement.cropped_fraction for member in members) / len(members)
     return BucketRow(*shape, len(members), len(items), len(class_items), 0, 100 * cropped)
+
+
+def fill_captions(used: Sequence[Picture], switch: MissingCaptions, trigger_word: str) -> int:
+    """Give every used picture a caption, the empty one under "error". Returns: the number of pictures that had none."""
+    without = [picture for picture in used if picture.caption is None]
+    for picture in without:
+        if switch == "filename":
+            picture.caption = " ".join(printable(Path(picture.name).stem).replace("_", " ").split())
+        else:
+            picture.caption = trigger_word if switch == "trigger" else ""
+    return len(without)
+
+
+def fill_class_captions(used: Sequence[Picture], class_prompt: str | None) -> None:
+    """Caption every class picture that has none with `class_prompt`."""
+    for picture in used:
+        if picture.caption is None:
+            picture.caption = class_prompt or ""
