@@ -164,7 +164,7 @@ def test_its_state_resumes_and_is_plain(tmp_path: Path) -> None:
 def test_a_resumed_guard_draws_the_whole_runs_before_and_after(tmp_path: Path, every_n_steps: int) -> None:
     class KillAtEnd(KillAt):
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            trainer.callbacks[0]._opened().writer.wait()
+            trainer.callbacks[0].wait()
             self.kill(trainer)
 
     def go(root: Path, *callbacks: Any, **more: Any) -> CLIPConvergenceGuard:

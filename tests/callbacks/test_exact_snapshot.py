@@ -107,7 +107,7 @@ class KillAtEnd(KillAt):
         super().__init__(-1)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        trainer.callbacks[0]._opened().writer.wait()
+        trainer.callbacks[0].wait()
         self.kill(trainer)
 
 

@@ -197,7 +197,7 @@ def test_each_mistake_is_one_sentence_and_writes_nothing(command: Command, tmp_p
         ((photos, "-o", tmp_path / "mine.yaml"), "--force"),
         ((photos, "-o", tmp_path / "no" / "new.yaml"), "does not exist"),
         ((photos, "-o", photos), "is a folder"),
-        ((photos, "-o", new, "--base", "nonsense"), "sd15, sdxl, sd3, flux, flux2, z_image, qwen_image or a path"),
+        ((photos, "-o", new, "--base", "nonsense"), "flux, flux2, qwen_image, sd15, sdxl, sd3, z_image or a path"),
         ((photos, "-o", new, "--base", tmp_path / "empty"), "model_index.json"),
         ((photos, "-o", new, "--base", tmp_path / "mine.yaml"), "checkpoint"),
         ((photos, "-o", new, "--trigger_word", "two words"), "one word"),
@@ -219,7 +219,7 @@ def test_a_run_without_its_folder_stops_before_a_model_is_read(
     config = tmp_path / "my.yaml"
     init(command, pictures(tmp_path / "photos", 2), config)
     (tmp_path / "photos").rename(tmp_path / "moved")
-    for reads in ("diffusion.module.load_components", "metrics.clip_model.CLIPModel.__init__"):
+    for reads in ("diffusion.training.module.load_components", "metrics.clip_model.CLIPModel.__init__"):
         monkeypatch.setattr(f"lightning_aigc.{reads}", never)
     said = command(
         "fit", "-c", config, "--trainer.accelerator", "cpu", f"--trainer.default_root_dir={tmp_path / 'run'}"

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
+from lightning_aigc.callbacks.order import LATE, order_callbacks
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report.before_after import BeforeAfter, as_list
 from lightning_aigc.callbacks.run_report.hyperparameters import announce_hyperparameters, log_results
@@ -60,6 +60,8 @@ class RunReport(Callback):
         seed: Seed of the first picture.
         images_shown: Pictures of each prompt in the report.
     """
+
+    callback_order = LATE  # reads rates after AdaptiveLR set them, and the end after the guard's last check
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class RunReport(Callback):
         self._is_off = stage != "fit" or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if self._is_off:
             return
-        self._move_behind_others(trainer)
+        order_callbacks(trainer)
         if self.prompts is None:
             self.prompts = find_prompts(pl_module, None)
         self._reset()  # a report may serve two fits; a checkpoint is loaded after this
@@ -112,13 +114,6 @@ class RunReport(Callback):
             if self._judge is not judge:
                 self._note("no CLIP score: another rank could not load the CLIP model, its log says why")
         announce_hyperparameters(trainer, pl_module)
-
-    def _move_behind_others(self, trainer: Trainer) -> None:
-        """Read rates after AdaptiveLR set them, and the end after the guard's last check; checkpoints stay last."""
-        found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in found if callback is not self]
-        last = [callback for callback in others if isinstance(callback, Checkpoint)]
-        trainer.callbacks = [*(c for c in others if c not in last), self, *last]  # type: ignore[attr-defined]
 
     def _load_judge(self) -> CLIPSimilarity | None:
         assert self.clip_model is not None

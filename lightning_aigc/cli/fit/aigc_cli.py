@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 # Imported so that YAML can name the package's classes without a path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
 from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.callbacks.order import FIRST, order_callbacks
 from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
@@ -77,7 +78,9 @@ class SaveConfig(SaveConfigCallback):
 
 
 class CompareRanks(Callback):
-    """Stops a run whose ranks do not agree, once the data module has its pictures and before anything is written."""
+    """Stops a run whose ranks do not agree, once the data module has its images and before anything is written."""
+
+    callback_order = FIRST
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -147,7 +150,8 @@ class AIGCCLI(LightningCLI):
         module_brings = isinstance(module, BringsSnapshots) and module.brings_snapshots(self.trainer)
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
-            found.insert(0, ExactSnapshot())
+            found.append(ExactSnapshot())
+        order_callbacks(self.trainer)
         if self.trainer.world_size > 1:
             share_errors(self.model, self.datamodule)
         if self.trainer.is_global_zero and not self._get(self.config, "dry_run"):

@@ -1,0 +1,261 @@
+"""SnapshotSession: the snapshots of one fit, from the choice of one to resume from to the last.
+
+`ExactSnapshot` forwards Lightning's hooks to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_aigc.checkpoint.coordination import all_agree, check_shared
+from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
+from lightning_aigc.checkpoint.files.writer import SnapshotWriter
+from lightning_aigc.checkpoint.lightning_loops import LoopHooks, LoopState, State, mute_sigterm_broadcast, run_end_hooks
+from lightning_aigc.checkpoint.preemption import StopPoll, end_run
+from lightning_aigc.checkpoint.resume import (
+    LATEST,
+    ResumeSession,
+    choose_snapshot,
+    report_last,
+    resume_command,
+    set_aside,
+)
+from lightning_aigc.checkpoint.run_config import final_facts, finished_sentence, is_over, training_config
+from lightning_aigc.checkpoint.snapshot_taker import SnapshotTaker
+from lightning_aigc.checkpoint.training_state import ChangeTracker, LocalBuffers, check_strategy
+from lightning_aigc.errors import SnapshotError
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """Arguments of `ExactSnapshot`."""
+
+    every_n_steps: int
+    keep_last: int
+    every_n_seconds: float | None
+    on_signal: bool
+    keep_best: str | None
+    best_mode: Mode
+    directory: str | None
+
+
+class SnapshotSession:
+    """The snapshots of one fit.
+
+    Args:
+        trainer: In its `setup`; the session attaches itself to the Trainer's loops.
+        options: As the user gave them.
+        blocked_s: Receives the seconds for which each snapshot blocked training.
+
+    Raises: SnapshotError for a folder that cannot be used; ConfigError for a strategy without exact snapshots.
+    """
+
+    def __init__(self, trainer: Trainer, options: SnapshotOptions, blocked_s: list[float]) -> None:
+        check_strategy(trainer)
+        self.trainer, self.options = trainer, options
+        self.resumed_step = -1
+        """Step of the snapshot that this fit continues from; -1 without one."""
+        self.is_over = False
+        """Whether the run that is resumed has finished already."""
+        self.is_closed = False
+        self._poll = StopPoll(options.on_signal, options.every_n_seconds)
+        self._resuming: ResumeSession | None = None
+        self._loop_state: LoopState | None = None
+        """The loops' state after the last micro-batch."""
+        self._changes = ChangeTracker()
+        self._local_buffers: LocalBuffers
+        self._final_state: tuple[State, State] | None = None
+        self._final_facts: dict[str, Any] | None = None
+        default = str(Path(trainer.default_root_dir) / "snapshots")
+        directory = trainer.strategy.broadcast(options.directory or default)
+        writer = SnapshotWriter(
+            directory, rank=trainer.global_rank, world_size=trainer.world_size, keep_last=options.keep_last
+        )
+        self.taker = SnapshotTaker(writer, options.keep_best, options.best_mode, blocked_s)
+        writer.open()
+        check_shared(directory, trainer.strategy)
+        writer.watch_ranks()
+        self._hooks = LoopHooks(
+            trainer,
+            on_checkpoint=self._load,
+            on_loaders=self._prepare_loaders,
+            on_epoch=self._finish_resume,
+            on_batch_over=self.after_batch,
+            on_run=self._run,
+        )
+
+    # Start -----------------------------------------------------------------------------------------------------------
+
+    def _load(self, path: Any, stock: Callable[[Any], None]) -> None:
+        """Load a snapshot, Lightning's own checkpoint, or nothing, instead of Lightning's loading."""
+        directory, trainer = self.taker.writer.directory, self.trainer
+        snapshot = choose_snapshot(trainer, directory, path)
+        if snapshot is None:
+            stock(None if path == LATEST else path)
+        else:
+            self._resuming = ResumeSession(trainer, snapshot, is_named=path != LATEST)
+            self.resumed_step = snapshot.step
+            self._resuming.load()
+            self.is_over = trainer.strategy.broadcast(is_over(snapshot, trainer, trainer.lightning_module))
+            if self.is_over:
+                rank_zero_info(finished_sentence(snapshot, trainer.default_root_dir))
+        if trainer.is_global_zero and not self.is_over:
+            set_aside(directory, self.resumed_step)
+        trainer.strategy.barrier("snapshots")
+
+    def _run(self, stock: Callable[[], None]) -> None:
+        """Run the fit loop, nothing if the run is over, or the end that a killed run still has to do."""
+        if self.is_over:
+            return
+        stock()
+        if self._resuming is not None:  # Lightning saw that no step is left and started nothing
+            run_end_hooks(self.trainer)
+
+    def _prepare_loaders(self, loaders: list[Any]) -> list[Any]:
+        loaders = make_all_resumable(loaders)
+        if self._resuming is not None:
+            self._resuming.load_loaders(loaders)
+        return loaders
+
+    def start(self, module: LightningModule) -> None:
+        """Begin to take snapshots, once the module and its optimizers are set up."""
+        if self._resuming is not None:
+            self._resuming.compare_config("after")
+        self._local_buffers = LocalBuffers(module)
+        self._changes = ChangeTracker(module)
+        self.taker.begin(self.trainer, training_config(self.trainer, module), self._local_buffers)
+        self._poll.start(self.trainer)
+        if self.options.on_signal:
+            mute_sigterm_broadcast(self.trainer)  # `after_batch` asks the ranks about all signals
+
+    def _finish_resume(self) -> None:
+        """Restore the rest of the snapshot, between two micro-batches of this epoch or after its last."""
+        resuming, self._resuming = self._resuming, None
+        if resuming is None:
+            return
+        loop_state = resuming.finish(self._local_buffers)
+        if not self.trainer.fit_loop.epoch_loop.done:
+            return
+        self._loop_state, self._final_state = loop_state, self.taker.capture(self.trainer, loop_state)
+        if resuming.is_of_this_run(self.taker.writer.directory):
+            self.taker.last_state = loop_state
+
+    # Training --------------------------------------------------------------------------------------------------------
+
+    def after_batch(self) -> None:
+        """Take a snapshot if one is due, or take one and end the run if a signal asks for that."""
+        taker, trainer = self.taker, self.trainer
+        taker.finish_copy()
+        self._loop_state = LoopState.capture(trainer)
+        self._changes.mark()
+        number, is_due = self._poll.ask(taker.last_time)
+        if number:
+            self._stop(number)
+        every, step = self.options.every_n_steps, trainer.global_step
+        if is_due or taker.is_torn or (every and step // every > taker.last_step // every):
+            taker.save(trainer, self._loop_state)
+        if trainer.fit_loop.epoch_loop.done:
+            self._final_state = taker.capture(trainer, self._loop_state)
+
+    def before_backward(self) -> None:
+        """Note that backward is about to write gradients, inside an accumulation window."""
+        if self._loop_state is not None and self._loop_state.is_window_open:
+            self._changes.touch()
+
+    def before_write(self) -> None:
+        """Finish the copy before the optimizer or another callback writes a weight."""
+        self._changes.touch()
+        self.taker.finish_copy()
+
+    def touch(self) -> None:
+        """Note that the state has changed since the last micro-batch."""
+        self._changes.touch()
+
+    # End -------------------------------------------------------------------------------------------------------------
+
+    def _stop(self, number: int) -> None:
+        """Take a durable snapshot, then end the run as the signal asks."""
+        assert self._loop_state is not None
+        self.taker.save(self.trainer, self._loop_state, at_once=True)
+        self.taker.writer.wait()
+        self.trainer.strategy.barrier("snapshot")
+        self.close()
+        rank_zero_info(f"\nstep {self._loop_state.step} is saved; resume with: {resume_command()}")
+        end_run(self.trainer, number)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Save the state after the last micro-batch if no rank has changed it, and say how to resume."""
+        taker, writer, trainer, loop_state = self.taker, self.taker.writer, self.trainer, self._loop_state
+        if trainer.world_size > 1 and isinstance(exception, Exception):  # what follows may take seconds
+            said = (str(exception).strip().splitlines() or ["no message"])[0]
+            print(f"rank {trainer.global_rank}: {type(exception).__name__}: {said}", file=sys.stderr, flush=True)
+        try:
+            taker.finish_copy()
+            writer.join()  # before the vote: rank 0's commit clears leftovers, votes too
+            taker.report_failure()
+            if loop_state is not None and self._can_save(loop_state):
+                taker.save_last(trainer, loop_state)
+            writer.wait()
+        except SnapshotError as error:
+            rank_zero_warn(str(error))
+        self.close()
+        if loop_state is not None:  # else nothing was trained, and nothing is lost
+            report_last(writer.directory)
+
+    def _can_save(self, loop_state: LoopState) -> bool:
+        """Whether no rank's state has changed since the last complete micro-batch."""
+        trainer, writer = self.trainer, self.taker.writer
+        is_unchanged = loop_state.step > self.resumed_step and self._changes.none_since_mark()
+        if trainer.world_size == 1:
+            return is_unchanged
+        vote = f"step {loop_state.step}, batch {trainer.fit_loop.total_batch_idx}" if is_unchanged else None
+        return all_agree(writer.directory, trainer.global_rank, trainer.world_size, vote, watched=writer.watched)
+
+    def save_end(self) -> None:
+        """Save the trained state before other callbacks load averaged weights, sample, score and write."""
+        self.taker.finish_copy()
+        self._poll.stop()
+        states, self._final_state = self._final_state, None
+        if states is not None and self._loop_state is not None and not self.taker.has_saved(self._loop_state):
+            self.taker.save(self.trainer, self._loop_state, states, at_once=True)
+            self.taker.writer.finish_copy()
+
+    def end_fit(self, module: LightningModule) -> None:
+        """Wait for the last snapshot, and note the facts of a finished run."""
+        try:
+            self.taker.writer.wait()
+            if self._loop_state is not None and self.taker.has_saved(self._loop_state):
+                self._final_facts = final_facts(self.trainer, module)
+        except SnapshotError as error:
+            rank_zero_warn(str(error))
+        if not self.is_over:
+            self.taker.report_missing_best()
+
+    def record_end(self) -> None:
+        """Record in the last snapshot that the run has finished, once its final files are written."""
+        facts, self._final_facts = self._final_facts, None
+        if facts is not None and self._loop_state is not None and self.trainer.is_global_zero:
+            self.taker.amend(self._loop_state, facts)
+        self.close()
+
+    def close(self) -> None:
+        """Detach from the Trainer's loops and release the folder."""
+        self.is_closed = True
+        self._poll.stop()
+        self._hooks.remove()
+        self.taker.writer.close()
+
+    def abandon(self) -> None:
+        """Release the folder as a killed process does: nothing more is written for this run."""
+        with contextlib.suppress(SnapshotError):
+            self.close()
