@@ -9,7 +9,7 @@ class UserError(ValueError):
 
 
 class DataError(UserError):
-    """Error in a picture, caption, folder or cache."""
+    """Error in an image, caption, folder or cache."""
 
 
 class ModelError(UserError):
@@ -25,8 +25,8 @@ class SnapshotError(UserError):
 
 
 class ImageWarning(UserWarning):
-    """A generated or loaded picture is black, constant or not finite."""
+    """A generated or loaded image is black, constant or not finite."""
 
 
 class SamplingTooSlow(UserError):  # noqa: N818  not a failure
-    """Sampling would take longer than the time limit; training continues without the pictures."""
+    """Sampling would take longer than the time limit; training continues without the images."""

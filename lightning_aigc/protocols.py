@@ -17,10 +17,10 @@ from torch import Tensor
 
 @runtime_checkable
 class SupportsSampling(Protocol):
-    """Generates pictures, for SampleGrid, CLIPConvergenceGuard and RunReport."""
+    """Generates images, for SampleGrid, CLIPConvergenceGuard and RunReport."""
 
     def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
-        """Return one picture for each pair of prompt and seed, [N, 3, H, W] in 0..1."""
+        """Return one image for each pair of prompt and seed, [N, 3, H, W] in 0..1."""
         ...
 
 
@@ -33,7 +33,7 @@ class HasValidationPrompts(Protocol):
 
 @runtime_checkable
 class HasImageRemedies(Protocol):
-    """Says what to change when its pictures are broken, in its own config keys."""
+    """Says what to change when its images are broken, in its own config keys."""
 
     image_remedies: Mapping[Any, str]
     """By problem: `not finite`, `black`, `constant`."""
@@ -92,7 +92,7 @@ class HasPictureSizes(Protocol):
 
 @runtime_checkable
 class DrawsPrompts(Protocol):
-    """A callback that draws pictures."""
+    """A callback that draws images."""
 
     def prompts_drawn(self, trainer: Any) -> Sequence[str]:
         """Return the prompts that it will draw, which are encoded while the text encoders are in memory."""
@@ -163,20 +163,20 @@ class ProtectsGradients(Protocol):
 
 @runtime_checkable
 class SupportsControlCheck(Protocol):
-    """Compares the loss with right conditions to that with another picture's, for ControlGuard."""
+    """Compares the loss with right conditions to that with another image's, for ControlGuard."""
 
     def control_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch with all that frozen parts compute, so that checks of it take two forwards."""
         ...
 
     def control_losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the losses [B] with the right and with another picture's condition, at fixed noise."""
+        """Return the losses [B] with the right and with another image's condition, at fixed noise."""
         ...
 
 
 @runtime_checkable
 class SamplesWithConditions(Protocol):
-    """Draws pictures from conditions, for EdgeReport."""
+    """Draws images from conditions, for EdgeReport."""
 
     def conditioning(self, batch: dict[str, Any]) -> Tensor:
         """Return the batch's conditions, [B, C, H, W] in 0..1."""
@@ -189,10 +189,10 @@ class SamplesWithConditions(Protocol):
 
 @runtime_checkable
 class HasHeldOutBatches(Protocol):
-    """Is a data module that gives batches of pictures that are not trained on."""
+    """Is a data module that gives batches of images that are not trained on."""
 
     def held_out_loader(self, batch_size: int) -> Any:
-        """Return a loader of them in order, of training pictures where none is held out."""
+        """Return a loader of them in order, of training images where none is held out."""
         ...
 
 
@@ -252,10 +252,10 @@ class HasDeferredSnapshotKeys(Protocol):
 
 @runtime_checkable
 class HasReferenceImages(Protocol):
-    """Provides training pictures as references for generated pictures."""
+    """Provides training images as references for generated images."""
 
     def reference_images(self, count: int) -> Tensor:
-        """Return up to `count` pictures, [N, 3, H, W] in 0..1."""
+        """Return up to `count` images, [N, 3, H, W] in 0..1."""
         ...
 
 
@@ -307,12 +307,12 @@ class HasTrainBatchSize(Protocol):
 
 @runtime_checkable
 class SeesSampleImages(Protocol):
-    """Receives SampleGrid's pictures, on rank zero only, so it must not start a collective."""
+    """Receives SampleGrid's images, on rank zero only, so it must not start a collective."""
 
     def on_sample_images(
         self, trainer: Any, pl_module: Any, images_N3HW: Tensor, prompts: Sequence[str], step: int
     ) -> None:
-        """Receive the pictures of one step."""
+        """Receive the images of one step."""
         ...
 
 

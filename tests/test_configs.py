@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,7 +187,7 @@ def test_a_controlnet_config_guards_control_protects_the_edges_and_drops_half_th
     assert order == ["GradientHealthMonitor", "ControlGuard", "EdgeReport", "RunReport"]
     assert config["model"]["init_args"]["protect_edges"] is True
     assert config["data"]["init_args"]["caption_dropout_rate"] == 0.5
-    assert config["data"]["init_args"]["validation_split"] > 0  # the guard and the report want unseen pictures
+    assert config["data"]["init_args"]["validation_split"] > 0  # the guard and the report want unseen images
 
 
 def test_the_cluster_config_is_for_several_machines_with_slow_links_and_kills() -> None:

@@ -1,4 +1,4 @@
-"""The figures of the docs show the rows as they are, and every page and picture is reached from another."""
+"""The figures of the docs show the rows as they are, and every page and image is reached from another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CLIPConvergenceGuard: score sample pictures while training, keep the best weights, stop when none are better."""
+"""CLIPConvergenceGuard: score sample images while training, keep the best weights, stop when none are better."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class CLIPConvergenceGuard(Callback):
 
     It writes the best weights to `<default_root_dir>/<output_name>_best.safetensors` as soon as it finds them. When no
     check has beaten the best for `patience` steps, it stops the training and says so. Each rank draws a share of the
-    pictures; the training is not disturbed. Works with any LightningModule that has
+    images; the training is not disturbed. Works with any LightningModule that has
     `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`. The module's `save_lora(path)` writes the best weights; without it
     the file has the trainable parameters.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
         every_n_steps: optimizer steps between two checks.
-        num_images: pictures of each prompt, with the seeds `seed`, `seed + 1`, ...
+        num_images: images of each prompt, with the seeds `seed`, `seed + 1`, ...
         seed: the first seed.
-        metric: the score to compare: clip_t (picture to its prompt), clip_i (to the reference pictures), or mean of
+        metric: the score to compare: clip_t (image to its prompt), clip_i (to the reference images), or mean of
             both.
         patience: optimizer steps without a better score after which training stops.
         min_delta: how much better a score must be; None means more than the standard error of the paired difference,
@@ -56,7 +56,7 @@ class CLIPConvergenceGuard(Callback):
         stop: whether training stops; without it the guard only scores and keeps.
         clip_model: an open_clip name, a local folder, or `embedded:clip`.
         clip_pretrained: weights of that model: an open_clip tag or a local file.
-        reference_images: how many training pictures clip_i compares with, from the data module's `reference_images`.
+        reference_images: how many training images clip_i compares with, from the data module's `reference_images`.
         directory: where the grids go; `<default_root_dir>/guard` where None.
     """
 
@@ -136,20 +136,20 @@ class CLIPConvergenceGuard(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.get("asked", self._asked()) != self._asked():
-            rank_zero_warn("CLIPConvergenceGuard begins anew: other pictures were asked for until here")
+            rank_zero_warn("CLIPConvergenceGuard begins anew: other images were asked for until here")
             return
         self.checks = [Check(int(step), list(t), list(i)) for step, t, i in state_dict["checks"]]
         self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
         self._first_images = state_dict.get("first_images")  # older checkpoints have none
 
     def _asked(self) -> list[Any]:
-        """Everything that the pictures and their scores depend on."""
+        """Everything that the images and their scores depend on."""
         return [self._prompts, self.num_images, self.seed, self.clip_model, self.clip_pretrained]
 
     # When to check ---------------------------------------------------------------------------------------------------
 
     def prompts_drawn(self, trainer: Trainer) -> list[str]:
-        """The prompts of the pictures."""
+        """The prompts of the images."""
         return find_prompts(trainer.lightning_module, self.prompts)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -164,7 +164,7 @@ class CLIPConvergenceGuard(Callback):
             )
         if self.metric != "clip_t" and not isinstance(trainer.datamodule, HasReferenceImages):  # type: ignore[attr-defined]
             raise ConfigError(
-                f"CLIPConvergenceGuard metric={self.metric} compares with training pictures, and the data module has "
+                f"CLIPConvergenceGuard metric={self.metric} compares with training images, and the data module has "
                 "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
             )
         self._judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
@@ -207,7 +207,7 @@ class CLIPConvergenceGuard(Callback):
             rows = [
                 torch.unflatten(images, 0, (-1, self.num_images)) for images in (self._first_images, self._last_images)
             ]
-            pictures = torch.cat(rows, 1).flatten(0, 1)  # a row a prompt: its pictures before, then after
+            pictures = torch.cat(rows, 1).flatten(0, 1)  # a row a prompt: its images before, then after
             whens = ["before"] * self.num_images + ["after"] * self.num_images
             captions = [f"{when}\n{prompt}" for prompt in self._prompts for when in whens]
             self._show(trainer, draw_sheet(pictures, captions, 2 * self.num_images), "before_after")
@@ -248,10 +248,10 @@ class CLIPConvergenceGuard(Callback):
                 logger.log_metrics(known, step=check.step)
 
     def _sample(self, trainer: Trainer, pl_module: LightningModule) -> SampledPairs | None:
-        """The pictures and scores of all ranks; None once sampling takes too long."""
+        """The images and scores of all ranks; None once sampling takes too long."""
         if self._too_slow:
             return None
-        try:  # check_images names broken pictures, once
+        try:  # check_images names broken images, once
             return sample_on_all_ranks(trainer, pl_module, self._pairs(), self._judge, warn_of_broken=False)
         except SamplingTooSlow as error:
             self._too_slow = True

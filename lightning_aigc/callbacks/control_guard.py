@@ -1,7 +1,7 @@
 """ControlGuard: say when a ControlNet begins to control, stop when it has stopped improving, keep the best.
 
 The loss says nothing of it for thousands of steps: a ControlNet that ignores its condition has the loss of its frozen
-U-Net. The loss with the right condition against that with another picture's, at equal noise, does.
+U-Net. The loss with the right condition against that with another image's, at equal noise, does.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_aigc.rng import isolate_rng
 APPEARED_STDERRS = 4.0
 """Standard errors by which the paired difference must be above zero."""
 APPEARED_SHARE = 0.02
-"""Share of the loss that another condition must cost; less is a difference that no picture shows."""
+"""Share of the loss that another condition must cost; less is a difference that no image shows."""
 
 
 class ControlGuard(Callback):
-    """Measures control: how much the loss rises when each picture is given another one's condition.
+    """Measures control: how much the loss rises when each image is given another one's condition.
 
     Every `every_n_steps` optimizer steps it takes two forwards of one fixed batch, at fixed noise and timesteps, and
     samples nothing. Logs `control_gap`, the rise as a share of the loss. Control has appeared when the rise is above
@@ -37,7 +37,7 @@ class ControlGuard(Callback):
 
     Args:
         every_n_steps: Optimizer steps between checks.
-        num_images: Pictures in the batch; held-out ones where there are some.
+        num_images: Images in the batch; held-out ones where there are some.
         patience: Stop after as many steps without a better gap, once control has appeared; 0 never stops.
         give_up_after: Warn once if control has not appeared after as many steps; 0 never warns.
         save_best: Whether the weights of the best gap are written as `<output_name>_best`.
@@ -88,7 +88,7 @@ class ControlGuard(Callback):
         count = len(self._batch["captions"])
         if count < 2:
             raise ConfigError(
-                "ControlGuard compares a picture's condition with another's, and the data has one; hold out more"
+                "ControlGuard compares an image's condition with another's, and the data has one; hold out more"
             )
         if not self.gaps:
             self._check(trainer, pl_module)
@@ -136,7 +136,7 @@ class ControlGuard(Callback):
         if self.appeared_at is None and len(self.gaps) > 1 and all(_is_control(each) for each in self.gaps[-2:]):
             self.appeared_at = self.gaps[-2][0]
             rank_zero_info(
-                f"ControlGuard: control appeared at step {self.appeared_at}: another picture's condition now raises the"
+                f"ControlGuard: control appeared at step {self.appeared_at}: another image's condition now raises the"
                 f" loss by {gap:.0%}"
             )
         if self.appeared_at is not None:

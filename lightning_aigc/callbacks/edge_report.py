@@ -1,4 +1,4 @@
-"""EdgeReport: draw held-out pictures from their conditions, and score how well the edges are kept."""
+"""EdgeReport: draw held-out images from their conditions, and score how well the edges are kept."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ SHEETS = "edge_report"
 
 
 class EdgeReport(Callback):
-    """Scores edges with `EdgeFidelity` at the end of a run and every so many steps, on held-out pictures.
+    """Scores edges with `EdgeFidelity` at the end of a run and every so many steps, on held-out images.
 
-    Each picture is drawn from its own caption and condition. Its round trip through the autoencoder gives the ceiling,
-    another picture's edges the floor. Writes `edge_report/step_000560.png`: condition, result,
+    Each image is drawn from its own caption and condition. Its round trip through the autoencoder gives the ceiling,
+    another image's edges the floor. Writes `edge_report/step_000560.png`: condition, result,
     the result's edges, original.
     Logs `edge_f1` and the others; the last ones are in summary.json.
 
     Args:
-        num_images: Pictures to draw.
+        num_images: Images to draw.
         every_n_steps: Optimizer steps between scores; 0 scores at the end only.
-        shown: Pictures on the sheet.
+        shown: Images on the sheet.
         tolerance: Pixels by which an edge may be moved.
-        seed: Seed of the first picture.
+        seed: Seed of the first image.
     """
 
     def __init__(

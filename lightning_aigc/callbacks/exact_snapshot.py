@@ -26,7 +26,7 @@ class ExactSnapshot(Callback):
         keep_last: Snapshots to keep.
         every_n_seconds: Seconds after which a snapshot is due as well.
         on_signal: On SIGTERM, Ctrl-C and SLURM's requeue signal, take a snapshot after the running batch, then end.
-        keep_best: A logged metric; the snapshot with its best value is kept besides the last ones.
+        keep_best: A logged metric; the snapshot with its best value is kept in addition to the last ones.
         best_mode: Whether the best value is the max or the min.
         directory: Where they go; unset means `<default_root_dir>/snapshots`.
 

@@ -24,19 +24,19 @@ from lightning_aigc.rng import isolate_rng
 class SampleGrid(Callback):
     """Draw a grid before the first step, every `every_n_steps` optimizer steps, and after the last.
 
-    Each prompt has a row and each seed a column; both stand under the picture. The grid goes to
+    Each prompt has a row and each seed a column; both stand under the image. The grid goes to
     `<default_root_dir>/samples/step_000100.png` and to every logger that takes images. Works with any
     LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training is not disturbed.
-    Other callbacks can see the same pictures: on rank zero it calls their method
+    Other callbacks can see the same images: on rank zero it calls their method
     `on_sample_images(trainer, pl_module, images, prompts, step)`, in which no collective may start.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
         every_n_steps: optimizer steps between two grids.
         seeds: a column each; `seed`, `seed + 1`, ... for `num_images` columns where None.
-        num_images: pictures of each prompt, where `seeds` is None.
+        num_images: images of each prompt, where `seeds` is None.
         seed: the first seed, where `seeds` is None.
-        columns: pictures in a row; as many as there are seeds where None.
+        columns: images in a row; as many as there are seeds where None.
         directory: where the PNGs go; `<default_root_dir>/samples` where None.
     """
 
@@ -83,7 +83,7 @@ class SampleGrid(Callback):
         self.history = [(int(step), str(path)) for step, path in state_dict["history"]]
 
     def prompts_drawn(self, trainer: Trainer) -> list[str]:
-        """The prompts of the pictures."""
+        """The prompts of the images."""
         return find_prompts(trainer.lightning_module, self.prompts)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -162,7 +162,7 @@ class SampleGrid(Callback):
         except OSError as error:
             if not self._cannot_write:
                 reason = error.strerror or error
-                warnings.warn(f"SampleGrid cannot write {path}: {reason}; training goes on without it", stacklevel=2)
+                warnings.warn(f"SampleGrid cannot write {path}: {reason}; training continues without it", stacklevel=2)
             self._cannot_write = True
             return
         self._cannot_write = False

@@ -33,12 +33,12 @@ class LoopHooks:
     """Wraps methods of one Trainer's loops on construction; `remove` restores them.
 
     Args:
-        on_checkpoint: called in place of Lightning's loading of a checkpoint, with (ckpt_path, that loading).
+        on_checkpoint: called instead of Lightning's loading of a checkpoint, with (ckpt_path, that loading).
         on_loaders: called when the training loaders exist and nothing has iterated over them; gets their list and
             returns the list to use.
         on_epoch: called before the epoch loop asks for its next batch, at an epoch's start or after a resume.
         on_batch_over: called after a micro-batch, with its validation, schedules and counters done.
-        on_run: called in place of the fit loop's `run`, with that method.
+        on_run: called instead of the fit loop's `run`, with that method.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ def restore_epoch_metrics(results: _ResultCollection, saved: list[dict[str, Any]
 
 
 def load_checkpoint(trainer: Trainer, checkpoint: State, loops: State, path: str) -> None:
-    """Hand Lightning a checkpoint that is in memory already, in place of the file it would read."""
+    """Hand Lightning a checkpoint that is in memory already, instead of the file it would read."""
     connector = trainer._checkpoint_connector
     checkpoint["loops"] = connector._get_loops_state_dict() | {"fit_loop": loops}
     connector._loaded_checkpoint = _pl_migrate_checkpoint(checkpoint, path)
@@ -284,7 +284,7 @@ def run_validation(trainer: Trainer) -> None:
 
 
 def load_for_evaluation(trainer: Trainer, checkpoint: State) -> None:
-    """Make `trainer.validate`, `test` and `predict` load this checkpoint in place of the file of their ckpt_path."""
+    """Make `trainer.validate`, `test` and `predict` load this checkpoint instead of the file of their ckpt_path."""
     connector: Any = trainer._checkpoint_connector
 
     def start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:

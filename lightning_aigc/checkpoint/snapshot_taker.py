@@ -101,7 +101,7 @@ class SnapshotTaker:
                 remove(self.writer.directory / name_of(self.last_step))
             rank_zero_warn(
                 "a trained weight changed outside of the optimizer's step while it was being copied for a snapshot;"
-                " from here on snapshots copy all weights before training goes on"
+                " from here on snapshots copy all weights before training continues"
             )
 
     def has_saved(self, loop_state: LoopState) -> bool:

@@ -1,4 +1,4 @@
-"""A snapshot's weights and optimizer states whole, so that any strategy on any number of ranks goes on from them.
+"""A snapshot's weights and optimizer states whole, so that any strategy on any number of ranks continues from them.
 
 Ranks write parts where the strategy shares out what a rank stores: rows of tensors (zero_2, zero_3), optimizer states
 by parameter (zero_1), or a model of each rank's own (npu_sparse in mode local, whose next average this anticipates).

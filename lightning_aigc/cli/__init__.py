@@ -17,12 +17,12 @@ TRAINER_VERBS = ("fit", "validate", "test", "predict", "demo")
 VERBS_IN_FOLDERS = ("init", "doctor", "plan")
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 OWN_VERBS = {
-    "init": "look at a folder of pictures and write a config for it: lightning init photos/ -o my.yaml",
-    "sample": 'draw a grid of pictures with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
-    "encode": "write latents and embeddings of many pictures as shards, which training streams: -c my.yaml -o shards/",
+    "init": "look at a folder of images and write a config for it: lightning init photos/ -o my.yaml",
+    "sample": 'draw a grid of images with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
+    "encode": "write latents and embeddings of many images as shards, which training streams: -c my.yaml -o shards/",
     "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
-    "report": "compare runs: one page, a Markdown table, and their curves as a picture",
+    "report": "compare runs: one page, a Markdown table, and their curves as an image",
     "import-deepspeed": "write a config from a ds_config.json, and say what each of its keys became",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
 }
@@ -31,7 +31,7 @@ USAGE = """usage: lightning VERB [options]
   demo       fit with the models and images in this package: offline, minutes on a CPU; results in runs/demo
   fit        train:      lightning fit -c configs/sd_lora.yaml [--model.init_args.rank 32 ...]
   init       {init}
-  validate   print val_loss of the held-out pictures, with the run's newest snapshot; test does the same
+  validate   print val_loss of the held-out images, with the run's newest snapshot; test does the same
   predict    draw the run's validation_prompts with its newest snapshot
   sample     {sample}
   encode     {encode}

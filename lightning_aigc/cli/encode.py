@@ -1,4 +1,4 @@
-"""`lightning encode`: write the pictures of a config as a stream of latents and embeddings, on one rank or many."""
+"""`lightning encode`: write the images of a config as a stream of latents and embeddings, on one rank or many."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ DTYPES = ("float32", "float16", "bfloat16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.description = (
-        "Write what training needs of the pictures in a config's data section, encoded by its model, as shards that"
+        "Write what training needs of the images in a config's data section, encoded by its model, as shards that"
         " EncodedImageData streams. Run it under torchrun or srun to share the work; run it again to go on."
     )
     parser.add_argument(
         "-c", "--config", type=Path, required=True, help="a config with model and data (ImageCaptionData)"
     )
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the shards")
-    parser.add_argument("--entries_per_shard", type=int, default=1024, help="pictures in a file (default: 1024)")
-    parser.add_argument("--batch_size", type=int, default=8, help="pictures encoded at once (default: 8)")
+    parser.add_argument("--entries_per_shard", type=int, default=1024, help="images in a file (default: 1024)")
+    parser.add_argument("--batch_size", type=int, default=8, help="images encoded at once (default: 8)")
     parser.add_argument("--flips", action="store_true", help="mirrored latents too, for random_flip")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the latents (default: float32)")
     parser.add_argument("--device", default=None, help="cpu, cuda, npu; default: the best that is here")
@@ -49,9 +49,7 @@ def run(args: argparse.Namespace) -> int:
     cli = AIGCCLI(args=["-c", str(args.config), "--trainer.logger=false"], run=False)
     data, model = cli.datamodule, require_encoder(cli.model)
     if not isinstance(data, ImageCaptionData):
-        raise ConfigError(
-            f"encode reads the pictures of an ImageCaptionData, got {type(data).__name__} in {args.config}"
-        )
+        raise ConfigError(f"encode reads the images of an ImageCaptionData, got {type(data).__name__} in {args.config}")
     device = args.device or _best_device(rank)
     cli.model._trainer = cli.trainer  # the precision decides the dtype that the encoders are loaded in
     cli.model.configure_model()

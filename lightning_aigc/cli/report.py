@@ -1,4 +1,4 @@
-"""`lightning report`: several runs on one page, as a Markdown table and as one picture of their curves."""
+"""`lightning report`: several runs on one page, as a Markdown table and as one image of their curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning sample`: draw a labelled grid of pictures with a run's LoRA, or another, or none."""
+"""`lightning sample`: draw a labelled grid of images with a run's LoRA, or another, or none."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CONTROLNETS = ("DiffusionControlNet", "DiffusionControlNet")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.description = (
-        "Draw pictures with the base model and the LoRA or ControlNet of a run, as the run itself sampled."
+        "Draw images with the base model and the LoRA or ControlNet of a run, as the run itself sampled."
     )
     parser.add_argument("-c", "--config", type=Path, required=True, help="the run's config.yaml")
     parser.add_argument("--prompts", nargs="+", default=[], help="one row each; default: the run's validation_prompts")
-    parser.add_argument("--negative_prompt", default=None, help="what the pictures shall not show")
+    parser.add_argument("--negative_prompt", default=None, help="what the images shall not show")
     parser.add_argument("--lora", default=None, help=f"a .safetensors file, or {NO_LORA}; default: the run's own")
     parser.add_argument(
         "--weight", nargs="+", type=float, default=[1.0], help="weights of the LoRA or ControlNet, one column each"
     )
     control = parser.add_argument_group(f"runs of {' and '.join(CONTROLNETS)}")
-    control.add_argument("--condition", nargs="+", type=Path, default=[], help="pictures to follow")
+    control.add_argument("--condition", nargs="+", type=Path, default=[], help="images to follow")
     control.add_argument("--is_condition", action="store_true", help="they are conditions already: edges, not photos")
     control.add_argument("--controlnet", default=None, help="a ControlNet's folder; default: the run's own")
     control.add_argument("--resolution", type=int, default=None, help="longer side in pixels; default: the run's")

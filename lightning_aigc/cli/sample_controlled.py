@@ -1,4 +1,4 @@
-"""`lightning sample` for a ControlNet's run: pictures that follow given ones."""
+"""`lightning sample` for a ControlNet's run: images that follow given ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
     Raises: ConfigError for a condition or ControlNet that cannot be used.
     """
     if not args.condition:
-        raise ConfigError("a ControlNet draws what it is shown; give pictures: --condition mug.png chair.png")
+        raise ConfigError("a ControlNet draws what it is shown; give images: --condition mug.png chair.png")
     if missing := [str(path) for path in args.condition if not path.is_file()]:
-        raise ConfigError(f"--condition: there is no file {missing[0]}; give pictures")
+        raise ConfigError(f"--condition: there is no file {missing[0]}; give images")
     folder = find_controlnet(settings, args.controlnet)
 
     import torch

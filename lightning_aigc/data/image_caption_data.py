@@ -1,4 +1,4 @@
-"""ImageCaptionData: a LightningDataModule for pictures with captions."""
+"""ImageCaptionData: a LightningDataModule for images with captions."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from lightning_aigc.errors import DataError
 
 
 class ImageCaptionData(LightningDataModule):
-    """Pictures with captions from a folder, a Hugging Face dataset or webdataset shards, checked before training.
+    """Images with captions from a folder, a Hugging Face dataset or webdataset shards, checked before training.
 
-    A batch is a dict with B pictures, the user's first, then class pictures:
+    A batch is a dict with B images, the user's first, then class images:
     `pixel_values` [B, 3, H, W] float32 in -1..1, or `latent_moments` [B, 2C, h, w] where latents are cached;
     `captions` and `names`, lists of B texts; the caption embeddings where they are cached;
     `mask` [B, 1, H, W] in 0..1 where masks are used; `is_prior` bool [B];
@@ -161,12 +161,12 @@ class ImageCaptionData(LightningDataModule):
     # Lightning's hooks
 
     def prepare_data(self) -> None:
-        """Check all pictures in one process per node; the other ranks read the results from the cache folder."""
+        """Check all images in one process per node; the other ranks read the results from the cache folder."""
         if self._stage != "predict":
             self.index()
 
     def setup(self, stage: str) -> None:
-        """Index the pictures and print the report. Raises: DataError for anything that would stop training later."""
+        """Index the images and print the report. Raises: DataError for anything that would stop training later."""
         if stage == "fit":
             self.index()
             if self.trainer is None or self.trainer.is_global_zero:
@@ -193,9 +193,9 @@ class ImageCaptionData(LightningDataModule):
         return finder([caches.fill_texts_together(trainer, encoder, samples) for caches, samples in pairs])
 
     def val_dataloader(self) -> Any:
-        """The held-out pictures of this rank, without augmentation; nothing where fit holds none out.
+        """The held-out images of this rank, without augmentation; nothing where fit holds none out.
 
-        Raises: DataError where no picture is held out and that is all that was asked for.
+        Raises: DataError where no image is held out and that is all that was asked for.
         """
         index, trainer = self.index(), self.trainer
         if not index.validation:
@@ -205,19 +205,19 @@ class ImageCaptionData(LightningDataModule):
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         caches, batch_size = self.validation_caches, self.train_batch_size
         if caches.wanted and trainer is not None:
-            caches.fill_together(trainer, index.validation, index.report, "cache of held-out pictures")
+            caches.fill_together(trainer, index.validation, index.report, "cache of held-out images")
         settings = self._loader_settings(caches, len(index.validation) // batch_size, world_size)
         source = (index.validation, self.options, index.has_masks, caches)
         return validation_loader(*source, batch_size, rank, world_size, settings)
 
     def test_dataloader(self) -> Any:
-        """The same held-out pictures as `val_dataloader`."""
+        """The same held-out images as `val_dataloader`."""
         return self.val_dataloader()
 
     # Use without a Trainer
 
     def prepare(self, encoder: Encoder | None = None, rank: int = 0, world_size: int = 1) -> None:
-        """Index the pictures and fill the configured caches, as `fit` does before its first step."""
+        """Index the images and fill the configured caches, as `fit` does before its first step."""
         self.index()
         if self.caches.wanted:
             ready = require_encoder(encoder)
@@ -238,18 +238,18 @@ class ImageCaptionData(LightningDataModule):
         return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)
 
     def report(self) -> str:
-        """The data report as text; indexes the pictures if needed."""
+        """The data report as text; indexes the images if needed."""
         return str(self.data_report)
 
     @property
     def data_report(self) -> DataReport:
-        """The data report; indexes the pictures if needed."""
+        """The data report; indexes the images if needed."""
         return self.index().report
 
     # For callbacks
 
     def reference_images(self, count: int) -> Tensor:
-        """Up to `count` of the user's pictures, evenly spread over the largest bucket: float32 [N, 3, H, W] in 0..1.
+        """Up to `count` of the user's images, evenly spread over the largest bucket: float32 [N, 3, H, W] in 0..1.
 
         For image-to-image scores.
         """
@@ -258,12 +258,12 @@ class ImageCaptionData(LightningDataModule):
         return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
     def example_batch(self, count: int) -> Batch:
-        """Up to `count` of the user's pictures, evenly spread over the largest bucket, as a batch of validation."""
+        """Up to `count` of the user's images, evenly spread over the largest bucket, as a batch of validation."""
         batch: Batch = next(iter(self._plain_loader(self.index().spread_samples(count), count)))
         return batch
 
     def held_out_loader(self, batch_size: int) -> DataLoader[Batch]:
-        """Batches of held-out pictures, of training pictures where none is held out, in order and without caches."""
+        """Batches of held-out images, of training images where none is held out, in order and without caches."""
         index = self.index()
         return self._plain_loader(index.validation or index.spread_samples(len(index.samples)), batch_size)
 
@@ -287,7 +287,7 @@ class ImageCaptionData(LightningDataModule):
         return self.buckets.remedy(step)
 
     def lora_metadata(self) -> dict[str, Any]:
-        """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
+        """Metadata on the training images for a LoRA file, by the field names of `LoRAMetadata`."""
         index = self.index()
         own = {row for bucket in index.buckets for row in bucket}
         return {
@@ -310,7 +310,7 @@ class ImageCaptionData(LightningDataModule):
         return None if self.trainer is None or self.trainer.state.fn is None else str(self.trainer.state.fn.value)
 
     def index(self) -> TrainingIndex:
-        """All pictures, found, checked and placed once. Raises: DataError for what would stop training later."""
+        """All images, found, checked and placed once. Raises: DataError for what would stop training later."""
         if self._index is None:
             if self.caches.wanted:
                 check_writable(self.cache_dir)

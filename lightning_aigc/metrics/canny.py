@@ -3,7 +3,7 @@
 Gaussian blur, Sobel gradient, suppression of what is no maximum along the gradient, two thresholds with hysteresis.
 Source: Canny, A Computational Approach to Edge Detection, PAMI 1986; scale and thresholds as in kornia.filters.canny.
 
-Legend: N pictures, H and W pixels, C is 1 or 3.
+Legend: N images, H and W pixels, C is 1 or 3.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ STEPS = ((0, 1), (1, 1), (1, 0), (1, -1))
 
 
 def edge_magnitude(pictures_NCHW: Tensor, sigma: float = 1.0) -> Tensor:
-    """The gradient's magnitude, float32 [N, 1, H, W], of pictures in 0..1; an edge from black to white has about 4."""
+    """The gradient's magnitude, float32 [N, 1, H, W], of images in 0..1; an edge from black to white has about 4."""
     gx, gy = _gradient(pictures_NCHW, sigma)
     return (gx * gx + gy * gy + 1e-6).sqrt()  # without the 1e-6 the root's own gradient is infinite on flat ground
 
 
 def canny(pictures_NCHW: Tensor, low: float = 0.1, high: float = 0.2, sigma: float = 1.0) -> Tensor:
-    """Edges as float32 [N, 1, H, W] of 0 and 1, of pictures in 0..1; not differentiable.
+    """Edges as float32 [N, 1, H, W] of 0 and 1, of images in 0..1; not differentiable.
 
     Pixels above `high` are edges, and those above `low` that touch an edge.
     """
@@ -51,7 +51,7 @@ def canny(pictures_NCHW: Tensor, low: float = 0.1, high: float = 0.2, sigma: flo
 
 
 def _gradient(pictures_NCHW: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
-    """Sobel's horizontal and vertical derivative of the blurred grey pictures, float32 [N, 1, H, W] each."""
+    """Sobel's horizontal and vertical derivative of the blurred grey images, float32 [N, 1, H, W] each."""
     pictures = pictures_NCHW.float()
     if pictures.shape[1] == 3:
         pictures = (pictures * pictures.new_tensor(LUMA)[:, None, None]).sum(1, keepdim=True)

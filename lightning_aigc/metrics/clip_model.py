@@ -92,7 +92,7 @@ class CLIPModel:
 
     @torch.no_grad()
     def embed_images(self, images_N3HW: Tensor, batch_size: int) -> Tensor:
-        """Unit embeddings [N, D] of pictures in 0..1; values that are not finite count as black."""
+        """Unit embeddings [N, D] of images in 0..1; values that are not finite count as black."""
         parts = []
         with torch.autocast(self.device.type, enabled=False):
             for start in range(0, len(images_N3HW), batch_size):

@@ -1,4 +1,4 @@
-"""CLIPSimilarity: how well pictures fit their prompts (CLIP-T) and resemble reference pictures (CLIP-I)."""
+"""CLIPSimilarity: how well images fit their prompts (CLIP-T) and resemble reference images (CLIP-I)."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def recognition(similarity_NP: Tensor, own_N: Tensor) -> tuple[float, float]:
 
 
 class CLIPSimilarity(Metric):
-    """Mean CLIP-T and CLIP-I over all pictures of all ranks, as raw cosines.
+    """Mean CLIP-T and CLIP-I over all images of all ranks, as raw cosines.
 
     The CLIP model is loaded at first use (`check()` does it early), stays frozen and in float32, follows `.to`,
-    and is in no state dict. A black, constant or not finite picture counts with the score it gets (not finite
+    and is in no state dict. A black, constant or not finite image counts with the score it gets (not finite
     values as black) and is named in an `ImageWarning`.
 
     Args:
         model: an open_clip name, `hf-hub:ORG/REPO`, a local folder with open_clip_config.json, or `embedded:clip`.
         pretrained: an open_clip weights tag or a local weights file; a folder's own weights where None.
         reference_images: [N, 3, H, W] in 0..1, or a list of [3, H, W] of any sizes; "clip_i" is NaN without.
-        batch_size: pictures or prompts embedded at once.
+        batch_size: images or prompts embedded at once.
 
     >>> metric = CLIPSimilarity(model="embedded:clip")  # doctest: +SKIP
     >>> metric.update(images, ["a red cup"] * len(images))  # doctest: +SKIP
@@ -115,12 +115,12 @@ class CLIPSimilarity(Metric):
         self._references()
 
     def set_reference_images(self, images: Tensor | Sequence[Tensor] | None) -> None:
-        """Compare with these pictures from now on; reset() first if some were counted already."""
+        """Compare with these images from now on; reset() first if some were counted already."""
         self.reference_images = _as_list(images)
         self._reference_embeddings.clear()
 
     def scores(self, images: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Each picture's scores, without counting them.
+        """Each image's scores, without counting them.
 
         images: [N, 3, H, W] in 0..1. prompts: N strings.
         Returns: {"clip_t": [N], "clip_i": [N]} in float32 on the metric's device.
@@ -133,7 +133,7 @@ class CLIPSimilarity(Metric):
             raise DataError("got no images to score; wanted at least one")
         for problem in find_image_problems(images, list(prompts)):
             warnings.warn(
-                f"picture {problem.index} ({problem.name!r}) is {problem.problem}; it counts in the score as it is",
+                f"image {problem.index} ({problem.name!r}) is {problem.problem}; it counts in the score as it is",
                 ImageWarning,
                 stacklevel=2,
             )
@@ -149,7 +149,7 @@ class CLIPSimilarity(Metric):
         return cosine_similarity(embeddings_ND[:, None], texts_PD[None], dim=-1).float().cpu()
 
     def update(self, images: Tensor, prompts: Sequence[str]) -> None:
-        """Count pictures [N, 3, H, W] in 0..1 with their N prompts."""
+        """Count images [N, 3, H, W] in 0..1 with their N prompts."""
         scores = self.scores(images, prompts)
         self.clip_t_sum += scores["clip_t"].sum()
         self.clip_i_sum += scores["clip_i"].sum()
@@ -201,7 +201,7 @@ def _as_list(images: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     for image in singles:
         require_images(image[None] if isinstance(image, Tensor) else image, "reference_images")
         if not image.isfinite().all():
-            raise DataError("got reference_images with values that are not finite; take that picture out")
+            raise DataError("got reference_images with values that are not finite; take that image out")
     if not singles:
         raise DataError("got no reference_images; wanted at least one, or None for no image-to-image score")
     return singles

@@ -1,6 +1,6 @@
-"""EdgeFidelity: how well pictures keep the edges that they were asked for, between a floor and a ceiling.
+"""EdgeFidelity: how well images keep the edges that they were asked for, between a floor and a ceiling.
 
-Legend: N pictures, H and W pixels.
+Legend: N images, H and W pixels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LARGEST_MAGNITUDE = 4.0
 
 
 class EdgeFidelity(Metric):
-    """Edge F1 with a tolerance, its floor and ceiling, and SSIM of the edges' magnitude, over pictures of all ranks.
+    """Edge F1 with a tolerance, its floor and ceiling, and SSIM of the edges' magnitude, over images of all ranks.
 
-    F1 compares canny edges of generated pictures with those of the pictures that gave the condition; an edge counts as
+    F1 compares canny edges of generated images with those of the images that gave the condition; an edge counts as
     found if one lies within `tolerance` pixels. A strict F1 (tolerance 0) measures the autoencoder instead, which moves
-    edges by a pixel. The floor compares with the edges of another picture of the batch, the ceiling is that of the
+    edges by a pixel. The floor compares with the edges of another image of the batch, the ceiling is that of the
     references' own round trip through the autoencoder.
 
     Args:
@@ -60,13 +60,13 @@ class EdgeFidelity(Metric):
         self.add_state("pictures", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, images_N3HW: Tensor, references_N3HW: Tensor, round_trips_N3HW: Tensor | None = None) -> None:
-        """Add pictures in 0..1, the pictures whose edges they should have, and those as the autoencoder returns them.
+        """Add images in 0..1, the images whose edges they should have, and those as the autoencoder returns them.
 
         Raises: ValueError if the shapes differ.
         """
         if images_N3HW.shape[-2:] != references_N3HW.shape[-2:] or len(images_N3HW) != len(references_N3HW):
             raise ValueError(
-                f"EdgeFidelity compares pictures one by one, got {list(images_N3HW.shape)} and references"
+                f"EdgeFidelity compares images one by one, got {list(images_N3HW.shape)} and references"
                 f" {list(references_N3HW.shape)}; give as many, of one size"
             )
         edges, wanted = self._edges(images_N3HW), self._edges(references_N3HW)

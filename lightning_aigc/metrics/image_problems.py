@@ -12,9 +12,9 @@ from lightning_aigc.errors import DataError
 
 Problem = Literal["not finite", "black", "constant"]
 DARKEST_LEVEL = 2.5 / 255
-"""A picture whose every value lies below this is black: two 8-bit levels and their rounding."""
+"""An image whose every value lies below this is black: two 8-bit levels and their rounding."""
 SMALLEST_RANGE = 2.5 / 255
-"""A picture whose every channel spans less than this is constant."""
+"""An image whose every channel spans less than this is constant."""
 
 Ruin = Literal["not finite", "black", "constant", "flat", "saturated", "noise"]
 SMALLEST_DEVIATION = 0.02
@@ -27,7 +27,7 @@ LEAST_CORRELATION = 0.2
 
 @dataclass(frozen=True)
 class ImageProblem:
-    """One picture and what is wrong with it."""
+    """One image and what is wrong with it."""
 
     index: int
     """Its place in the batch."""
@@ -37,7 +37,7 @@ class ImageProblem:
 
 
 def find_image_problems(images_N3HW: Tensor, names: list[str] | None = None) -> list[ImageProblem]:
-    """Find pictures that are black, constant or not finite, with the worst problem of each.
+    """Find images that are black, constant or not finite, with the worst problem of each.
 
     images_N3HW: floating point in 0..1. One device synchronisation for the whole batch.
     """

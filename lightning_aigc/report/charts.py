@@ -11,7 +11,7 @@ from lightning_aigc.report.theme import colour
 from lightning_aigc.report.vega import Chart
 
 WIDTH = 640
-"""In pictures; on a page a chart is as wide as the page."""
+"""In images; on a page a chart is as wide as the page."""
 AXIS_WIDTH = 44
 """The same for every chart, so that steps are above one another."""
 SCORE_COLOURS = {"clip_t": "blue", "clip_i": "orange"}
@@ -81,12 +81,12 @@ def loss_panel(record: RunRecord) -> Chart | None:
     loss, validation = record.curves.get("loss", Curve()), record.curves.get("val_loss", Curve())
     points = rows(thin(loss))
     mean = rows(thin(Curve(loss.steps, smooth(loss.values))), kind="mean of 20 steps")
-    held_out = rows(thin(validation), kind="held-out pictures")
+    held_out = rows(thin(validation), kind="held-out images")
     if not points and not held_out:
         return None
     x = step_axis(last_step(record))
     value = alt.Y("value:Q", title=None, axis=value_axis(tickCount=4))
-    kinds = alt.Scale(domain=["mean of 20 steps", "held-out pictures"], range=[colour("teal"), colour("violet")])
+    kinds = alt.Scale(domain=["mean of 20 steps", "held-out images"], range=[colour("teal"), colour("violet")])
     shades = alt.Color(
         "kind:N", scale=kinds,
         legend=alt.Legend() if held_out else None,

@@ -91,7 +91,7 @@ def comparison_chart(records: Sequence[RunRecord]) -> Chart | None:
     for metric, title in METRICS.items():
         found = [row for name, record in of_runs for row in score_rows(_checks(record), metric, run=name)]
         panels.append(_panel(found, title, shades, last, has_noise=True))
-    for curve, title in (("loss", "Loss, mean of 20 steps"), ("val_loss", "Loss on held-out pictures")):
+    for curve, title in (("loss", "Loss, mean of 20 steps"), ("val_loss", "Loss on held-out images")):
         found = [row for name, record in of_runs for row in _smooth_rows(record, curve, name)]
         panels.append(_panel(found, title, shades, last, has_noise=False))
     drawn = [panel for panel in panels if panel is not None]

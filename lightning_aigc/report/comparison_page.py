@@ -1,4 +1,4 @@
-"""Several runs on one page: their table, curves, pictures of the same prompts and seeds, and differing config keys."""
+"""Several runs on one page: their table, curves, images of the same prompts and seeds, and differing config keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_aigc.report.vega import chart_html, scripts
 from lightning_aigc.report.verdict import judge
 
 MOST_SEEDS = 4
-"""Pictures of each prompt."""
+"""Images of each prompt."""
 
 
 def render_comparison_page(records: Sequence[RunRecord]) -> str:
@@ -48,7 +48,7 @@ def _named(name: str, place: int) -> str:
 
 
 def _pictures(records: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """For each prompt that several runs drew, the pictures of the same seeds, a row a run."""
+    """For each prompt that several runs drew, the images of the same seeds, a row a run."""
     drawn = [{(p.prompt, p.seed): p for p in record.pictures if p.after} for record in records]
     shared = [pair for pair in drawn[0] if all(pair in pictures for pictures in drawn[1:])]
     figures = []

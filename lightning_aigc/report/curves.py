@@ -47,7 +47,7 @@ def rows(curve: Curve, **more: Any) -> list[dict[str, Any]]:
 
 
 def score_rows(checks: Sequence[Check], metric: str, **more: Any) -> list[dict[str, Any]]:
-    """A score by step, with the standard error of its difference to the first check, picture by picture."""
+    """A score by step, with the standard error of its difference to the first check, image by image."""
     found = []
     for check in checks:
         now, first = check.scores(metric), checks[0].scores(metric)

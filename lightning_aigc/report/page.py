@@ -64,7 +64,7 @@ def facts_strip(facts: Mapping[str, str]) -> str:
 
 
 def picture_figure(name: str, cells: Sequence[str], style: str) -> str:
-    """The pictures of one prompt; `name` and `cells` are HTML, `style` a style attribute with the grid's columns."""
+    """The images of one prompt; `name` and `cells` are HTML, `style` a style attribute with the grid's columns."""
     return f'<figure><figcaption>{name}</figcaption><div class="pictures" {style}>{"".join(cells)}</div></figure>'
 
 

@@ -12,7 +12,7 @@ MEMORISING_CHECKS = 3
 
 @dataclass(frozen=True)
 class Check:
-    """The scores of one step's pictures, in the order of the prompts and seeds."""
+    """The scores of one step's images, in the order of the prompts and seeds."""
 
     step: int
     clip_t: list[float]
@@ -20,7 +20,7 @@ class Check:
     """NaN without reference images."""
 
     def scores(self, metric: str) -> list[float]:
-        """Each picture's score in clip_t, clip_i, or the mean of both."""
+        """Each image's score in clip_t, clip_i, or the mean of both."""
         if metric == "mean":
             return [(t + i) / 2 for t, i in zip(self.clip_t, self.clip_i, strict=True)]
         found: list[float] = getattr(self, metric)
@@ -32,7 +32,7 @@ class Check:
 
 
 def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
-    """How much better pictures of the same prompts and seeds became: the mean difference and its standard error.
+    """How much better images of the same prompts and seeds became: the mean difference and its standard error.
 
     Pairing removes most of the noise: a prompt that scores low does so at every step.
     """
@@ -53,9 +53,9 @@ def memorising(before: Check, check: Check) -> str | None:
         return None
     rising, falling = ("clip_t", "clip_i") if text > 0 else ("clip_i", "clip_t")
     meaning = (
-        "pictures follow the words but leave the look of the training pictures"
+        "images follow the words but leave the look of the training images"
         if rising == "clip_t"
-        else "pictures grow like the training pictures and follow the words less: the model memorises"
+        else "images grow like the training images and follow the words less: the model memorises"
     )
     return (
         f"since step {before.step} {rising} rises while {falling} falls ({text:+.3f} clip_t, {image:+.3f} clip_i):"

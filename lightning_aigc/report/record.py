@@ -40,7 +40,7 @@ class Paired:
 
 @dataclass(frozen=True)
 class Picture:
-    """One prompt and seed before and after training, as data URIs; an empty string where there is no picture."""
+    """One prompt and seed before and after training, as data URIs; an empty string where there is no image."""
 
     prompt: str
     seed: int
@@ -153,7 +153,7 @@ class Snapshots:
 
     taken: int = 0
     blocked_ms: list[float] = field(default_factory=list)
-    """Of those whose time was measured: a run that goes on from a snapshot does not know that one's."""
+    """Of those whose time was measured: a run that continues from a snapshot does not know that one's."""
     newest: str | None = None
     newest_step: int | None = None
     newest_bytes: int | None = None
@@ -205,7 +205,7 @@ class RunRecord:
     result_files: dict[str, str] = field(default_factory=dict)
     """Further files and folders of summary.json, by name."""
     sheets: dict[str, str] = field(default_factory=dict)
-    """Sheets of pictures by title, each a data URI."""
+    """Sheets of images by title, each a data URI."""
     config: str = ""
     """The run's YAML."""
     notes: list[str] = field(default_factory=list)

@@ -30,7 +30,7 @@ from lightning_aigc.report.verdict import judge
 MOST_ALERTS = 50
 SCORES = {
     "clip_t": "CLIP-T, fit to the prompt",
-    "clip_i": "CLIP-I, like your pictures",
+    "clip_i": "CLIP-I, like your images",
     "prior_clip_t": "CLIP-T of other prompts",
     "full_base_clip_t": "CLIP-T, packed → full-precision base",
     "full_base_clip_i": "CLIP-I, packed → full-precision base",
@@ -48,7 +48,7 @@ def render_run_page(record: RunRecord) -> str:
         section("Before and after", pictures_html([p for p in record.pictures if not p.is_other])),
         section("Other prompts: what it should not forget", pictures_html([p for p in record.pictures if p.is_other])),
         *(section(html.escape(title), sheet_html(title, uri)) for title, uri in record.sheets.items()),
-        section("What to mend", _fine_tune(record)),
+        section("What to fix", _fine_tune(record)),
         section("Progress", _progress(record)),
         section("Gradients", _health(record)),
         section("Between the ranks", _sync(record)),
@@ -83,12 +83,12 @@ def cost(record: RunRecord) -> dict[str, str]:
 
 
 def sheet_html(title: str, uri: str) -> str:
-    """A sheet of pictures, as wide as the page at the most."""
+    """A sheet of images, as wide as the page at the most."""
     return image(uri, title, "max-width:100%;image-rendering:pixelated")
 
 
 def pictures_html(pictures: Sequence[Picture]) -> str:
-    """For each prompt a row of pictures before and one after; a column is a seed."""
+    """For each prompt a row of images before and one after; a column is a seed."""
     of_prompts: dict[str, list[Picture]] = {}
     for picture in pictures:
         of_prompts.setdefault(picture.prompt, []).append(picture)

@@ -37,7 +37,7 @@ def style_variables() -> str:
 
 
 def as_light(text: str) -> str:
-    """A chart's JSON with the light colours themselves, for pictures."""
+    """A chart's JSON with the light colours themselves, for images."""
     for name, (light, _) in COLOURS.items():
         text = text.replace(colour(name), light)
     return text

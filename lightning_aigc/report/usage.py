@@ -39,7 +39,7 @@ def usage_html(lora: LoRAFile, prompt: str) -> str:
 
 
 def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
-    """Python that draws a picture with this file."""
+    """Python that draws an image with this file."""
     file, base = Path(lora.file), lora.base_model or "PATH_OR_HUB_ID_OF_THE_BASE_MODEL"
     loads, embedded = quoted(base), ""
     if base.startswith(EMBEDDED):

@@ -1,4 +1,4 @@
-"""Charts as parts of a page, drawn by Vega from a script that the page brings along, or as pictures."""
+"""Charts as parts of a page, drawn by Vega from a script that the page includes, or as images."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def bundle() -> str:
 def check_picture(file: Path) -> None:
     """Raises: ConfigError for a name that is neither .png nor .svg."""
     if file.suffix not in PICTURE_ENDINGS:
-        raise ConfigError(f"got the picture {file}; wanted a name that ends with {' or '.join(PICTURE_ENDINGS)}")
+        raise ConfigError(f"got the image {file}; wanted a name that ends with {' or '.join(PICTURE_ENDINGS)}")
 
 
 def write_picture(chart: Chart, file: Path) -> None:

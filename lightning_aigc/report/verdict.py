@@ -46,7 +46,7 @@ class Change:
     after: float
     difference: float
     stderr: float
-    """Of the difference over pictures of the same prompts and seeds; NaN with one picture."""
+    """Of the difference over images of the same prompts and seeds; NaN with one image."""
 
     @property
     def is_rise(self) -> bool:
@@ -100,7 +100,7 @@ def judge(record: RunRecord) -> Verdict:
     if math.isnan(text.stderr):
         return Verdict(
             "not scored", "unknown",
-            f"Not decided: CLIP-T {text.numbers()} on one picture, whose noise is unknown; raise RunReport.num_images.",
+            f"Not decided: CLIP-T {text.numbers()} on one image, whose noise is unknown; raise RunReport.num_images.",
         )  # fmt: skip
     unknown = _unrecognised(record)
     if record.guard is not None and record.guard.best_step == 0 and len(record.guard.checks) > 1:
@@ -115,7 +115,7 @@ def judge(record: RunRecord) -> Verdict:
     if image is not None and image.is_rise and text.is_fall:
         return Verdict(
             "memorised", "bad",
-            f"Memorised: pictures grow like the training pictures (CLIP-I {image.numbers()}) and follow the prompt less"
+            f"Memorised: images grow like the training images (CLIP-I {image.numbers()}) and follow the prompt less"
             f" (CLIP-T {text.numbers()}){_kept(record)}.",
         )  # fmt: skip
     if other is not None and _is_forgotten(other, record):
@@ -136,10 +136,10 @@ def judge(record: RunRecord) -> Verdict:
 
 def _learned(record: RunRecord, text: Change, image: Change | None) -> str:
     word = record.lora.trigger_word if record.lora is not None else None
-    what = f"Learned {word}" if word else "Learned your pictures"
+    what = f"Learned {word}" if word else "Learned your images"
     if text.is_rise or image is None:
         return f"{what}: CLIP-T {text.numbers()}"
-    return f"{what}: pictures look more like yours, CLIP-I {image.numbers()}, and follow the prompt as before"
+    return f"{what}: images look more like yours, CLIP-I {image.numbers()}, and follow the prompt as before"
 
 
 def _rises(image: Change | None) -> bool:
@@ -206,7 +206,7 @@ def _findings(record: RunRecord) -> str:
     """What FineTuneCheck found on the last weights; a rank that could be another is no reason to doubt them."""
     found = [f.check for f in record.fine_tune.findings] if record.fine_tune is not None else []
     named = [check.replace("_", " ") for check in found if not check.startswith("rank_")]
-    return f"; but see What to mend: {', '.join(named)}" if named else ""
+    return f"; but see What to fix: {', '.join(named)}" if named else ""
 
 
 def _kept(record: RunRecord) -> str:
@@ -233,7 +233,7 @@ def _why_unscored(record: RunRecord) -> str:
     if text is not None and text.before:
         return "the images after the training have no score that is a number" + (" each" if text.after else "")
     if not record.pictures:
-        return "no pictures were drawn; give the module `sample` and validation_prompts"
+        return "no images were drawn; give the module `sample` and validation_prompts"
     return "RunReport has no clip_model"
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import contextlib
 import json
 import warnings
@@ -42,7 +39,7 @@ def picture_of(prompt: str) -> Tensor:
 
 
 class Painter(LightningModule):
-    """Its pictures are real products under noise, which fades until `BEST_STEP` and then comes back."""
+    """Its images are real products under noise, which fades until `BEST_STEP` and then comes back."""
 
     noise_of_rest = 0.9
 
@@ -115,7 +112,7 @@ def test_without_stop_it_only_watches(tmp_path: Path) -> None:
 def test_min_delta_takes_the_place_of_the_measured_noise(
     min_delta: float | None, best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One picture becomes 0.3 better and another 0.2 worse: 0.05 on average, with a standard error of 0.25."""
+    """One image becomes 0.3 better and another 0.2 worse: 0.05 on average, with a standard error of 0.25."""
     scores = iter([[0.4, 0.6], [0.7, 0.4]])
     monkeypatch.setattr(
         "lightning_aigc.metrics.CLIPSimilarity.scores",
@@ -196,7 +193,7 @@ def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) ->
     first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, [0.1] * 4, [0.1] * 4)], 0
     other = guard(num_images=1)
     other._prompts = PROMPTS
-    with pytest.warns(UserWarning, match="begins anew: other pictures"):
+    with pytest.warns(UserWarning, match="begins anew: other images"):
         other.load_state_dict(first.state_dict())
     assert other.checks == []
 
@@ -220,7 +217,7 @@ def test_broken_pictures_are_named_and_score_as_black(tmp_path: Path) -> None:
             return images * torch.nan if self.trainer.global_step == BEST_STEP else images
 
     watching = guard(stop=False)
-    with pytest.warns(ImageWarning, match="not finite pictures .*step 6"):
+    with pytest.warns(ImageWarning, match="not finite images .*step 6"):
         fit(Diverging(), tmp_path, watching, steps=8)
     assert watching.best_step != BEST_STEP
 

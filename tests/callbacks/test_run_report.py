@@ -59,7 +59,7 @@ class Painter(LightningModule):
 
     def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
         if self.is_slow:
-            raise SamplingTooSlow("8 sample pictures would take about 90 minutes here")
+            raise SamplingTooSlow("8 sample images would take about 90 minutes here")
         self.asked.append((prompts, seeds))
         torch.rand(1)  # a sampler that touches the global random state must not change the training
         noise = torch.stack([torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(s)) for s in seeds])

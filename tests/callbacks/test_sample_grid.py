@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import contextlib
 import json
 import random
@@ -149,7 +146,7 @@ def test_the_png_shows_and_holds_prompts_seeds_and_step(tmp_path: Path) -> None:
         assert json.loads(sheet.text["seeds"]) == [5, 6] and json.loads(sheet.text["step"]) == 2
         cells = np.asarray(sheet.convert("RGB"))
     assert cells.shape[1] == 2 * (160 + 8) + 8
-    # Two columns, and under the first picture some letters that are not white paper.
+    # Two columns, and under the first image some letters that are not white paper.
     assert (cells[8:168, 8:168].std(axis=(0, 1)) > 0).any() and (cells[170:185, 8:168] < 200).any()
 
 
@@ -220,7 +217,7 @@ def test_broken_pictures_raise_a_named_warning(tmp_path: Path, value: float, kin
 
     grid = SampleGrid(["a"], seeds=[3, 4])
     remedy = r"model\.init_args\." if knows_keys else r"(in float32|the learning rate)"
-    with pytest.warns(ImageWarning, match=rf"{kind} pictures \(1 of 2\): step [01], seed 4, 'a'\. .*{remedy}"):
+    with pytest.warns(ImageWarning, match=rf"{kind} images \(1 of 2\): step [01], seed 4, 'a'\. .*{remedy}"):
         make_trainer(tmp_path, grid, max_steps=1).fit(Broken(), data())
     assert steps_of(tmp_path) == [0, 1]
 
@@ -275,7 +272,7 @@ def test_a_disk_that_fills_up_warns_once_and_training_goes_on(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.warns(UserWarning, match="No space left on device; training goes on") as caught:
+    with pytest.warns(UserWarning, match="No space left on device; training continues") as caught:
         make_trainer(tmp_path, grid, max_steps=4).fit(module, data())
     assert sum("No space" in str(warning.message) for warning in caught) == 1
     assert len(module.losses) == 4 and grid.history == [] and not list((tmp_path / "samples").iterdir())

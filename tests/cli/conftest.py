@@ -51,7 +51,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six pictures of cups and shoes, with captions."""
+    """Six images of cups and shoes, with captions."""
     folder = tmp_path_factory.mktemp("photos")
     for number in range(6):
         Image.new("RGB", (SIDE, SIDE), (40 * number, 90, 200 - 30 * number)).save(folder / f"{number}.png")
@@ -61,7 +61,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _quick_config(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> dict[str, Any]:
-    """The demo's config with a pipeline of random weights, six pictures and two steps."""
+    """The demo's config with a pipeline of random weights, six images and two steps."""
     path = Path(__file__).parents[2] / "configs" / "sd_lora_demo.yaml"
     config: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     config["threads"] = 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +77,7 @@ def test_sample_draws_each_condition_at_each_weight(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "a ControlNet draws what it is shown; give pictures"),
+        ([], "a ControlNet draws what it is shown; give images"),
         (["--condition", "nowhere.png"], "there is no file nowhere.png"),
         (["--condition", "PICTURE", "--controlnet", "nowhere"], "nowhere is no ControlNet folder"),
     ],

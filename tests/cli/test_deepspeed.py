@@ -37,7 +37,7 @@ def fit(rank: int, paths: list[str]) -> tuple[int, str]:
 
 
 def whole_model_config(quick: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """sd_full_demo.yaml with the quick config's pipeline and pictures, and nothing that the file says."""
+    """sd_full_demo.yaml with the quick config's pipeline and images, and nothing that the file says."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "sd_full_demo.yaml").read_text(encoding="utf-8"))
     config["threads"] = 1
     trainer = config["trainer"]

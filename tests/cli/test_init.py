@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +23,7 @@ SHAPES = [(800, 600), (600, 800), (640, 640)]
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # its cache of checked pictures
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # its cache of checked images
 
 
 def pictures(
@@ -84,7 +81,7 @@ def test_every_choice_has_its_reason_beside_it_and_all_else_stays_as_shipped(com
         assert comment in text or "YOUR_" in comment or "hub id" in comment
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     assert (model["max_train_steps"], data["resolution"], data["enable_bucket"]) == (600, 512, True)
-    assert "each picture is seen 100 times" in text
+    assert "each image is seen 100 times" in text
     assert config["trainer"]["default_root_dir"] == "runs/my" and model["output_name"] == "my"
 
 
@@ -93,14 +90,14 @@ def test_it_says_where_pictures_are_few_small_square_or_without_captions(command
     assert few["model"]["init_args"]["learning_rate"] == 5e-5
     assert few["model"]["init_args"]["max_train_steps"] == 400 and ", the least;" in text
     small = pictures(tmp_path / "small", 12, lambda i: "a zorp mug" if i % 2 else None, scale=0.5)
-    (small / "lost.txt").write_text("a caption without a picture")
+    (small / "lost.txt").write_text("a caption without an image")
     (small / "broken.jpg").write_bytes(b"no picture")
     said = command("init", small, "-o", tmp_path / "small.yaml")
     assert said.code == 0 and "left out: broken.jpg" in said.out
     data = yaml.safe_load((tmp_path / "small.yaml").read_text())["data"]["init_args"]
     assert data["resolution"] == 320 and data["missing_captions"] == "trigger"
     text = (tmp_path / "small.yaml").read_text()
-    assert "6 of 12 pictures have no caption" in text and "lost.txt" in text and "below the base's 512" in text
+    assert "6 of 12 images have no caption" in text and "lost.txt" in text and "below the base's 512" in text
     for number in range(3):
         (tmp_path / "square").mkdir(exist_ok=True)
         Image.new("RGB", (600, 600), (number, 0, 0)).save(tmp_path / "square" / f"{number}.png")
@@ -193,7 +190,7 @@ def test_each_mistake_is_one_sentence_and_writes_nothing(command: Command, tmp_p
         ((tmp_path / "mine.yaml", "-o", new), "is a file"),
         ((tmp_path / "empty", "-o", new), "it is empty"),
         ((tmp_path / "texts", "-o", new), "1 other files are there"),
-        ((tmp_path / "broken", "-o", new), "none of the 1 pictures"),
+        ((tmp_path / "broken", "-o", new), "none of the 1 images"),
         ((photos, "-o", tmp_path / "mine.yaml"), "--force"),
         ((photos, "-o", tmp_path / "no" / "new.yaml"), "does not exist"),
         ((photos, "-o", photos), "is a folder"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 import random
 import shutil
@@ -28,7 +25,7 @@ ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "precision" / "ste
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # its cache of checked pictures
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # its cache of checked images
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 import multiprocessing
 import os
@@ -115,9 +112,9 @@ def test_a_finished_run_says_so_in_one_line_and_changes_nothing(
     assert everything_in(root) == before
     assert [line for line in caplog.messages if line.startswith("the run in")] == [
         f"the run in {root} is finished: 3 steps, and its files are written; nothing to do (a larger max_steps or"
-        " max_epochs goes on from its end)"
+        " max_epochs continues from its end)"
     ]
-    # A file that is gone is written again, and a larger limit goes on.
+    # A file that is gone is written again, and a larger limit continues.
     lora = load_file(root / "zorp.safetensors")
     (root / "zorp.safetensors").unlink()
     assert command("fit", "-c", scored, *logged, "--resume").code == 0

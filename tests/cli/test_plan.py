@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -182,7 +179,7 @@ def test_auto_marks_what_it_would_choose_by_the_modelled_times(
 
 def test_larger_buckets_are_named_where_latency_and_launches_count(command: Command) -> None:
     said = command("plan", *FORTY_EIGHT, *GIVEN)
-    assert "with bucket_mb: 50, int3 is modelled at 99.3% in place of 96.8%." in said.out
+    assert "with bucket_mb: 50, int3 is modelled at 99.3% instead of 96.8%." in said.out
     again = command("plan", *FORTY_EIGHT, *GIVEN, "--bucket_mb", 100)
     assert "Latency and launches" not in again.out and "buckets hold 100 MB" in again.out
     (row,) = [line for line in again.out.splitlines() if line.startswith("int3 ")]

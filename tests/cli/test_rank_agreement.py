@@ -64,7 +64,7 @@ def test_other_pictures_on_one_rank_are_found_before_the_first_step(
         (fewer / f"{number}.txt").write_text("a zorp cup")
     for code, words in run(quick_config, tmp_path, "--data.init_args.train_data_dir", fewer):
         assert code == 1
-        assert "the pictures' num_train_images is 6 on rank 0" in words and "and 3 on rank 1" in words
+        assert "the images' num_train_images is 6 on rank 0" in words and "and 3 on rank 1" in words
 
 
 def test_what_is_a_nodes_own_business_may_differ(quick_config: dict[str, Any], photos: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def write(config: dict[str, Any], folder: Path, **trainer: Any) -> Path:
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("--data.init_args.train_data_dir", "the picture folder {} does not exist"),
+        ("--data.init_args.train_data_dir", "the image folder {} does not exist"),
         ("--model.init_args.pretrained_model_name_or_path", "{}"),
     ],
 )

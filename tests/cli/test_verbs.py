@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 import re
 from collections.abc import Callable
@@ -27,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about l
 
 @pytest.fixture
 def quick(quick_config: dict[str, Any], tmp_path: Path) -> Path:
-    """A config of two steps with held-out pictures; its run goes to `tmp_path / "run"`."""
+    """A config of two steps with held-out images; its run goes to `tmp_path / "run"`."""
     quick_config["trainer"]["default_root_dir"] = str(tmp_path / "run")
     quick_config["trainer"]["callbacks"] = []
     quick_config["data"]["init_args"]["validation_split"] = 0.3
@@ -98,7 +95,7 @@ def test_sample_draws_what_the_run_drew(command: Command, quick: Path, tmp_path:
     given = yaml.safe_load(config.read_text())["model"]["init_args"]
     own = np.asarray(Image.open(tmp_path / "run" / "samples" / "step_000002.png"))
     drawn = np.asarray(Image.open(grid))
-    top = slice(8, 8 + 160)  # the picture, without what is written under it
+    top = slice(8, 8 + 160)  # the image, without what is written under it
     assert np.abs(own[top, top].astype(int) - drawn[top, top].astype(int)).max() <= 3
     base = LoRASampler(given, "32-true", "cpu", None).sample([("a zorp cup", 0)])
     with_lora = LoRASampler(given, "32-true", "cpu", tmp_path / "run" / "zorp.safetensors")

@@ -1,4 +1,4 @@
-"""Folders of small pictures, a fake encoder, and a fingerprint of a folder."""
+"""Folders of small images, a fake encoder, and a fingerprint of a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_aigc.data import ImageCaptionData
 
 
 def picture(width: int = 64, height: int = 64, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """A smooth random picture, so that scaling and JPEG leave it recognisable."""
+    """A smooth random image, so that scaling and JPEG leave it recognisable."""
     values = np.random.default_rng(seed).integers(0, 255, (4, 4, len(mode) if mode in {"RGB", "RGBA", "LA"} else 1))
     image = Image.fromarray(values.squeeze().astype(np.uint8), mode if mode in {"RGB", "RGBA", "LA"} else "L")
     return image.resize((width, height), Image.Resampling.BICUBIC)

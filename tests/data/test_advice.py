@@ -75,7 +75,7 @@ def test_random_pictures_with_true_captions_are_healthy(tmp_path: Path, seed: in
 
 @pytest.mark.parametrize(
     ("caption", "trigger_word"),
-    [("zorp", None), ("a photo of zorp", "zorp"), ("", "zorp"), ("the zorp picture", "zorp")],
+    [("zorp", None), ("a photo of zorp", "zorp"), ("", "zorp"), ("the zorp image", "zorp")],
 )
 def test_captions_that_say_nothing_are_reported(tmp_path: Path, caption: str, trigger_word: str | None) -> None:
     folder = write(tmp_path / "pictures", brand(caption))
@@ -108,7 +108,7 @@ def test_backgrounds_that_no_caption_names_are_reported(tmp_path: Path) -> None:
 
 def test_one_background_is_reported_only_where_a_prompt_asks_for_another(tmp_path: Path) -> None:
     folder = write(tmp_path / "pictures", brand("a zorp {thing}"))
-    assert "100% of the pictures have the same background (border colour 16, 110, 112)" in advice(
+    assert "100% of the images have the same background (border colour 16, 110, 112)" in advice(
         folder, tmp_path, ["a zorp mug on a beach"]
     )
     assert advice(folder, tmp_path, ["a zorp mug"]) == ""
@@ -116,7 +116,7 @@ def test_one_background_is_reported_only_where_a_prompt_asks_for_another(tmp_pat
 
 def test_the_number_of_views_of_a_picture_is_reported(tmp_path: Path) -> None:
     folder = write(tmp_path / "pictures", brand("a zorp {thing}", 4))
-    assert "4 pictures for this many steps: each is seen 450 times" in advice(folder, tmp_path, steps=450)
+    assert "4 images for this many steps: each is seen 450 times" in advice(folder, tmp_path, steps=450)
     assert advice(folder, tmp_path, steps=200) == ""
 
 
@@ -128,7 +128,7 @@ def test_a_crop_of_half_a_picture_is_reported_with_its_sides(tmp_path: Path) -> 
         rows.append((caption, tall))
     folder = write(tmp_path / "pictures", rows)
     said = advice(folder, tmp_path, enable_bucket=False)
-    assert "12 of 12 pictures lose more than 20% to the crop" in said
+    assert "12 of 12 images lose more than 20% to the crop" in said
     assert "loses 50%, at its top and bottom" in said and "data.init_args.enable_bucket: true" in said
     assert advice(folder, tmp_path, bucket_reso_steps=16, min_bucket_reso=32) == ""
 
@@ -161,7 +161,7 @@ def test_faces_in_photographs_are_found_cut_and_small(tmp_path: Path) -> None:
     rows = [(f"a zorp portrait {i} of a person", face_on_top.crop((i, i, 200, 400))) for i in range(3)]
     folder = write(tmp_path / "pictures", rows)
     said = advice(folder, tmp_path, resolution=512, enable_bucket=False)
-    assert "the crop cuts a face or subject in 3 pictures" in said
+    assert "the crop cuts a face or subject in 3 images" in said
     small = advice(folder, tmp_path, resolution=64, bucket_reso_steps=16, min_bucket_reso=32)
     assert "the largest face or masked subject is smaller than 8 latent cells" in small
     whole = advice(folder, tmp_path, resolution=512, bucket_reso_steps=64, min_bucket_reso=256)

@@ -86,7 +86,7 @@ captions = mostly(st.just("a red shoe"), st.one_of(texts, st.none(), st.integers
 
 @st.composite
 def folders(draw: st.DrawFn) -> dict[str, bytes]:
-    """File contents by path; about half of the pictures have a proper caption, so that many folders can train."""
+    """File contents by path; about half of the images have a proper caption, so that many folders can train."""
     files: dict[str, bytes] = {}
     names = []
     for _ in range(draw(mostly(st.integers(1, 5), st.just(0)))):

@@ -1,4 +1,4 @@
-"""Pictures of every odd kind are used rightly or rejected with a reason."""
+"""Images of every odd kind are used rightly or rejected with a reason."""
 
 from __future__ import annotations
 

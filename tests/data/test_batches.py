@@ -88,7 +88,7 @@ def test_crop_and_sizes_say_where_the_pixels_come_from(tools, make, folder):
         row = ((pixels[0, 0] + 1) * 127.5 / 2).round().int()
         flipped = bool(row[0] > row[-1])
         directions.add(flipped)
-        start = left if not flipped else 127 - left  # in the mirrored picture, column 0 is the last one
+        start = left if not flipped else 127 - left  # in the mirrored image, column 0 is the last one
         assert abs(int(row[0]) - start) <= 1
     assert directions == {False, True}
 
@@ -171,7 +171,7 @@ def test_the_alpha_channel_can_be_the_mask(tools, make, folder):
 @pytest.mark.parametrize(
     ("name", "image", "message"),
     [
-        ("other.png", Image.new("L", (8, 8), 255), "no mask in .* has the name of a picture"),
+        ("other.png", Image.new("L", (8, 8), 255), "no mask in .* has the name of an image"),
         ("0.png", Image.new("L", (8, 8), 0), "black everywhere"),
         ("0.png", None, "cannot be read"),
     ],

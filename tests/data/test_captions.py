@@ -81,7 +81,7 @@ def test_a_caption_of_ten_thousand_words_is_kept_and_noted(tools, make, folder):
 @pytest.mark.parametrize("content", ["", "  \n", "\ufeff"])
 def test_an_empty_caption_counts_as_missing(tools, make, folder, content):
     tools.save(folder / "a.png", caption=content)
-    with pytest.raises(DataError, match=r"1 of 1 pictures.*a\.png.*missing_captions"):
+    with pytest.raises(DataError, match=r"1 of 1 images.*a\.png.*missing_captions"):
         make().setup("fit")
 
 
@@ -96,10 +96,10 @@ def test_the_one_switch_fills_missing_captions(tools, make, folder, switch, expe
 def test_a_caption_that_matches_no_picture_is_an_error_unless_switched_off(tools, make, folder):
     tools.save(folder / "a.png")
     (folder / "b.txt").write_text("about nothing")
-    with pytest.raises(DataError, match=r"match no picture: b\.txt"):
+    with pytest.raises(DataError, match=r"match no image: b\.txt"):
         make().setup("fit")
     report = make(missing_captions="filename").report()
-    assert "note      1 captions" in report and "match no picture" in report and "    b.txt" in report
+    assert "note      1 captions" in report and "match no image" in report and "    b.txt" in report
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])

@@ -59,8 +59,8 @@ def test_what_does_not_stop_the_training_is_a_note_of_its_report(tools, make, fo
     data = make()
     data.setup("fit")
     assert data.data_report.images_used == 2
-    assert "note      1 of 3 pictures" in data.report() and "broken.jpg: empty file" in data.report()
-    assert "error " not in data.report() and "~" not in data.report(), "different pictures do not look the same"
+    assert "note      1 of 3 images" in data.report() and "broken.jpg: empty file" in data.report()
+    assert "error " not in data.report() and "~" not in data.report(), "different images do not look the same"
 
 
 def test_problems_of_the_class_pictures_and_masks_are_listed_beside_the_users(tools, make, folder, tmp_path):
@@ -78,7 +78,7 @@ def test_embedded_pictures_that_differ_are_not_called_the_same(make):
     assert "look the same" not in report
 
 
-# Held-out pictures --------------------------------------------------------------------------------------------------
+# Held-out images --------------------------------------------------------------------------------------------------
 
 
 def fill(tools, folder, numbers):
@@ -112,7 +112,7 @@ def test_at_least_one_picture_is_held_out_and_one_is_trained_on(tools, make, fol
     fill(tools, folder, range(3))
     assert len(names(make(validation_split=0.001))[1]) == 1
     assert held_out(["a"] * 5, 0.0) == set()
-    with pytest.raises(DataError, match=r"holds out all 1 pictures"):
+    with pytest.raises(DataError, match=r"holds out all 1 images"):
         held_out(["a"], 0.5)
 
 
@@ -136,7 +136,7 @@ def test_a_folder_of_held_out_pictures_is_not_trained_on_and_a_copy_is_noted(too
     data = make(validation_data_dir=str(folder / "val"))
     trained, held = names(data)
     assert trained == {f"{number}.png" for number in range(4)} and held == {"10.png", "11.png", "leak.png"}
-    assert "val_loss is of pictures that are trained on" in data.report() and "3 held out" in data.report()
+    assert "val_loss is of images that are trained on" in data.report() and "3 held out" in data.report()
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 2.0])

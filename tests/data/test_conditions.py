@@ -1,10 +1,7 @@
-"""Conditions of pictures: files by name or list, cut as their pictures are, and what is wrong with them."""
+"""Conditions of images: files by name or list, cut as their images are, and what is wrong with them."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ SIDES = [(80, 64), (96, 128), (64, 64), (128, 72)]
 
 
 def make_folder(folder: Path) -> tuple[Path, Path]:
-    """Pictures of several shapes whose red channel is a ramp, and their conditions, the same ramps in grey."""
+    """Images of several shapes whose red channel is a ramp, and their conditions, the same ramps in grey."""
     photos, conditions = folder / "photos", folder / "conditions"
     photos.mkdir(parents=True)
     conditions.mkdir()
@@ -44,7 +41,7 @@ def make_data(photos: Path, **options: Any) -> ImageCaptionData:
 
 
 def apart(batch: dict[str, Any]) -> float:
-    """How far the condition is from the picture's red channel, of 255, at most over the inner pixels."""
+    """How far the condition is from the image's red channel, of 255, at most over the inner pixels."""
     red: Tensor = (batch["pixel_values"][:, 0] + 1) * 127.5
     difference = (red - batch["conditioning"][:, 0].float()).abs()
     return float(difference[..., 2:-2, 2:-2].max())
@@ -74,7 +71,7 @@ def test_conditions_may_be_listed_in_metadata_beside_the_pictures(tmp_path: Path
     (photos / "metadata.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     data = make_data(photos)
     data.prepare()
-    assert data.data_report.images_used == len(SIDES)  # the conditions below the folder are no pictures
+    assert data.data_report.images_used == len(SIDES)  # the conditions below the folder are no images
     assert max(apart(batch) for batch in data.loader()) < 8
     assert data.has_condition_files
 
@@ -86,9 +83,9 @@ def grey(path: Path, size: tuple[int, int], value: int = 200) -> None:
 @pytest.mark.parametrize(
     ("break_one", "said"),
     [
-        (lambda folder: (folder / "1.png").unlink(), r"1 of 4 pictures .* have no condition, such as 1\.png"),
-        (lambda folder: grey(folder / "cup.png", (64, 64)), r"1 conditions match no picture, such as .*cup\.png"),
-        (lambda folder: grey(folder / "2.png", (64, 200)), r"2\.png is 64 x 200 and its picture 2\.png 64 x 64"),
+        (lambda folder: (folder / "1.png").unlink(), r"1 of 4 images .* have no condition, such as 1\.png"),
+        (lambda folder: grey(folder / "cup.png", (64, 64)), r"1 conditions match no image, such as .*cup\.png"),
+        (lambda folder: grey(folder / "2.png", (64, 200)), r"2\.png is 64 x 200 and its image 2\.png 64 x 64"),
         (lambda folder: grey(folder / "3.png", (128, 72), 0), r"3\.png is black everywhere"),
         (lambda folder: grey(folder / "3.png", (128, 72), 255), r"3\.png is white everywhere"),
         (lambda folder: grey(folder / "3.png", (128, 72), 9), r"3\.png is of one colour \(9, 9, 9\) everywhere"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +96,7 @@ def test_the_order_changes_with_epoch_and_seed_and_not_without_shuffle() -> None
 
 @pytest.fixture
 def source(make: Callable[..., ImageCaptionData], tools: SimpleNamespace, folder: Path) -> ImageCaptionData:
-    """Pictures of two shapes."""
+    """Images of two shapes."""
     for number in range(PICTURES):
         size = (64, 64) if number % 3 else (96, 48)
         tools.save(folder / f"{number}.png", tools.picture(*size, seed=number), f"a thing number {number}")
@@ -306,7 +303,7 @@ def test_a_bad_shard_is_named_and_stops_or_is_skipped(
         by_name(stream(folder, tmp_path).loader())
     with pytest.warns(UserWarning, match=f"skipped: the shard .*{bad.name} cannot be used: {what}$"):
         loaded = [batch["names"] for batch in stream(folder, tmp_path, on_bad_shard="skip").loader()]
-    assert len(list(itertools.chain(*loaded))) == PICTURES  # as many steps, other pictures in place of its four
+    assert len(list(itertools.chain(*loaded))) == PICTURES  # as many steps, other images instead of its four
     assert len(set(itertools.chain(*loaded))) == PICTURES - 4 and set(itertools.chain(*loaded)) < before.keys()
     for other in Path(folder).glob("64x64*.tar"):
         other.unlink()
@@ -356,7 +353,7 @@ def test_class_pictures_are_not_encoded(
     tools.save(folder / "a.png")
     tools.save(tmp_path / "class" / "b.png")
     data = make(class_data_dir=str(tmp_path / "class"), class_prompt="a thing")
-    with pytest.raises(DataError, match=r"shards hold no class pictures; take data.init_args.class_data_dir out"):
+    with pytest.raises(DataError, match=r"shards hold no class images; take data.init_args.class_data_dir out"):
         samples_of(data.index())
 
 
@@ -396,4 +393,4 @@ def test_the_command_encodes_and_a_config_trains_on_the_shards(
     with pytest.raises(SystemExit) as end:
         main(command)
     assert end.value.code == 1
-    assert "encode reads the pictures of an ImageCaptionData, got EncodedImageData" in capsys.readouterr().err
+    assert "encode reads the images of an ImageCaptionData, got EncodedImageData" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Hugging Face datasets, webdataset shards and embedded folders give the same as a folder of pictures."""
+"""Hugging Face datasets, webdataset shards and embedded folders give the same as a folder of images."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_shards_are_extracted_once_and_again_when_they_change(tools, make, shard
 
 
 def test_the_files_written_for_shards_are_counted(make, shards, tmp_path):
-    for expected in (7, 0):  # six pictures and metadata.jsonl, then nothing
+    for expected in (7, 0):  # six images and metadata.jsonl, then nothing
         data = make(train_data_dir=None, shards=str(shards / "data-*.tar"))
         data.setup("fit")
         folder = next((tmp_path / "cache" / "shards").iterdir())
@@ -128,7 +128,7 @@ def test_a_sample_without_caption_is_a_missing_caption(tools, make, tmp_path):
     assert captions(make(train_data_dir=None, shards=str(tmp_path / "a.tar"), missing_captions="empty")) == [""]
 
 
-@pytest.mark.parametrize("kind", ["absent", "no match", "no tar", "cut", "bad json", "no pictures"])
+@pytest.mark.parametrize("kind", ["absent", "no match", "no tar", "cut", "bad json", "no images"])
 def test_shards_that_cannot_be_read_are_named_and_leave_no_litter(make, shards, tmp_path, kind):
     target = shards / "data-001.tar"
     pattern = str(target)
@@ -144,7 +144,7 @@ def test_shards_that_cannot_be_read_are_named_and_leave_no_litter(make, shards, 
         write_shard(target, [("a.png", b"x"), ("a.json", b"{")])
     else:
         write_shard(target, [("a.txt", b"x")])
-    with pytest.raises(DataError, match=r"data-001|none-|a\.json|no pictures"):
+    with pytest.raises(DataError, match=r"data-001|none-|a\.json|no images"):
         make(train_data_dir=None, shards=pattern).setup("fit")
     assert not list((tmp_path / "cache").rglob("*.part"))
 

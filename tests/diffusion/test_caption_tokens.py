@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it makes torchvision's import work
-
-# isort: split
 from collections.abc import Callable
 
 import pytest

@@ -1,10 +1,7 @@
-"""Conditions of a ControlNet: made of pictures, cached, read from files, and what they may not be."""
+"""Conditions of a ControlNet: made of images, cached, read from files, and what they may not be."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import math
 from pathlib import Path
 from typing import Any

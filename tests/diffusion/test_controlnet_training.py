@@ -1,10 +1,7 @@
-"""ControlNetTraining through real Trainer fits: its losses, its pictures in diffusers, what does not fit."""
+"""ControlNetTraining through real Trainer fits: its losses, its images in diffusers, what does not fit."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +143,7 @@ def test_a_controlnet_of_another_family_or_autoencoder_is_one_sentence(sd: str, 
         ControlNetTraining(sdxl, controlnet_model_name_or_path=of_sd).configure_model()
     unet = StableDiffusionPipeline.from_pretrained(sd, safety_checker=None).unet
     ControlNetModel.from_unet(unet).save_pretrained(tmp_path / "eight")
-    with pytest.raises(ModelError, match=r"shrinks conditions by 8, and the autoencoder of .* pictures by 2"):
+    with pytest.raises(ModelError, match=r"shrinks conditions by 8, and the autoencoder of .* images by 2"):
         ControlNetTraining(sd, controlnet_model_name_or_path=str(tmp_path / "eight")).configure_model()
     with pytest.raises(ModelError, match="does not load as a ControlNet"):
         ControlNetTraining(sd, controlnet_model_name_or_path=str(tmp_path)).configure_model()

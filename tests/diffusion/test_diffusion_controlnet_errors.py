@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +109,7 @@ def test_a_controlnet_of_another_kind_is_one_sentence(transformers: Folder, tmp_
     config = {**of_flux.config, "_use_default_values": []}  # which would win
     FluxControlNetModel.from_config(config | {"num_mode": 3}).save_pretrained(tmp_path / "union")
     FluxControlNetModel.from_config(config | {"pooled_projection_dim": 8}).save_pretrained(tmp_path / "other")
-    for name, said in (("union", "reads more than one picture's latents"), ("other", "its pooled_projection_dim is 8")):
+    for name, said in (("union", "reads more than one image's latents"), ("other", "its pooled_projection_dim is 8")):
         with pytest.raises(ModelError, match=said):
             make_module(transformers("flux"), controlnet_model_name_or_path=str(tmp_path / name))
     shutil.rmtree(tmp_path / "sd3")

@@ -1,10 +1,7 @@
-"""DiffusionControlNet in every family that has one: files, pictures, resume, half precision."""
+"""DiffusionControlNet in every family that has one: files, images, resume, half precision."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import math
 from collections.abc import Callable
 from pathlib import Path

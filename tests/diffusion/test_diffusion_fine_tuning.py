@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +63,7 @@ def test_the_transformer_is_trained_and_nothing_else(folder: str, tmp_path: Path
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert len(moved) > 0.8 * len(before)
     still = {name for name, p in module.transformer.named_parameters() if p.requires_grad} - moved
-    assert still <= {"x_pad_token"}  # Z-Image's, which a picture of a multiple of 32 tokens does not read
+    assert still <= {"x_pad_token"}  # Z-Image's, which an image of a multiple of 32 tokens does not read
     assert all(torch.equal(was, now) for was, now in zip(others, frozen, strict=True))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +121,7 @@ def test_the_loss_falls(sd3: str, tmp_path: Path) -> None:
 
     before = loss()
     fit(module, tmp_path, steps=30)
-    assert loss() < 0.95 * before  # the output layer is frozen, and the pictures are noise
+    assert loss() < 0.95 * before  # the output layer is frozen, and the images are noise
 
 
 def test_held_out_pictures_have_one_loss_whatever_the_batch(sd3: str, tmp_path: Path) -> None:
@@ -213,7 +210,7 @@ def test_a_u_net_and_a_transformer_are_told_apart(sd3: str, sd: str) -> None:
 def test_a_picture_size_that_does_not_fit_is_one_sentence(sd3: str, side: int, words: str) -> None:
     module, batch = make_module(sd3), make_batch()
     batch["pixel_values"] = torch.zeros(2, 3, side, side)
-    with pytest.raises(ModelError, match=rf"pictures of {side} x {side} pixels .*{words}"):
+    with pytest.raises(ModelError, match=rf"images of {side} x {side} pixels .*{words}"):
         example_losses(module, batch)
 
 

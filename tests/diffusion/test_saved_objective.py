@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it defines operators that torchvision's import needs
-
-# isort: split
 import json
 from collections.abc import Callable
 from pathlib import Path

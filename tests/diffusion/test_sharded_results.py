@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: torchvision's import needs it
-
-# isort: split
 import warnings
 from pathlib import Path
 from typing import Any

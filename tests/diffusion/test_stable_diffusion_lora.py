@@ -1,10 +1,7 @@
-"""StableDiffusionLoRA through real Trainer fits: what is trained, what is kept, and that pictures do not disturb it."""
+"""StableDiffusionLoRA through real Trainer fits: what is trained, what is kept, and that images do not disturb it."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import math
 import random
 from collections.abc import Callable
@@ -340,7 +337,7 @@ DROPOUT = {"lora_dropout": 0.3, "train_text_encoder": True}
     [
         *(("adamw", {}), ("adamw", {"use_ema": True}), ("adamw", DROPOUT)),
         *(("prodigy", {}), ("schedule-free", {}), ("schedule-free", {"use_ema": True})),
-        # Pictures swap no weights for Prodigy, as for AdamW, and draw no random numbers for any optimizer.
+        # Images swap no weights for Prodigy, as for AdamW, and draw no random numbers for any optimizer.
         pytest.param("prodigy", {"use_ema": True}, marks=pytest.mark.long),
         pytest.param("prodigy", DROPOUT, marks=pytest.mark.long),
         pytest.param("schedule-free", DROPOUT, marks=pytest.mark.long),
@@ -467,7 +464,7 @@ def test_bf16_mixed_keeps_the_lora_and_the_autoencoder_in_float32(
     assert bool(torch.isfinite(module.sample(["a red cup"], [0])).all())
 
 
-# Pictures -----------------------------------------------------------------------------------------------------------
+# Images -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_sample_has_the_right_shape_and_range_and_repeats(sd: str) -> None:
@@ -645,7 +642,7 @@ def test_the_exported_lora_draws_the_same_pictures_in_plain_diffusers(tmp_path: 
     before = draw()
     plain.load_lora_weights(str(tmp_path / "lora.safetensors"))
     after = draw()
-    # The file holds float16, so the pictures are close, not equal; 8 bits a channel are 4e-3.
+    # The file holds float16, so the images are close, not equal; 8 bits a channel are 4e-3.
     assert (after - pictures).abs().mean() < 2e-3
     assert (after - before).abs().mean() > 10 * (after - pictures).abs().mean()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import json
 import shutil
 from pathlib import Path
@@ -41,7 +38,7 @@ def make_data(root: Path, pictures: Path | None = None, **arguments: Any) -> Ima
 
 
 def make_module(root: Path, base: str | None = None, **arguments: Any) -> StableDiffusionLoRA:
-    """On this base, or on the random one that lies beside the pictures."""
+    """On this base, or on the random one that lies beside the images."""
     seed_everything(3, verbose=False)
     quick = {"rank": 4, "learning_rate": 1e-2, "validation_steps": 2, "num_inference_steps": 2}
     return StableDiffusionLoRA(base or str(root / "sd"), **(quick | arguments))
@@ -55,7 +52,7 @@ def make_trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
 
 @pytest.fixture
 def pictures(tmp_path: Path, sd: str) -> Path:
-    """Twelve pictures of the embedded brand, with captions, and beside them a pipeline with random weights."""
+    """Twelve images of the embedded brand, with captions, and beside them a pipeline with random weights."""
     (tmp_path / "sd").symlink_to(sd)
     return copy_pictures(tmp_path / "photos", 12)
 
@@ -124,7 +121,7 @@ def test_the_loss_is_equal_on_two_ranks(pictures: Path, tmp_path: Path) -> None:
 def test_test_gives_the_same_loss_and_nothing_held_out_is_one_sentence(pictures: Path, tmp_path: Path) -> None:
     (result,) = make_trainer(tmp_path).test(make_module(tmp_path), datamodule=make_data(tmp_path), verbose=False)
     assert result["test_loss"] == validate(tmp_path, make_trainer(tmp_path))
-    with pytest.raises(DataError, match=r"^no pictures are held out.*validation_split"):
+    with pytest.raises(DataError, match=r"^no images are held out.*validation_split"):
         validate(tmp_path, make_trainer(tmp_path), validation_split=0.0)
 
 

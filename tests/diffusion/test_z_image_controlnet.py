@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -75,7 +75,7 @@ def test_the_transformer_loads_as_stable_diffusion_3_and_learned_to_see_noise(ma
     text, _, pooled, _ = pipeline.encode_prompt(["a red mug"] * 8, None, None, do_classifier_free_guidance=False)
     with torch.no_grad():  # at the last step the velocity is the noise less an unknown image
         velocity = pipeline.transformer(noise, text, pooled, torch.full((8,), 1000.0)).sample
-    assert (velocity - noise).square().mean() < 1.3  # 1 for the best guess of a image of unit variance, 2 for zeros
+    assert (velocity - noise).square().mean() < 1.3  # 1 for the best guess of an image of unit variance, 2 for zeros
 
 
 def test_the_judge_loads_and_scores(made: Path) -> None:

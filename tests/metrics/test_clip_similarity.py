@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import copy
 import doctest
 import json
@@ -169,7 +166,7 @@ def test_image_problems_are_found_by_kind() -> None:
     images[1, 0, 0, 0] = float("inf")
     images[2] = 1 / 255
     images[3] = torch.tensor([0.1, 0.9, 0.5]).view(3, 1, 1)
-    images[4, 1:] = 0  # one channel is enough to be a picture
+    images[4, 1:] = 0  # one channel is enough to be an image
     problems = find_image_problems(images.half())
     assert [(p.index, p.problem) for p in problems] == [(1, "not finite"), (2, "black"), (3, "constant")]
     assert find_image_problems(images[:0]) == []

@@ -5,9 +5,6 @@ PAIRS_SEED chooses the array (unset: the week of the year), PAIRS_MINUTES how lo
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import datetime
 import itertools
 import os

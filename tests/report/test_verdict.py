@@ -55,7 +55,7 @@ def test_what_the_fine_tune_check_found_is_named_beside_the_gain() -> None:
     found = [FineTuneFinding(check, "", "") for check in ("bleeding", "colour_shift", "rank_unused")]
     said = judge(record([0.6, 0.62, 0.61, 0.63], fine_tune=FineTuneResult("", found)))
     assert said.kind == "learned" and said.tone == "mixed"
-    assert said.sentence.endswith("; but see What to mend: bleeding, colour shift.")
+    assert said.sentence.endswith("; but see What to fix: bleeding, colour shift.")
     harmless = judge(record([0.6, 0.62, 0.61, 0.63], fine_tune=FineTuneResult("", found[2:])))
     assert harmless.tone == "good" and "mend" not in harmless.sentence
 
@@ -77,7 +77,7 @@ def test_forgetting_must_be_clear_and_large() -> None:
     hardly = judge(record(HIGH, scores={"prior_clip_t": Paired([0.9] * 4, [0.88, 0.879, 0.88, 0.881])}))
     assert hardly.kind == "learned" and "hardly lower" in hardly.sentence
     unclear = judge(record(HIGH, scores={"prior_clip_t": Paired([0.9] * 4, [0.9, 0.9, 0.9, 0.1])}))
-    assert unclear.kind == "learned"  # one broken picture of four is within its noise
+    assert unclear.kind == "learned"  # one broken image of four is within its noise
 
 
 def test_pictures_of_the_training_set_that_ignore_the_prompt_are_memorised() -> None:
@@ -101,9 +101,9 @@ def test_a_loss_that_is_not_finite_or_far_above_its_beginning_has_diverged(end: 
 def test_without_a_score_it_says_why() -> None:
     assert "RunReport has no clip_model" in judge(record()).sentence
     assert "no such judge" in judge(record(notes=["no CLIP score: no such judge"])).sentence
-    assert "no pictures were drawn" in judge(record(pictures=[])).sentence
+    assert "no images were drawn" in judge(record(pictures=[])).sentence
     one = record(scores={"clip_t": Paired([0.1], [0.9])})
-    assert judge(one).kind == "not scored" and "one picture" in judge(one).sentence
+    assert judge(one).kind == "not scored" and "one image" in judge(one).sentence
 
 
 def test_a_run_that_has_not_ended_has_no_verdict() -> None:

@@ -39,20 +39,20 @@ class FineTuneCheck(Callback):
     colour_shift, text_encoder_drift, rank_unused or rank_full, each with its figure and a config line.
 
     It samples the same prompts and seeds before the first step and after the last, and compares them with one another
-    and with the training pictures. Findings go to the log, to RunReport's page and to
+    and with the training images. Findings go to the log, to RunReport's page and to
     `<default_root_dir>/fine_tune.json`. The training is not disturbed. Works with any LightningModule that has
-    `sample(prompts, seeds)`; what a module or data module cannot give (training pictures, caption embeddings, LoRA
+    `sample(prompts, seeds)`; what a module or data module cannot give (training images, caption embeddings, LoRA
     layers) is left out.
 
     Args:
         prompts: Prompts with the trigger word; unset means the module's `validation_prompts`.
-        class_prompts: Prompts without it, whose pictures must stay as they were; unset means `prompts` without the
+        class_prompts: Prompts without it, whose images must stay as they were; unset means `prompts` without the
             trigger word (`an object` where no other word names the thing), where the data module knows one.
-        num_images: Pictures of each prompt.
+        num_images: Images of each prompt.
         seed: The first seed.
         clip_model: The model that scores: an open_clip name, a local folder, or `embedded:clip`.
         clip_pretrained: Weights of that model: an open_clip tag or a local file.
-        reference_images: Training pictures to compare with, from the data module's `reference_images`.
+        reference_images: Training images to compare with, from the data module's `reference_images`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FineTuneCheck(Callback):
         self._sets: list[list[str]] = []
 
     def prompts_drawn(self, trainer: Trainer) -> list[str]:
-        """The prompts of the pictures, with the trigger word and without."""
+        """The prompts of the images, with the trigger word and without."""
         prompts = find_prompts(trainer.lightning_module, self.prompts)
         return [*prompts, *self._plain_prompts(trainer, prompts)]
 

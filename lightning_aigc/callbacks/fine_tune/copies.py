@@ -1,8 +1,8 @@
-"""Memorised training pictures: samples that are nearer to a training picture than training pictures are to another.
+"""Memorised training images: samples that are nearer to a training image than training images are to another.
 
-Legend: N samples, M training pictures, P values of a reduced picture.
+Legend: N samples, M training images, P values of a reduced image.
 Source: the nearest neighbour compared with the usual distance, as in Carlini et al., Extracting Training Data from
-Diffusion Models, arXiv:2301.13188, section 4.2. Distances here are of reduced pictures, so that a shift by a pixel
+Diffusion Models, arXiv:2301.13188, section 4.2. Distances here are of reduced images, so that a shift by a pixel
 counts little.
 """
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 SIDE = 16
-"""Pixels per side to which pictures are reduced."""
+"""Pixels per side to which images are reduced."""
 COPY_RATIO = 0.5
-"""A sample is a copy below this share of the usual distance between a training picture and its nearest neighbour."""
+"""A sample is a copy below this share of the usual distance between a training image and its nearest neighbour."""
 LEAST_DISTANCE = 1e-3
-"""Root mean square distance, of 1, below which two training pictures are duplicates and tell no usual distance."""
+"""Root mean square distance, of 1, below which two training images are duplicates and tell no usual distance."""
 
 
 def copy_ratios(samples_N3HW: Tensor, training_M3HW: Tensor) -> Tensor | None:
-    """Each sample's distance to its nearest training picture over the usual one [N]; None for fewer than two pictures.
+    """Each sample's distance to its nearest training image over the usual one [N]; None for fewer than two images.
 
-    Mirrored training pictures count as well. Pictures of any size, in 0..1.
+    Mirrored training images count as well. Images of any size, in 0..1.
     """
     if len(training_M3HW) < 2:
         return None

@@ -16,9 +16,9 @@ LEAST_LEARNED = 0.02
 MOST_FORGOTTEN = 0.1
 """Share of the class prompts' CLIP-T that a run may cost; the demo's bar."""
 LEAST_BLED = 0.1
-"""Rise of the class prompts' CLIP-I to the training pictures below which nothing bleeds."""
+"""Rise of the class prompts' CLIP-I to the training images below which nothing bleeds."""
 MOST_BLED = 0.25
-"""Rise of the class prompts' CLIP-I to the training pictures, over that of the trained prompts."""
+"""Rise of the class prompts' CLIP-I to the training images, over that of the trained prompts."""
 COPIED_SHARE = 0.25
 """Share of copies among the samples."""
 MOST_SHIFTED = 0.1
@@ -77,7 +77,7 @@ def summary(figures: Figures) -> str:
         )
         parts.append(f"their colours {_shift(figures.plain):+.3f}")
     if figures.copy_ratios:
-        parts.append(f"{_copies(figures)} of {len(figures.copy_ratios)} samples copy a training picture")
+        parts.append(f"{_copies(figures)} of {len(figures.copy_ratios)} samples copy a training image")
     if figures.text_drift is not None:
         parts.append(f"text drift {figures.text_drift:.2f}")
     if figures.ranks:
@@ -127,7 +127,7 @@ def _bled(figures: Figures) -> FineTuneFinding | None:
         return None
     return FineTuneFinding(
         "bleeding",
-        f"prompts without the trigger word grow like the training pictures too (CLIP-I {plain:+.3f}, "
+        f"prompts without the trigger word grow like the training images too (CLIP-I {plain:+.3f}, "
         f"{plain / trained:.0%} of the trained prompts'): the look bleeds into the class",
         "data.init_args.trigger_word: a rare word, and data.init_args.class_data_dir",
     )
@@ -138,9 +138,9 @@ def _copied(figures: Figures) -> FineTuneFinding | None:
         return None
     return FineTuneFinding(
         "memorised",
-        f"{_copies(figures)} of {len(figures.copy_ratios)} samples are copies of a training picture: nearer to one "
+        f"{_copies(figures)} of {len(figures.copy_ratios)} samples are copies of a training image: nearer to one "
         f"than {COPY_RATIO:g} times the distance between two of them",
-        "fewer model.init_args.max_train_steps (CLIPConvergenceGuard stops at the best), a lower rank, more pictures",
+        "fewer model.init_args.max_train_steps (CLIPConvergenceGuard stops at the best), a lower rank, more images",
     )
 
 
@@ -149,7 +149,7 @@ def _shifted(figures: Figures) -> FineTuneFinding | None:
         return None
     return FineTuneFinding(
         "colour_shift",
-        f"pictures of prompts without the trigger word changed their brightness, tint or contrast by "
+        f"images of prompts without the trigger word changed their brightness, tint or contrast by "
         f"{_shift(figures.plain):+.3f} of 1",
         "model.init_args.noise_offset: 0.05 at most, or a lower model.init_args.learning_rate",
     )

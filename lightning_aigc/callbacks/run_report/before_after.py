@@ -1,4 +1,4 @@
-"""BeforeAfter: pictures of the same prompts and seeds before and after a training, and their scores."""
+"""BeforeAfter: images of the same prompts and seeds before and after a training, and their scores."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class BeforeAfter:
     """What one run drew before its first step and after its last.
 
     Args:
-        prompts: by what names of scores and pictures begin with: `""`, and `prior_` for unrelated prompts.
-        num_images: pictures of each set of prompts, rounded up so that each prompt has as many.
-        seed: the first picture's.
-        images_shown: pictures of each prompt that are kept.
+        prompts: by what names of scores and images begin with: `""`, and `prior_` for unrelated prompts.
+        num_images: images of each set of prompts, rounded up so that each prompt has as many.
+        seed: the first image's.
+        images_shown: images of each prompt that are kept.
     """
 
     def __init__(self, prompts: Mapping[str, Sequence[str]], num_images: int, seed: int, images_shown: int) -> None:
@@ -39,7 +39,7 @@ class BeforeAfter:
         self.images: dict[str, Tensor] = {}
         """Thumbnails by kind and time, such as `prior_before`."""
         self.scores: dict[str, list[float]] = {}
-        """Of each picture, such as `clip_t_before`."""
+        """Of each image, such as `clip_t_before`."""
         self.ruined: dict[str, list[str]] = {}
         """A word for each ruined image, by kind and time."""
         self.recognition = (math.nan, math.nan)
@@ -57,7 +57,7 @@ class BeforeAfter:
     ) -> None:
         """Sample and score each set of prompts. Collective.
 
-        Args: note: gets the reason where sampling would take too long; then there are no more pictures.
+        Args: note: gets the reason where sampling would take too long; then there are no more images.
         """
         if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self.images):
             return
@@ -145,7 +145,7 @@ class BeforeAfter:
         return float((before - after).norm(dim=1).mean() / apart) if apart > 0 else math.nan
 
     def pictures(self) -> list[Picture]:
-        """The pictures that the page shows, of both times."""
+        """The images that the page shows, of both times."""
         found = []
         for kind, prompts in self.prompts.items():
             sets = [self.images.get(kind + when) for when in WHENS]
@@ -167,7 +167,7 @@ class BeforeAfter:
     def load(
         self, images_before: Mapping[str, Tensor], scores: Mapping[str, Any], looks: Mapping[str, Any] | None = None
     ) -> None:
-        """Load a checkpoint's; older ones have a mean where newer ones have a score for each picture."""
+        """Load a checkpoint's; older ones have a mean where newer ones have a score for each image."""
         if looks is not None:
             self.recognition = (float(looks["recognition"][0]), float(looks["recognition"][1]))
             self.ruined = {key: list(words) for key, words in looks["ruined"].items()}

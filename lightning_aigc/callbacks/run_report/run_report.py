@@ -1,6 +1,6 @@
 """RunReport: what a fit did, as a table in the terminal, `summary.json`, `report.json`, and one `report.html`.
 
-It samples the same pictures before the first step and after the last, and scores them.
+It samples the same images before the first step and after the last, and scores them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from lightning_aigc.report.summary import summary_of, summary_table
 
 REPORT_FILE = "report.html"
 REFERENCE_IMAGES = 64
-"""Training pictures that CLIP-I compares with."""
+"""Training images that CLIP-I compares with."""
 
 
 class RunReport(Callback):
     """Leaves `summary.json`, `report.json` and `report.html` in the run's `default_root_dir`.
 
-    Works with any LightningModule; pictures and scores need `sample(prompts, seeds)`, without which they are left out.
-    Each picture is drawn on one of the ranks. A resumed run reports on the whole run: what was measured before it, and
+    Works with any LightningModule; images and scores need `sample(prompts, seeds)`, without which they are left out.
+    Each image is drawn on one of the ranks. A resumed run reports on the whole run: what was measured before it, and
     all its curves, are in its checkpoints. Callbacks and strategies with `report_entries()` add to the page.
 
     Args:
@@ -55,10 +55,10 @@ class RunReport(Callback):
             unset means no score.
         clip_pretrained: Weights of that model: an open_clip tag or a file.
         prompts: Prompts to score; unset means the module's `validation_prompts`.
-        prior_prompts: Prompts unrelated to the training pictures, whose score shows what the model forgot.
-        num_images: Pictures sampled for each set of prompts, in equal numbers for each prompt.
-        seed: Seed of the first picture.
-        images_shown: Pictures of each prompt in the report.
+        prior_prompts: Prompts unrelated to the training images, whose score shows what the model forgot.
+        num_images: Images sampled for each set of prompts, in equal numbers for each prompt.
+        seed: Seed of the first image.
+        images_shown: Images of each prompt in the report.
     """
 
     callback_order = LATE  # reads rates after AdaptiveLR set them, and the end after the guard's last check
@@ -96,7 +96,7 @@ class RunReport(Callback):
         self._snapshots: ExactSnapshot | None = None
 
     def prompts_drawn(self, trainer: Trainer) -> list[str]:
-        """The prompts of the pictures."""
+        """The prompts of the images."""
         return [*find_prompts(trainer.lightning_module, self.prompts), *self.prior_prompts]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -134,7 +134,7 @@ class RunReport(Callback):
     # Measuring -------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prepare for the pictures of step 0, which a SampleGrid may draw before this callback's `on_train_start`."""
+        """Prepare for the images of step 0, which a SampleGrid may draw before this callback's `on_train_start`."""
         if self._is_off:
             return
         found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -168,7 +168,7 @@ class RunReport(Callback):
     def on_sample_images(
         self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
     ) -> None:
-        """Score the pictures of a SampleGrid, for the logger and the progress bar, and keep report.json up to date."""
+        """Score the images of a SampleGrid, for the logger and the progress bar, and keep report.json up to date."""
         if self._is_off:
             return
         if self._judge is not None:
@@ -238,7 +238,7 @@ class RunReport(Callback):
         self._resumed = state_dict or None
 
     def _asked(self) -> dict[str, Any]:
-        """What the pictures before training depend on."""
+        """What the images before training depend on."""
         return {
             "prompts": [list(self.prompts or ()), list(self.prior_prompts)],
             "pictures": [self.num_images, self.images_shown, self.seed],
@@ -256,7 +256,7 @@ class RunReport(Callback):
         self._earlier_blocked_ms = list(state.get("blocked_ms", []))
         self._notes += [note for note in state["notes"] if note not in self._notes]
         if state["asked"] != self._asked():
-            self._note(f"before was measured at step {trainer.global_step}: other pictures were asked for until there")
+            self._note(f"before was measured at step {trainer.global_step}: other images were asked for until there")
             return False
         self._pictures.load(state["before"], state["measured"], state.get("looks"))
         return True
@@ -282,6 +282,6 @@ class RunReport(Callback):
         record.looks = self._pictures.looks() if record.pictures else None
         record.lora = result_file(trainer, pl_module)
         if record.snapshots is not None and self._snapshots is not None and self._snapshots.resumed_step >= 0:
-            taken = len(self._blocked_ms()) + 1  # and the one that this fit goes on from
+            taken = len(self._blocked_ms()) + 1  # and the one that this fit continues from
             record.snapshots = dataclasses.replace(record.snapshots, taken=taken, blocked_ms=self._blocked_ms())
         return record

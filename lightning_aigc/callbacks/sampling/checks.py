@@ -1,4 +1,4 @@
-"""Warn of pictures that are black, of one colour, or not finite, with their names and the likely remedy."""
+"""Warn of images that are black, of one colour, or not finite, with their names and the likely remedy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["REMEDIES", "ImageProblem", "check_images"]
 REMEDIES: dict[Problem, str] = {
     "not finite": "an autoencoder in float16 overflows, run it in float32; if it is in float32 already, the training "
     "diverged: lower the learning rate",
-    "black": "an autoencoder in float16 overflows, run it in float32; a safety checker also blackens pictures",
+    "black": "an autoencoder in float16 overflows, run it in float32; a safety checker also blackens images",
     "constant": "the training diverged or the latents are wrongly scaled: lower the learning rate and look at the "
-    "picture of step 0",
+    "image of step 0",
 }
 _NAMES_SHOWN = 3
 
 
 def check_images(images_N3HW: Tensor, names: list[str] | None = None, module: object = None) -> list[ImageProblem]:
-    """Find broken pictures and warn once for each kind of problem; returns them in order.
+    """Find broken images and warn once for each kind of problem; returns them in order.
 
-    images_N3HW: floating point in 0..1. names: what to call each picture, such as its prompt and seed. module: what
+    images_N3HW: floating point in 0..1. names: what to call each image, such as its prompt and seed. module: what
     drew them; its `image_remedies`, if it has any, name its own config keys.
     Warns: ImageWarning, whose text starts with the kind: "black", "constant" or "not finite".
     """
@@ -37,5 +37,5 @@ def check_images(images_N3HW: Tensor, names: list[str] | None = None, module: ob
             shown = ", ".join(found[:_NAMES_SHOWN]) + (
                 f" and {len(found) - _NAMES_SHOWN} more" * (len(found) > _NAMES_SHOWN)
             )
-            warnings.warn(f"{kind} pictures ({len(found)} of {len(images_N3HW)}): {shown}. {remedy}", ImageWarning, 2)
+            warnings.warn(f"{kind} images ({len(found)} of {len(images_N3HW)}): {shown}. {remedy}", ImageWarning, 2)
     return problems

@@ -1,4 +1,4 @@
-"""Pairs of prompt and seed: sample their pictures, each rank a share, and gather pictures and scores on every rank."""
+"""Pairs of prompt and seed: sample their images, each rank a share, and gather images and scores on every rank."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_aigc.sharding.own_class import own_class
 
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
-    "picture for each pair, [N, 3, H, W] in 0..1"
+    "image for each pair, [N, 3, H, W] in 0..1"
 )
 Pair = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class SampledPairs:
-    """The pictures of all pairs in their order, whichever rank drew them."""
+    """The images of all pairs in their order, whichever rank drew them."""
 
     images: Tensor
     """float32 [N, 3, H, W] in 0..1, on the CPU."""
@@ -56,14 +56,14 @@ def find_prompts(pl_module: LightningModule, prompts: Sequence[str] | None) -> l
 
 
 def set_references(judge: CLIPSimilarity, trainer: Trainer, count: int, device: torch.device) -> None:
-    """Let a judge compare with `count` of the data module's training pictures, where it hands out any."""
+    """Let a judge compare with `count` of the data module's training images, where it hands out any."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasReferenceImages):
         judge.set_reference_images(data.reference_images(count).to(device))
 
 
 def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
-    """Sample the picture of each pair, float32 [N, 3, H, W] on the device where the module returned them.
+    """Sample the image of each pair, float32 [N, 3, H, W] on the device where the module returned them.
 
     Raises: ModelError when the module returned something else.
     """
@@ -91,8 +91,8 @@ def sample_on_all_ranks(
     The training is not disturbed: random states and modes of modules come back.
 
     Args:
-        judge: scores the pictures, on every rank or on none.
-        warn_of_broken: whether the judge warns of pictures that cannot be right; without, leave that to `check_images`.
+        judge: scores the images, on every rank or on none.
+        warn_of_broken: whether the judge warns of images that cannot be right; without, leave that to `check_images`.
     Raises: SamplingTooSlow on every rank, where sampling would take too long on any.
     """
     rank, world = trainer.global_rank, trainer.world_size
@@ -107,7 +107,7 @@ def sample_on_all_ranks(
 
 
 def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[Pair]) -> Tensor | None:
-    """This rank's pictures, None where it has no pair: every rank comes to the decision, whatever it drew."""
+    """This rank's images, None where it has no pair: every rank comes to the decision, whatever it drew."""
     images, slow = None, None
     try:
         with gathered_weights(pl_module), isolate_rng(pl_module.device), evaluating(pl_module):
@@ -120,7 +120,7 @@ def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[
 
 
 def _score(judge: CLIPSimilarity, images_N3HW: Tensor, share: Sequence[Pair], warn_of_broken: bool) -> Tensor:
-    """CLIP-T and CLIP-I of each picture, [2, N]."""
+    """CLIP-T and CLIP-I of each image, [2, N]."""
     with warnings.catch_warnings():
         if not warn_of_broken:
             warnings.simplefilter("ignore")
@@ -137,11 +137,11 @@ def _gather(
     *,
     has_judge: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """Scores [2, count] and pictures [count, 3, H, W] of all ranks, in the order of the pairs."""
+    """Scores [2, count] and images [count, 3, H, W] of all ranks, in the order of the pairs."""
     device = pl_module.device
     per_rank = -(-count // world)
     size = torch.tensor((0, 0) if images_N3HW is None else images_N3HW.shape[2:], device=device, dtype=torch.int32)
-    height, width = _all_gather(pl_module, size).amax(0).tolist()  # a rank without pictures does not know it
+    height, width = _all_gather(pl_module, size).amax(0).tolist()  # a rank without images does not know it
     padded = torch.zeros(per_rank, 3, height, width, device=device)
     if images_N3HW is not None:
         padded[: len(images_N3HW)] = images_N3HW.to(device)
@@ -150,7 +150,7 @@ def _gather(
         padded_scores = torch.zeros(2, per_rank, device=device)
         if scores_2N is not None:
             padded_scores[:, : scores_2N.shape[1]] = scores_2N
-        # Rank r drew the pairs r, r + world, ...: its e-th picture is number e * world + r.
+        # Rank r drew the pairs r, r + world, ...: its e-th image is number e * world + r.
         scores = _all_gather(pl_module, padded_scores).permute(1, 2, 0).reshape(2, -1)[:, :count]
     images = _all_gather(pl_module, padded).transpose(0, 1).flatten(0, 1)[:count]
     return scores, images

@@ -1,4 +1,4 @@
-"""Write a picture as a PNG with metadata, and hand it to the loggers."""
+"""Write an image as a PNG with metadata, and hand it to the loggers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_png(path: Path, picture: Image.Image, metadata: dict[str, Any]) -> Non
 
 
 def log_picture(trainer: Trainer, name: str, picture: Image.Image, step: int) -> None:
-    """Log a picture with every logger that takes pictures: TensorBoard, Weights & Biases, and those like them."""
+    """Log an image with every logger that takes images: TensorBoard, Weights & Biases, and those like them."""
     loggers: Sequence[Any] = trainer.loggers
     for logger in loggers:
         if callable(getattr(logger, "log_image", None)):  # WandbLogger

@@ -1,4 +1,4 @@
-"""Lay pictures out as one sheet, each with its caption under it."""
+"""Lay images out as one sheet, each with its caption under it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 SMALLEST_CELL_PX = 160
-"""Smaller pictures are enlarged by a whole factor, so that captions can be read."""
+"""Smaller images are enlarged by a whole factor, so that captions can be read."""
 LARGEST_CELL_PX = 512
-"""Larger pictures are shrunk."""
+"""Larger images are shrunk."""
 _MARGIN_PX = 8
 _FONT_PX = 13
 _CAPTION_LINES = 5
@@ -26,7 +26,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def draw_sheet(images_N3HW: Tensor, captions: Sequence[str], columns: int) -> Image.Image:
-    """One picture with `columns` pictures a row; newlines in captions are kept, long lines wrap.
+    """One image with `columns` images a row; newlines in captions are kept, long lines wrap.
 
     images_N3HW: floating point in 0..1; values outside are cut off, those not finite are black. Or uint8.
     """
@@ -54,13 +54,13 @@ def draw_sheet(images_N3HW: Tensor, captions: Sequence[str], columns: int) -> Im
 
 
 def as_shown(images_N3HW: Tensor) -> Tensor:
-    """The pictures as a sheet of them shows them, before it enlarges them: uint8 [N, 3, H, W] on the CPU."""
+    """The images as a sheet of them shows them, before it enlarges them: uint8 [N, 3, H, W] on the CPU."""
     small = [_shrunk(picture) for picture in to_pictures(images_N3HW)]
     return torch.from_numpy(np.stack([np.asarray(picture) for picture in small])).permute(0, 3, 1, 2).contiguous()
 
 
 def to_pictures(images_N3HW: Tensor) -> list[Image.Image]:
-    """8-bit pictures of images in 0..1, or of such as are 8-bit already."""
+    """8-bit images of images in 0..1, or of such as are 8-bit already."""
     levels_N3HW = images_N3HW.detach()
     if levels_N3HW.dtype is not torch.uint8:
         levels_N3HW = levels_N3HW.float().nan_to_num(0, 1, 0).clamp(0, 1).mul(255).round().byte()

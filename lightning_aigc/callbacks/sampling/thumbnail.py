@@ -1,4 +1,4 @@
-"""Small pictures for a page: uint8 tensors while a run is measured, data URIs in its record."""
+"""Small images for a page: uint8 tensors while a run is measured, data URIs in its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST_PNG = 128
 
 
 def thumbnail(picture_3HW: Tensor, largest_side: int = LARGEST_SIDE) -> Tensor:
-    """A picture in 0..1 as the page shows it: uint8 on the CPU, no side longer than `largest_side`."""
+    """An image in 0..1 as the page shows it: uint8 on the CPU, no side longer than `largest_side`."""
     array = picture_3HW.detach().clamp(0, 1).nan_to_num(0).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
     picture = Image.fromarray(array)
     picture.thumbnail((largest_side, largest_side))

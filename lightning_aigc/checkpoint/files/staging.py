@@ -1,4 +1,4 @@
-"""Staging of a snapshot in host memory: what is copied before training goes on, and what beside it.
+"""Staging of a snapshot in host memory: what is copied before training continues, and what beside it.
 
 `torch.distributed.checkpoint.staging` has the same purpose for whole state_dicts; here the memory is laid out as the
 file will be, is reused by the next snapshot, and tensors that no step writes soon are copied beside training.

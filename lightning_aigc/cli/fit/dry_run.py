@@ -64,7 +64,7 @@ class DryRun(Callback):
             print(f"loss: {float(loss):.4f}")
         loss = trainer.callback_metrics.get("val_loss")
         if loss is not None:
-            print(f"val_loss: {float(loss):.4f} (of the first batch of held-out pictures)")
+            print(f"val_loss: {float(loss):.4f} (of the first batch of held-out images)")
         print(f"dry run: {files_written(trainer)}; leave out --dry_run to train")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -20,7 +20,7 @@ def refuse_placeholders(blocks: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{', '.join(found)} still {'says' if len(found) == 1 else 'say'} {words}, the example's: set your own"
             " (a rare trigger word or null, prompts that show it, the name of the file), or let"
-            " `lightning init photos/ -o my.yaml` write a config for your pictures"
+            " `lightning init photos/ -o my.yaml` write a config for your images"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether all ranks run the same training: equal versions, settings and pictures, compared before the first step.
+"""Whether all ranks run the same training: equal versions, settings and images, compared before the first step.
 
 Ranks that differ would hang at the first collective that only some of them reach, or train apart without a word.
 """
@@ -80,9 +80,9 @@ def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, st
         for name, value in data.lora_metadata().items():
             if isinstance(value, (tuple, list)):  # the captions, which may be a million
                 digest = hashlib.sha256(repr(value).encode()).hexdigest()[:8]
-                yield f"the pictures' {name}", f"{len(value)} with hash {digest}"
+                yield f"the images' {name}", f"{len(value)} with hash {digest}"
             else:
-                yield f"the pictures' {name}", repr(value)
+                yield f"the images' {name}", repr(value)
 
 
 def differences(everybody: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:

@@ -23,9 +23,9 @@ def where_to_look(trainer: Any, module: Any) -> list[str]:
     brings_report = isinstance(module, HasValidationPrompts)
     parts = []
     if any(isinstance(c, SampleGrid) for c in found) or (brings_report and module.validation_prompts):
-        parts.append("pictures in samples/")
+        parts.append("images in samples/")
     if any(isinstance(c, CLIPConvergenceGuard) for c in found):
-        parts.append("scored pictures in guard/")
+        parts.append("scored images in guard/")
     if brings_report or any(isinstance(c, RunReport) for c in found):
         parts.append(f"{REPORT_FILE} at the end; the page so far: lightning report {root} -o {root / REPORT_FILE}")
     lines = [f"run: {root}" + (f" ({', '.join(parts)})" if parts else "")]

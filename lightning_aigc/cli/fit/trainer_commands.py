@@ -137,7 +137,7 @@ def _quiet_known_warnings() -> None:
         ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
         ".*Found .* module\\(s\\) in eval mode at the start of training.*",  # the frozen parts, on purpose
         ".*You have set `max_epochs`.*",
-        ".*is smaller than the logging interval.*",  # an epoch of few pictures; the steps go on through epochs
+        ".*is smaller than the logging interval.*",  # an epoch of few images; the steps go on through epochs
         "(?s).*Unable to serialize instance.*",  # a scheduler given by name
         ".*Consider setting `persistent_workers.*",
     ):

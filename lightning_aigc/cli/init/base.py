@@ -1,4 +1,4 @@
-"""The base model that a config is written for: where it is, its family and its pictures' side."""
+"""The base model that a config is written for: where it is, its family and its images' side."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def is_embedded(base: Base) -> bool:
 
 
 def _side_of(pipeline: Path, family: Family) -> int:
-    """The side of the pictures that a pipeline folder was made for: latents times the autoencoder's step.
+    """The side of the images that a pipeline folder was made for: latents times the autoencoder's step.
 
     Raises: ModelError for configs that cannot be read, or do not say it.
     """

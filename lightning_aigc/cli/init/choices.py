@@ -1,4 +1,4 @@
-"""What `lightning init` decides for a folder of pictures, a base model and a card, each choice with its reason."""
+"""What `lightning init` decides for a folder of images, a base model and a card, each choice with its reason."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def choose(
     trigger = _trigger_word(look, trigger_word)
     memory, memory_reason = values.memory
     chosen = [
-        Choice("trainer.default_root_dir", f"runs/{name}", "pictures, snapshots, report and the LoRA go here"),
+        Choice("trainer.default_root_dir", f"runs/{name}", "images, snapshots, report and the LoRA go here"),
         Choice("trainer.plugins.init_args.memory", memory, f"{card.reason}: {memory_reason}"),
         Choice("model.init_args.pretrained_model_name_or_path", base.source, base.reason),
         *_schedule(look, pictures_a_step),
         Choice("model.init_args.validation_prompts", _prompts(look, str(trigger.value)), _prompts_reason(look)),
         Choice("model.init_args.output_name", name, f"you get {name}_best.safetensors and {name}.safetensors"),
-        Choice("data.init_args.train_data_dir", look.folder, f"{len(look.sizes)} usable pictures"),
+        Choice("data.init_args.train_data_dir", look.folder, f"{len(look.sizes)} usable images"),
         *_shapes(look, base),
         trigger,
         _captions(look),
@@ -77,10 +77,10 @@ def _schedule(look: FolderLook, pictures_a_step: int) -> list[Choice]:
     limit = ", the least" if steps > wanted else ", the most" if steps < wanted else ""
     rate, why = (1e-4, "the usual rate of a LoRA; AdaptiveLR looks for a better one from here")
     if count < FEW_PICTURES:
-        rate, why = 5e-5, f"half the usual rate: fewer than {FEW_PICTURES} pictures are learnt by heart sooner"
+        rate, why = 5e-5, f"half the usual rate: fewer than {FEW_PICTURES} images are learnt by heart sooner"
     return [
         Choice("model.init_args.max_train_steps", steps,
-               f"each picture is seen {looks} times, {pictures_a_step} a step{limit}; the guard stops sooner"),
+               f"each image is seen {looks} times, {pictures_a_step} a step{limit}; the guard stops sooner"),
         Choice("model.init_args.learning_rate", rate, why),
         Choice("model.init_args.lr_warmup_steps", min(50, steps // 10), "a tenth of the steps, 50 at most"),
         Choice("model.init_args.validation_steps", every, "some six times in the run"),
@@ -94,23 +94,23 @@ def _shapes(look: FolderLook, base: Base) -> list[Choice]:
     side = base.side
     least = min(side, 256)
     resolution = max(least, min(side, look.side // 64 * 64))
-    why = f"what the base was trained at; the median picture has the area of {look.side} x {look.side}"
+    why = f"what the base was trained at; the median image has the area of {look.side} x {look.side}"
     if look.side < least:
-        why = f"the median picture has the area of {look.side} x {look.side} and is enlarged: larger ones learn better"
+        why = f"the median image has the area of {look.side} x {look.side} and is enlarged: larger ones learn better"
     elif resolution < side:
-        why = f"below the base's {side}: the median picture has the area of {look.side} x {look.side} only"
+        why = f"below the base's {side}: the median image has the area of {look.side} x {look.side} only"
     longest = max(1024, resolution * 3 // 2)
     settings = BucketSettings(resolution, max_bucket_reso=longest)
     shapes = bucket_shapes(settings)
     used = {(p.width, p.height) for p in (place(width, height, settings, shapes) for width, height in look.sizes)}
     several = used != {(resolution, resolution)}
     is_square = all(width == height for width, height in look.sizes)
-    alone = "all are square" if is_square else f"{resolution} x {resolution} is the bucket of each picture"
+    alone = "all are square" if is_square else f"{resolution} x {resolution} is the bucket of each image"
     listed = ", ".join(f"{width} x {height}" for width, height in sorted(used)[:4]) + (" ..." if len(used) > 4 else "")
     return [
         Choice("data.init_args.resolution", resolution, why),
         Choice("data.init_args.enable_bucket", several, f"shapes: {listed}" if several else alone),
-        Choice("data.init_args.max_bucket_reso", longest, "the longest side that a picture may have"),
+        Choice("data.init_args.max_bucket_reso", longest, "the longest side that an image may have"),
     ]
 
 
@@ -129,14 +129,12 @@ def _trigger_word(look: FolderLook, given: str | None) -> Choice:
 def _captions(look: FolderLook) -> Choice:
     key, without = "data.init_args.missing_captions", len(look.sizes) - len(look.written)
     if not look.written:
-        return Choice(key, "trigger", "no picture has a caption: all learn on the trigger word; captions do better")
+        return Choice(key, "trigger", "no image has a caption: all learn on the trigger word; captions do better")
     if without or look.orphans:
-        found = [f"{without} of {len(look.sizes)} pictures have no caption and learn on the trigger word"] * bool(
-            without
-        )
-        found += [f"{len(look.orphans)} captions match no picture, such as {look.orphans[0]}"] if look.orphans else []
+        found = [f"{without} of {len(look.sizes)} images have no caption and learn on the trigger word"] * bool(without)
+        found += [f"{len(look.orphans)} captions match no image, such as {look.orphans[0]}"] if look.orphans else []
         return Choice(key, "trigger", "; ".join(found))
-    return Choice(key, "error", "every picture has a caption, and training stops if one gets lost")
+    return Choice(key, "error", "every image has a caption, and training stops if one gets lost")
 
 
 def _prompts(look: FolderLook, trigger: str) -> list[str]:
@@ -149,13 +147,13 @@ def _prompts(look: FolderLook, trigger: str) -> list[str]:
 
 def _prompts_reason(look: FolderLook) -> str:
     own = "two captions, then " if look.written else ""
-    return f"{own}the trigger word in places that your pictures may not show"
+    return f"{own}the trigger word in places that your images may not show"
 
 
 def _held_out(look: FolderLook) -> Choice:
     key, count = "data.init_args.validation_split", len(look.sizes)
     if count < HELD_OUT_FROM:
-        return Choice(key, 0.0, f"no picture is held out: {count} are too few to spare any")
+        return Choice(key, 0.0, f"no image is held out: {count} are too few to spare any")
     return Choice(
-        key, HELD_OUT, f"{round(count * HELD_OUT)} of {count} pictures are held out: val_loss rises on them first"
+        key, HELD_OUT, f"{round(count * HELD_OUT)} of {count} images are held out: val_loss rises on them first"
     )

@@ -1,4 +1,4 @@
-"""`lightning init`: look at a folder of pictures and write a config for it."""
+"""`lightning init`: look at a folder of images and write a config for it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LISTED = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
-    parser.description = "Look at a folder of pictures and write a config for it that needs no editing."
-    parser.add_argument("folder", metavar="PHOTOS", help="pictures, each with a .txt beside it, or metadata.jsonl")
+    parser.description = "Look at a folder of images and write a config for it that needs no editing."
+    parser.add_argument("folder", metavar="PHOTOS", help="images, each with a .txt beside it, or metadata.jsonl")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: FOLDER'S NAME.yaml)")
     parser.add_argument(
         "--base", default="sd15", help=f"{', '.join(SHORT)}, a hub id, a folder or a checkpoint (default: sd15)"
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_shipped(values.template)
     pictures_a_step = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
     choices = choose(look, base, card, values, pictures_a_step, args.trigger_word, name)
-    found = f"{len(look.sizes)} pictures, {len(look.written)} with a caption"
+    found = f"{len(look.sizes)} images, {len(look.written)} with a caption"
     lines = [f"lightning fit -c {output} --dry_run     # look before you train", f"lightning fit -c {output}"]
     head = "\n".join(
         [

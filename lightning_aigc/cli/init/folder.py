@@ -1,4 +1,4 @@
-"""What a folder of pictures holds: sizes, captions, what cannot be used, and a trigger word."""
+"""What a folder of images holds: sizes, captions, what cannot be used, and a trigger word."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _WORD = re.compile(r"[^\W\d_]\w*")
 
 @dataclass(frozen=True)
 class FolderLook:
-    """The usable pictures of a folder and what is said about them."""
+    """The usable images of a folder and what is said about them."""
 
     folder: str
     """As the user gave it."""
     sizes: list[tuple[int, int]]
-    """Width and height of each usable picture."""
+    """Width and height of each usable image."""
     captions: list[str | None]
-    """The caption of each usable picture."""
+    """The caption of each usable image."""
     rejected: list[tuple[str, str]]
-    """Name and reason of each picture that cannot be used."""
+    """Name and reason of each image that cannot be used."""
     orphans: list[str]
-    """Captions that match no picture."""
+    """Captions that match no image."""
 
     @property
     def written(self) -> list[str]:
@@ -45,25 +45,25 @@ class FolderLook:
 
     @property
     def side(self) -> int:
-        """The median over pictures of the side of a square of the same area, in pixels."""
+        """The median over images of the side of a square of the same area, in pixels."""
         return int(statistics.median((width * height) ** 0.5 for width, height in self.sizes))
 
 
 def look_at(given: str, cache_dir: Path) -> FolderLook:
-    """Find, decode and caption the folder's pictures, as training will.
+    """Find, decode and caption the folder's images, as training will.
 
-    Raises: ConfigError or DataError for no folder, no picture, or none that can be read.
+    Raises: ConfigError or DataError for no folder, no image, or none that can be read.
     """
     folder = Path(given).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise ConfigError(f"the picture folder {printable(given)} {what}; give the folder that holds your pictures")
+        raise ConfigError(f"the image folder {printable(given)} {what}; give the folder that holds your images")
     found = find_pictures(folder.absolute(), ".txt", "text", 1)
     if not found.pictures:
         others = found.other_files + len(found.orphan_captions)
         there = f"{others} other files are there" if others else "it is empty"
         raise DataError(
-            f"no pictures in {printable(given)} ({there}); put .jpg, .png or .webp pictures of your product there"
+            f"no images in {printable(given)} ({there}); put .jpg, .png or .webp images of your product there"
         )
     results = PictureVerifier(folder.absolute(), cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
     sizes, captions, rejected = [], [], []
@@ -76,7 +76,7 @@ def look_at(given: str, cache_dir: Path) -> FolderLook:
     if not sizes:
         name, reason = rejected[0]
         raise DataError(
-            f"none of the {len(rejected)} pictures in {printable(given)} can be read ({name}: {reason}); export them"
+            f"none of the {len(rejected)} images in {printable(given)} can be read ({name}: {reason}); export them"
             " again as .jpg or .png"
         )
     return FolderLook(given, sizes, captions, rejected, [printable(name) for name in found.orphan_captions])

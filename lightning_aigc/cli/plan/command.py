@@ -207,7 +207,7 @@ def _larger_buckets(plan: Plan) -> list[str]:
         return []
     return [
         f"Latency and launches count once a bucket: with bucket_mb: {best}, {mode} is modelled at "
-        f"{efficiency(best):.1%} in place of {now:.1%}."
+        f"{efficiency(best):.1%} instead of {now:.1%}."
     ]
 
 

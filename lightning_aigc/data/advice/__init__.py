@@ -1,4 +1,4 @@
-"""Advice on training pictures and captions: what they will teach that nobody asked for. Each check is one function."""
+"""Advice on training images and captions: what they will teach that nobody asked for. Each check is one function."""
 
 from __future__ import annotations
 

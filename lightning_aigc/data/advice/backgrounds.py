@@ -1,4 +1,4 @@
-"""Backgrounds: one behind all pictures, or several plain ones that no caption names. Measured on border pixels."""
+"""Backgrounds: one behind all images, or several plain ones that no caption names. Measured on border pixels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_aigc.data.advice.dataset_summary import Material
 
 LEAST_PICTURES = 4
 BLOCKS = 4
-"""Blocks per side of a picture; the twelve at its border are looked at."""
+"""Blocks per side of an image; the twelve at its border are looked at."""
 ONE_BACKGROUND = 15.0
-"""Root mean square difference of border colours (of 255) below which two pictures have the same background."""
+"""Root mean square difference of border colours (of 255) below which two images have the same background."""
 OTHER_BACKGROUND = 40.0
 """The same, above which they have different ones."""
 ALIKE_SHARE = 0.9
@@ -31,7 +31,7 @@ _PLACE = re.compile(
 
 
 def check_backgrounds(material: Material) -> list[str]:
-    """Report one background behind all pictures while a prompt asks for another, or several without names."""
+    """Report one background behind all images while a prompt asks for another, or several without names."""
     if len(material.samples) < LEAST_PICTURES:
         return []
     borders = np.stack([_border(pixels) for pixels in material.pixels])
@@ -68,8 +68,8 @@ def _one_background(material: Material, borders: NDArray[np.float64]) -> list[st
         return []
     colour = ", ".join(f"{value:.0f}" for value in np.median(usual, axis=0))
     return [
-        f"{alike:.0%} of the pictures have the same background (border colour {colour}), and {elsewhere[0]!r} asks for "
-        "another: the trigger word learns the background with the thing; add pictures in other places, or train only "
+        f"{alike:.0%} of the images have the same background (border colour {colour}), and {elsewhere[0]!r} asks for "
+        "another: the trigger word learns the background with the thing; add images in other places, or train only "
         "the thing by data.init_args.mask_dir or use_alpha_mask: true"
     ]
 
@@ -88,7 +88,7 @@ def _unnamed_backgrounds(material: Material, borders: NDArray[np.float64]) -> li
     if _named(several, captions) >= NAMED_SHARE * sum(map(len, several)):
         return []
     return [
-        f"the pictures stand on {len(several)} plain backgrounds, and no word of their captions tells which "
+        f"the images stand on {len(several)} plain backgrounds, and no word of their captions tells which "
         f"({material.looked_at[plain[several[0][0]]].caption!r} and "
         f"{material.looked_at[plain[several[1][0]]].caption!r} are two): the trigger word learns all of them, and a "
         "prompt cannot choose; name the background in each caption, as in `a zorp mug on white`"
@@ -108,7 +108,7 @@ def _groups(colours: Sequence[NDArray[np.float64]]) -> list[list[int]]:
 
 
 def _named(groups: Sequence[Sequence[int]], captions: Sequence[set[str]]) -> int:
-    """The number of pictures whose caption has a word that stands, more than once, in captions of their group alone."""
+    """The number of images whose caption has a word that stands, more than once, in captions of their group alone."""
     group_of = {i: number for number, group in enumerate(groups) for i in group}
     found: dict[str, list[int]] = {}
     for i, number in group_of.items():

@@ -9,7 +9,7 @@ from lightning_aigc.data.advice.dataset_summary import Material, named
 SILENT_SHARE = 0.5
 """Share of captions without content from which they are reported."""
 ALIKE_FROM = 10
-"""Pictures from which one caption for all is reported; with fewer it is DreamBooth's usual instance prompt."""
+"""Images from which one caption for all is reported; with fewer it is DreamBooth's usual instance prompt."""
 _GENERIC = frozenset(
     ("a", "an", "the", "of", "on", "in", "by", "with", "and", "photo", "photograph", "picture", "image")
 )
@@ -31,7 +31,7 @@ def check_captions(material: Material) -> list[str]:
     if len(names) >= SILENT_SHARE * total:
         return [
             f"{len(names)} of {total} captions are file names of a camera ({named(names)}): they name nothing in the "
-            "picture; write captions, or set data.init_args.missing_captions: trigger"
+            "image; write captions, or set data.init_args.missing_captions: trigger"
         ]
     is_one_word = len(set(captions)) == 1 and len(_content(captions[0], None)) == 1
     silent = total if is_one_word else sum(not _content(caption, material.trigger_word) for caption in captions)
@@ -39,11 +39,11 @@ def check_captions(material: Material) -> list[str]:
         return [
             f"{silent} of {total} captions say nothing beyond the trigger word (such as {captions[0]!r}): the word "
             "learns the thing, its place and its light at once, and no prompt can separate them; name in each caption "
-            "what the picture shows, as in `a zorp mug on white` (data.init_args.caption_extension: .txt)"
+            "what the image shows, as in `a zorp mug on white` (data.init_args.caption_extension: .txt)"
         ]
     if len(set(captions)) == 1 and total >= ALIKE_FROM:
         return [
-            f"all {total} captions are the same ({captions[0]!r}): nothing tells the pictures apart; name in each what "
+            f"all {total} captions are the same ({captions[0]!r}): nothing tells the images apart; name in each what "
             "differs between them (data.init_args.caption_extension: .txt)"
         ]
     return []

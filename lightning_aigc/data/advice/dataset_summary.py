@@ -1,4 +1,4 @@
-"""Material: what the data checks look at, and the pictures of a few samples, decoded once for all checks."""
+"""Material: what the data checks look at, and the images of a few samples, decoded once for all checks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.loader.buckets import BucketSettings
 
 LOOKED_AT = 48
-"""Pictures that are decoded; more would make the report of a large folder slow."""
+"""Images that are decoded; more would make the report of a large folder slow."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """The user's pictures without class pictures, and what the run will do with them."""
+    """The user's images without class images, and what the run will do with them."""
 
     samples: Sequence[Sample]
     trigger_word: str | None = None
     prompts: Sequence[str] = ()
     """Prompts that the run will sample; empty without a Trainer."""
     pictures_in_training: int | None = None
-    """Optimizer steps times user pictures in a step; None where the number of steps is unknown."""
+    """Optimizer steps times user images in a step; None where the number of steps is unknown."""
     enable_bucket: bool = True
 
     @functools.cached_property
@@ -37,7 +37,7 @@ class Material:
 
     @functools.cached_property
     def pixels(self) -> list[NDArray[np.uint8]]:
-        """The pictures of `looked_at` as training sees them, RGB [H, W, 3]."""
+        """The images of `looked_at` as training sees them, RGB [H, W, 3]."""
         return [load_pixels(sample, crop_offset(sample.placement))[0] for sample in self.looked_at]
 
 

@@ -21,9 +21,9 @@ from lightning_aigc.data.images.image_file import load_mask, load_picture
 MASKED = 127
 """Value of a mask, of 255, above which a pixel is the subject's."""
 LONGEST_SIDE = 640
-"""Pixels to which a picture is reduced for the detector."""
+"""Pixels to which an image is reduced for the detector."""
 LEAST_FACES = 0.25
-"""Share of pictures with a face from which they are pictures of people; the detector errs on a few others."""
+"""Share of images with a face from which they are images of people; the detector errs on a few others."""
 LEAST_SHARE_KEPT = 0.85
 """Share of a face's box that the crop must keep."""
 PIXELS_A_CELL = 8
@@ -33,7 +33,7 @@ LEAST_CELLS = 8
 measures that 8 cells keep 95 % of faces apart, 6 cells 86 %, 4 cells 72 %."""
 
 Box = tuple[float, float, float, float]
-"""Left, top, right, bottom as shares of the picture."""
+"""Left, top, right, bottom as shares of the image."""
 
 
 def check_faces(material: Material) -> list[str]:
@@ -55,12 +55,12 @@ def check_faces(material: Material) -> list[str]:
         return advice
     if cut:
         remedy = "crop them yourself" if material.enable_bucket else "set data.init_args.enable_bucket: true"
-        advice.append(f"the crop cuts a face or subject in {len(cut)} pictures ({named(cut)}): {remedy}")
+        advice.append(f"the crop cuts a face or subject in {len(cut)} images ({named(cut)}): {remedy}")
     if small:
         least = min(cells for _, cells in small)
         advice.append(
             f"the largest face or masked subject is smaller than {LEAST_CELLS} latent cells "
-            f"({LEAST_CELLS * PIXELS_A_CELL} pixels) in {len(small)} pictures ({named([name for name, _ in small])}; "
+            f"({LEAST_CELLS * PIXELS_A_CELL} pixels) in {len(small)} images ({named([name for name, _ in small])}; "
             f"{least:.1f} at the least): its eyes and mouth share cells and come out smeared; crop to the face, or "
             "raise data.init_args.resolution"
         )
@@ -68,7 +68,7 @@ def check_faces(material: Material) -> list[str]:
 
 
 def share_kept(face: Box, sample: Sample) -> float:
-    """The share of a face's box that stays in the training picture."""
+    """The share of a face's box that stays in the training image."""
     placement = sample.placement
     left, top = crop_offset(placement)
     kept = 1.0
@@ -82,7 +82,7 @@ def share_kept(face: Box, sample: Sample) -> float:
 
 
 def face_cells(face: Box, sample: Sample) -> float:
-    """A face's height in latent cells of the training picture."""
+    """A face's height in latent cells of the training image."""
     return (face[3] - face[1]) * sample.placement.scaled_height / PIXELS_A_CELL
 
 

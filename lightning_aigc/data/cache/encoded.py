@@ -1,4 +1,4 @@
-"""LatentCache and EmbeddingCache: encoded pictures and captions, on disk and, if small, in memory.
+"""LatentCache and EmbeddingCache: encoded images and captions, on disk and, if small, in memory.
 
 Shapes: N entries, F flips (1 or 2), C latent channels, h w latent pixels, B batch.
 """
@@ -126,7 +126,7 @@ class LatentCache(EncodedTensors):
         super().__init__(TensorCache(folder / "latents"), keys, groups)
 
     def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
-        """Encode the given rows that are not on disk yet. Raises: DataError naming a picture with NaN latents."""
+        """Encode the given rows that are not on disk yet. Raises: DataError naming an image with NaN latents."""
 
         def encode(positions: list[int]) -> list[Entry]:
             chosen = [rows[position] for position in positions]
@@ -138,14 +138,14 @@ class LatentCache(EncodedTensors):
                     f"got shape {list(moments_B2Chw.shape)}"
                 )
             for row, moments in zip(chosen, moments_B2Chw, strict=True):
-                require_finite(moments, f"the picture {self.samples[row % len(self.samples)].path}", _VAE_HINT)
+                require_finite(moments, f"the image {self.samples[row % len(self.samples)].path}", _VAE_HINT)
             entries = [{"latent_moments": moments} for moments in moments_B2Chw]
             made = encoder.make_conditions(torch.stack(pixels)) if isinstance(encoder, MakesConditions) else None
             if made is not None:
                 entries = [e | {"conditioning": one} for e, one in zip(entries, made.cpu(), strict=True)]
             return entries
 
-        title = "encoding pictures" if progress else None
+        title = "encoding images" if progress else None
         with torch.no_grad():
             keys = [self.keys[row] for row in rows]
             return self.cache.fill(keys, [self.groups[row] for row in rows], encode, batch_size, title)

@@ -29,7 +29,7 @@ class EncodedCaches:
     wants_text: bool
     batch_size: int
     flips: bool = False
-    """Whether latents of the mirrored pictures are wanted too."""
+    """Whether latents of the mirrored images are wanted too."""
     drops_captions: bool = False
     """Whether the empty caption is wanted too."""
     latents: LatentCache | None = None

@@ -11,7 +11,7 @@ from lightning_aigc.errors import DataError
 
 @runtime_checkable
 class Encoder(Protocol):
-    """Encodes pictures to latent moments and captions to embeddings; any LightningModule may implement it.
+    """Encodes images to latent moments and captions to embeddings; any LightningModule may implement it.
 
     Shapes: B batch, H W pixels, C latent channels, h w latent pixels, T tokens, D width.
     The methods run without gradients, outside the Trainer's precision context, in the model's current mode.
@@ -35,7 +35,7 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class MakesConditions(Protocol):
-    """Makes conditions of pictures, which are cached beside the latents; the identity names them as `condition`."""
+    """Makes conditions of images, which are cached beside the latents; the identity names them as `condition`."""
 
     def make_conditions(self, pixels_B3HW: Tensor) -> Tensor | None:
         """Make conditions of pixels in -1..1, uint8 [B, C, H, W]; None where they are files."""

@@ -17,7 +17,7 @@ CONDITION_KEY = "conditioning_image"
 
 
 class ListedCaptions:
-    """Captions by picture name; metadata.jsonl takes precedence over captions.csv.
+    """Captions by image name; metadata.jsonl takes precedence over captions.csv.
 
     What cannot be read goes to `problems`, a sentence each, so that one report has all of it.
     """
@@ -30,10 +30,10 @@ class ListedCaptions:
         self._from: list[dict[str, tuple[str, str]]] = [{}, {}]  # jsonl, csv: name -> (caption, where)
         self._taken: set[str] = set()
         self.conditions: dict[str, Path] = {}
-        """Files by picture name, of the key `conditioning_image` in metadata.jsonl."""
+        """Files by image name, of the key `conditioning_image` in metadata.jsonl."""
 
     def take(self, name: str) -> tuple[str, str] | None:
-        """The caption listed for a picture and where it stands, or None; marks the entry as used."""
+        """The caption listed for an image and where it stands, or None; marks the entry as used."""
         found = [entries[key] for entries in self._from if (key := comparable(name)) in entries]
         if not found:
             return None
@@ -41,7 +41,7 @@ class ListedCaptions:
         return found[0]
 
     def unused(self) -> list[str]:
-        """Entries that match no picture, each with its file and line."""
+        """Entries that match no image, each with its file and line."""
         left = {
             name: where for entries in self._from for name, (_, where) in entries.items() if name not in self._taken
         }
@@ -66,7 +66,7 @@ class ListedCaptions:
                     f"{where}: no key {self.caption_key!r}, got {sorted(row)}; "
                     "set data.init_args.caption_column to the key that holds the caption"
                 )
-                caption = "?"  # the picture is listed; the problem above stops the training
+                caption = "?"  # the image is listed; the problem above stops the training
             if not isinstance(caption, str):
                 self.problems.append(f"{where}: {self.caption_key!r} must be text, got {type(caption).__name__}")
                 caption = "?"
@@ -128,6 +128,6 @@ class ListedCaptions:
         self._from[source][name] = (caption, where)
 
     def _name(self, path: Path, file_name: str) -> str:
-        """The picture's name relative to the folder, as entries of the listing `path` are compared."""
+        """The image's name relative to the folder, as entries of the listing `path` are compared."""
         prefix = path.parent.relative_to(self.folder).as_posix()
         return comparable(os.path.normpath(f"{prefix}/{file_name}".replace("\\", "/")))

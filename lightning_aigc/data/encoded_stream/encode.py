@@ -1,6 +1,6 @@
-"""encode_shards: write pictures' latents and captions' embeddings as shards, each rank its own, resumable.
+"""encode_shards: write images' latents and captions' embeddings as shards, each rank its own, resumable.
 
-Which entry goes into which shard follows from the pictures alone, so any number of ranks writes the same files, a file
+Which entry goes into which shard follows from the images alone, so any number of ranks writes the same files, a file
 that is there is not made again, and no rank waits for another but the one that writes the index.
 """
 
@@ -43,7 +43,7 @@ class EncodeOptions:
     entries_per_shard: int = 1024
     batch_size: int = 8
     flips: bool = False
-    """Write the mirrored picture's latents too."""
+    """Write the mirrored image's latents too."""
     has_masks: bool = False
     use_alpha_mask: bool = False
     latents_dtype: torch.dtype = torch.float32
@@ -51,7 +51,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """The pictures of a shard."""
+    """The images of a shard."""
 
     width: int
     height: int
@@ -83,16 +83,14 @@ def written_in(folder: Path) -> Written:
 
 
 def samples_of(index: TrainingIndex) -> list[Sample]:
-    """The user's pictures, each as often as it repeats. Raises: DataError for class pictures, which shards lack."""
+    """The user's images, each as often as it repeats. Raises: DataError for class images, which shards lack."""
     if any(index.class_buckets):
-        raise DataError(
-            "shards hold no class pictures; take data.init_args.class_data_dir out, or train without shards"
-        )
+        raise DataError("shards hold no class images; take data.init_args.class_data_dir out, or train without shards")
     return [index.samples[row] for bucket in index.buckets for row in bucket]
 
 
 def plan_shards(samples: Sequence[Sample], entries_per_shard: int) -> list[PlannedShard]:
-    """Cut the pictures of each bucket into shards, mixed in an order that their content decides."""
+    """Cut the images of each bucket into shards, mixed in an order that their content decides."""
     by_bucket: dict[tuple[int, int], list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault((sample.placement.width, sample.placement.height), []).append(sample)
@@ -113,7 +111,7 @@ def encode_shards(
 ) -> tuple[int, int]:
     """Write this rank's shards that are not there yet; returns how many were written, and how many were there.
 
-    Raises: DataError for a picture that cannot be read, or latents that are not finite.
+    Raises: DataError for an image that cannot be read, or latents that are not finite.
     """
     options.folder.mkdir(parents=True, exist_ok=True)
     mine = plan_shards(samples, options.entries_per_shard)[rank::world_size]
@@ -123,13 +121,13 @@ def encode_shards(
     with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="picture", disable=rank != 0) as bar, torch.no_grad():
         for shard in todo:
             for stale in written.get(shard.name, ()):
-                (options.folder / stale.file).unlink()  # of other pictures
+                (options.folder / stale.file).unlink()  # of other images
             _write_shard(shard, encoder, options, bar.update)
     return len(todo), len(mine) - len(todo)
 
 
 def write_common(encoder: Encoder, references: Tensor, folder: Path) -> None:
-    """Write what all entries share: the empty caption's embeddings, and pictures that CLIP-I compares with."""
+    """Write what all entries share: the empty caption's embeddings, and images that CLIP-I compares with."""
     empty = without_padding({name: t[0].cpu().contiguous() for name, t in encoder.encode_captions([""]).items()})
     for file, tensors in (
         (COMMON, empty),
@@ -154,12 +152,12 @@ def finish(
         if time.monotonic() > until:
             raise DataError(
                 f"{len(missing)} of {len(planned)} shards are not in {options.folder}, such as {missing[0]}.tar:"
-                " another rank has stopped; run the same command again, it goes on where it was"
+                " another rank has stopped; run the same command again, it continues where it was"
             )
         time.sleep(min(WAIT_S, wait_s))
     shards = [shard for shard in found.values() if shard is not None]
     for stray in {p.name for p in options.folder.glob("*.tar")} - {shard.file for shard in shards}:
-        (options.folder / stray).unlink()  # of pictures that are gone
+        (options.folder / stray).unlink()  # of images that are gone
     manifest = Manifest(shards, encoder.encoder_identity(), options.flips, facts)
     write_text(options.folder / FILE, manifest.to_json(), durable=True)
     return manifest
@@ -198,7 +196,7 @@ class _Hashing:
 
 
 def _entries(samples: Sequence[Sample], encoder: Encoder, options: EncodeOptions) -> Iterator[bytes]:
-    """Each picture's entry as a safetensors file, with its texts and sizes in the header."""
+    """Each image's entry as a safetensors file, with its texts and sizes in the header."""
     device = getattr(encoder, "device", "cpu")
     for start in range(0, len(samples), options.batch_size):
         some = samples[start : start + options.batch_size]
@@ -208,7 +206,7 @@ def _entries(samples: Sequence[Sample], encoder: Encoder, options: EncodeOptions
         if options.flips:
             encoded["latent_moments_flipped"] = encoder.encode_pixels(pixels.flip(-1).to(device))
         for sample, moments in zip(some, encoded["latent_moments"], strict=True):
-            require_finite(moments, f"the picture {sample.path}", "set model.init_args.vae_dtype to float32")
+            require_finite(moments, f"the image {sample.path}", "set model.init_args.vae_dtype to float32")
         encoded = {name: moments.to("cpu", options.latents_dtype) for name, moments in encoded.items()}
         encoded |= {n: t.cpu() for n, t in encoder.encode_captions([sample.caption for sample in some]).items()}
         for at, (sample, (_, mask)) in enumerate(zip(some, loaded, strict=True)):

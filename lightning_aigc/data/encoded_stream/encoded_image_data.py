@@ -34,7 +34,7 @@ class EncodedImageData(LightningDataModule):
         shards_dir: Folder that `lightning encode` wrote, or its fsspec address, such as `s3://bucket/folder`.
         train_batch_size: Entries in a batch, on each device.
         validation_shards_dir: Another such folder, whose entries give `val_loss`.
-        random_flip: Mirror half of the pictures; wants `lightning encode --flips`.
+        random_flip: Mirror half of the images; wants `lightning encode --flips`.
         caption_dropout_rate: Share of captions replaced by the empty caption.
         shuffle_window: Entries of a rank within which the order is random; shards are shuffled whole.
         on_bad_shard: At a missing or damaged shard: stop, or skip to the next good one with a warning.
@@ -144,7 +144,7 @@ class EncodedImageData(LightningDataModule):
     # For callbacks
 
     def reference_images(self, count: int) -> Tensor:
-        """Up to `count` of the pictures that the encoder kept, float32 [N, 3, H, W] in 0..1."""
+        """Up to `count` of the images that the encoder kept, float32 [N, 3, H, W] in 0..1."""
         return self._read_file(self.shards_dir, REFERENCES)["images"][:count].float() / 255
 
     def example_batch(self, count: int) -> Batch:
@@ -153,7 +153,7 @@ class EncodedImageData(LightningDataModule):
         return self._dataset(self.shards_dir, is_training=False)[next(iter(sampler))]
 
     def lora_metadata(self) -> dict[str, Any]:
-        """Metadata on the training pictures for a LoRA file, by the field names of `LoRAMetadata`."""
+        """Metadata on the training images for a LoRA file, by the field names of `LoRAMetadata`."""
         return {**self.manifest(self.shards_dir).facts, "train_batch_size": self.train_batch_size}
 
     def picture_sizes(self) -> list[tuple[int, int]]:
@@ -212,11 +212,11 @@ class EncodedImageData(LightningDataModule):
         if differing:
             raise DataError(
                 f"{folder} was encoded with another {' and '.join(differing)} than the model's"
-                f" ({written.get(differing[0])}, not {own[differing[0]]}); encode the pictures with this model and"
+                f" ({written.get(differing[0])}, not {own[differing[0]]}); encode the images with this model and"
                 " precision, or give the model that they were encoded with"
             )
 
 
 def facts_of(datamodule: Any) -> dict[str, Any]:
-    """What a LoRA file's header says about the pictures, as JSON holds it."""
+    """What a LoRA file's header says about the images, as JSON holds it."""
     return {k: v for k, v in datamodule.lora_metadata().items() if k not in ("train_batch_size", "captions")}

@@ -46,9 +46,9 @@ class Manifest:
     identity: dict[str, str] = field(default_factory=dict)
     """The encoder's, which names the weights."""
     flips: bool = False
-    """Whether entries hold the mirrored picture's latents too."""
+    """Whether entries hold the mirrored image's latents too."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What a LoRA file's header says about the pictures."""
+    """What a LoRA file's header says about the images."""
 
     def buckets(self) -> dict[tuple[int, int], list[Shard]]:
         """The shards of each (width, height), in the order of their numbers."""
@@ -95,6 +95,6 @@ def read_manifest(folder: str, storage_options: dict[str, Any] | None = None) ->
         raise
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise DataError(
-            f"{address} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); encode the pictures"
+            f"{address} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); encode the images"
             " again, or give another folder"
         ) from error

@@ -29,8 +29,8 @@ class StreamDataset(Dataset[Batch]):
 
     Args:
         buckets: the shards of each bucket.
-        empty: the empty caption's embeddings, which caption dropout puts in place of others.
-        on_bad_shard: stop, or skip: entries of the bucket's next shard that is good come in place of a bad one's.
+        empty: the empty caption's embeddings, which caption dropout puts instead of others.
+        on_bad_shard: stop, or skip: entries of the bucket's next shard that is good come instead of a bad one's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StreamDataset(Dataset[Batch]):
     def _draw(
         self, plan: StreamPlan, shard: Shard, place: int, tensors: dict[str, Tensor], texts: dict[str, str]
     ) -> tuple[bool, dict[str, str]]:
-        """Whether to mirror the picture; the caption is dropped in place."""
+        """Whether to mirror the image; the caption is dropped in place."""
         if not self.random_flip and not self.caption_dropout_rate:
             return False, texts
         rng = random.Random(f"{self.seed}|{plan.epoch}|{shard.file}|{place}")

@@ -1,4 +1,4 @@
-"""Pair each picture with its condition: the file of its name in a folder, or the one that metadata.jsonl lists."""
+"""Pair each image with its condition: the file of its name in a folder, or the one that metadata.jsonl lists."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_aigc.data.index.sources import Picture
 from lightning_aigc.data.report.findings import Finding
 
 SHAPE_TOLERANCE = 0.02
-"""Share by which the aspect ratio of a condition may differ from its picture's, for rounding to whole pixels."""
-REMEDY = "give every picture a condition of its name in data.init_args.conditioning_data_dir"
+"""Share by which the aspect ratio of a condition may differ from its image's, for rounding to whole pixels."""
+REMEDY = "give every image a condition of its name in data.init_args.conditioning_data_dir"
 
 
 def pair_conditions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Set `condition` of the accepted pictures; yields what is missing or cannot be used."""
+    """Set `condition` of the accepted images; yields what is missing or cannot be used."""
     folder = settings.condition_folder
     if folder is None and all(p.condition is None for each in folders for p in each.used):
         return
@@ -45,13 +45,13 @@ def pair_conditions(folders: Sequence[CheckedFolder], settings: IndexSettings) -
         missing = [picture.name for picture, _ in accepted if picture.condition is None]
         if missing:
             names = ", ".join(printable(name) for name in missing[:3])
-            said = f"{len(missing)} of {len(accepted)} pictures in {each.shown} have no condition, such as {names}"
+            said = f"{len(missing)} of {len(accepted)} images in {each.shown} have no condition, such as {names}"
             yield Finding(said, REMEDY, stops=True)
         for problem in filter(None, (_problem(picture, info) for picture, info in accepted)):
-            yield Finding(problem, "make it again from its picture, or leave the picture out", stops=True)
+            yield Finding(problem, "make it again from its image, or leave the image out", stops=True)
     if by_name:
         names = ", ".join(printable(path) for path in list(by_name.values())[:3])
-        yield Finding(f"{len(by_name)} conditions match no picture, such as {names}", REMEDY, stops=True)
+        yield Finding(f"{len(by_name)} conditions match no image, such as {names}", REMEDY, stops=True)
 
 
 def _problem(picture: Picture, info: PictureInfo) -> str | None:
@@ -64,11 +64,11 @@ def _problem(picture: Picture, info: PictureInfo) -> str | None:
         return f"{shown} cannot be read: {error}"
     if abs(image.width * info.height / (image.height * info.width) - 1) > SHAPE_TOLERANCE:
         return (
-            f"{shown} is {image.width} x {image.height} and its picture {printable(picture.name)} {info.width} x"
+            f"{shown} is {image.width} x {image.height} and its image {printable(picture.name)} {info.width} x"
             f" {info.height}: another shape, so their crops would not fit"
         )
     if contrast(image) == 0:
         rgb = image.getpixel((0, 0))
         colour = "black" if rgb == (0, 0, 0) else "white" if rgb == (255, 255, 255) else f"of one colour {rgb}"
-        return f"{shown} is {colour} everywhere: it says nothing about its picture"
+        return f"{shown} is {colour} everywhere: it says nothing about its image"
     return None

@@ -16,7 +16,7 @@ from lightning_aigc.errors import DataError
 
 @dataclass(frozen=True)
 class Sample:
-    """One training picture. `original_size` is (height, width) in pixels after EXIF rotation."""
+    """One training image. `original_size` is (height, width) in pixels after EXIF rotation."""
 
     path: Path
     name: str
@@ -57,7 +57,7 @@ def load_pixels(
 
 
 def load_mask_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.uint8] | None:
-    """Load the sample's mask file [H, W], cropped like its picture; None without a mask file."""
+    """Load the sample's mask file [H, W], cropped like its image; None without a mask file."""
     if sample.mask is None:
         return None
     try:
@@ -67,7 +67,7 @@ def load_mask_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.ui
 
 
 def load_condition_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[np.uint8]:
-    """Load the sample's condition RGB [H, W, 3], cropped like its picture.
+    """Load the sample's condition RGB [H, W, 3], cropped like its image.
 
     Scaled by area, and repeated where it grows: lines of one pixel are neither ringed nor blurred.
     """

@@ -1,4 +1,4 @@
-"""Find pictures that are there twice: the same file by its content hash, the same look by a thumbnail.
+"""Find images that are there twice: the same file by its content hash, the same look by a thumbnail.
 
 Legend: N images, T values of a thumbnail.
 """
@@ -30,15 +30,15 @@ def duplicates(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Ite
             roles.setdefault(info.content_sha256, set()).add(folder.role)
     groups = {content: names for content, names in by_content.items() if len(names) > 1}
     if groups:
-        advice = "each copy counts as a picture of its own; keep one of each"
+        advice = "each copy counts as an image of its own; keep one of each"
         if any({"train", "validation"} <= roles[content] for content in groups):
-            advice += ", or val_loss is of pictures that are trained on"
+            advice += ", or val_loss is of images that are trained on"
         listed = [some(names, " = ") for names in groups.values()]
-        yield Finding(f"{len(groups)} pictures are there more than once", advice, listed)
+        yield Finding(f"{len(groups)} images are there more than once", advice, listed)
 
 
 def near_duplicates(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Pictures of the user's folder that look the same and are different files, such as a copy of another size."""
+    """Images of the user's folder that look the same and are different files, such as a copy of another size."""
     for folder in folders:
         if folder.role != "train" or len(folder.accepted) < 2:
             continue

@@ -1,4 +1,4 @@
-"""Decode a picture of any mode, depth or orientation, or give the reason why it is rejected."""
+"""Decode an image of any mode, depth or orientation, or give the reason why it is rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _limit_before: tuple[int | None, bool] = (None, False)
 
 
 class PictureRejectedError(Exception):
-    """A picture cannot be used; the message is the reason, as printed in the report."""
+    """An image cannot be used; the message is the reason, as printed in the report."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class PictureInfo:
     content_sha256: str
     notes: tuple[str, ...] = ()
     thumbnail: bytes = b""
-    """The picture shrunk to THUMBNAIL_SIDE pixels square, RGB, to find pictures that look the same."""
+    """The image shrunk to THUMBNAIL_SIDE pixels square, RGB, to find images that look the same."""
 
 
 def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
-    """Decode a picture completely, so that a bad file is found before training.
+    """Decode an image completely, so that a bad file is found before training.
 
     Raises: PictureRejectedError with the reason, and no other exception.
     """

@@ -1,4 +1,4 @@
-"""Find the mask of each picture."""
+"""Find the mask of each image."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_aigc.errors import DataError
 def find_masks(
     folder: Path | None, use_alpha_mask: bool, names: Sequence[str], report: DataReport
 ) -> list[Path | None]:
-    """The mask file with each picture's name, suffix aside; None for a picture without a mask.
+    """The mask file with each image's name, suffix aside; None for an image without a mask.
 
     Raises: DataError if the folder does not exist, no mask matches, or a mask cannot be used.
     """
@@ -35,7 +35,7 @@ def find_masks(
     report.masks = sum(mask is not None for mask in masks)
     if not report.masks:
         raise DataError(
-            f"no mask in {printable(folder)} has the name of a picture, such as "
+            f"no mask in {printable(folder)} has the name of an image, such as "
             f"{printable(Path(names[0]).with_suffix('.png'))}; rename them or remove data.init_args.mask_dir"
         )
     for mask in masks:

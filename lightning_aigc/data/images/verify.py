@@ -1,4 +1,4 @@
-"""PictureVerifier: decode every picture before training, in threads, and cache the results between runs."""
+"""PictureVerifier: decode every image before training, in threads, and cache the results between runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Stamp = list[int]  # size, mtime_ns, ctime_ns
 
 
 class PictureVerifier:
-    """Checks pictures; results are cached by (path, size, times) in one file per folder in the cache directory."""
+    """Checks images; results are cached by (path, size, times) in one file per folder in the cache directory."""
 
     def __init__(self, folder: Path, cache_dir: Path, max_image_pixels: int) -> None:
         self.max_image_pixels = max_image_pixels
@@ -37,7 +37,7 @@ class PictureVerifier:
         """Bytes of the file of results, if this object wrote it."""
 
     def verify(self, paths: Sequence[Path], progress: bool = False) -> list[PictureInfo | str]:
-        """For each path its PictureInfo, or the reason why the picture is rejected."""
+        """For each path its PictureInfo, or the reason why the image is rejected."""
         stamps = [_stamp(path) for path in paths]
         results = [self._recall(path, stamp) for path, stamp in zip(paths, stamps, strict=True)]
         unknown = [index for index, result in enumerate(results) if result is None]
@@ -48,7 +48,7 @@ class PictureVerifier:
                 if progress and len(unknown) > 2000:
                     from tqdm import tqdm
 
-                    checks = tqdm(checks, total=len(unknown), desc="checking pictures", unit="img")
+                    checks = tqdm(checks, total=len(unknown), desc="checking images", unit="img")
                 for index, result in zip(unknown, checks, strict=True):
                     results[index] = result
                     stamp = stamps[index]
@@ -78,11 +78,11 @@ class PictureVerifier:
                     info = PictureInfo(width, height, content, tuple(notes), base64.b64decode(thumbnail))
                     memory[path] = (stamp, info)
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}  # absent or damaged: check the pictures again
+            return {}  # absent or damaged: check the images again
         return memory
 
     def _save(self) -> None:
-        """Write the results; if that fails, the next run checks the pictures again."""
+        """Write the results; if that fails, the next run checks the images again."""
         text = json.dumps({path: [stamp, _plain(result)] for path, (stamp, result) in self._memory.items()})
         with contextlib.suppress(OSError):
             write_text(self.memory_file, text)

@@ -33,7 +33,7 @@ def check_choices(given: dict[str, Any]) -> None:
         )
     if given["validation_split"] and given["validation_data_dir"] is not None:
         raise DataError(
-            "data.init_args.validation_split and validation_data_dir both say which pictures are held out; set only one"
+            "data.init_args.validation_split and validation_data_dir both say which images are held out; set only one"
         )
     if given["missing_captions"] not in get_args(MissingCaptions):
         accepted = ", ".join(get_args(MissingCaptions))
@@ -46,7 +46,7 @@ def check_choices(given: dict[str, Any]) -> None:
     if given["missing_captions"] == "trigger" and not given["trigger_word"]:
         raise DataError("missing_captions='trigger' needs data.init_args.trigger_word")
     if given["class_prompt"] is not None and given["class_data_dir"] is None:
-        raise DataError("class_prompt needs data.init_args.class_data_dir, the folder of class pictures")
+        raise DataError("class_prompt needs data.init_args.class_data_dir, the folder of class images")
     if given["cache_latents"] and not given["center_crop"]:
         raise DataError(
             "cache_latents and center_crop: false exclude each other (a cached image has one crop); change one"

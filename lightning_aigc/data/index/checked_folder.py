@@ -1,4 +1,4 @@
-"""CheckedFolder: the pictures of one folder after each was decoded, with their captions; what the checks look at."""
+"""CheckedFolder: the images of one folder after each was decoded, with their captions; what the checks look at."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Role = Literal["train", "class", "validation"]
 
 @dataclass(frozen=True)
 class CheckedFolder:
-    """A folder's pictures: the accepted ones with what decoding told, and (name, reason) of the rejected ones."""
+    """A folder's images: the accepted ones with what decoding told, and (name, reason) of the rejected ones."""
 
     role: Role
     found: FoundPictures
@@ -40,7 +40,7 @@ class CheckedFolder:
 
 
 def check_folder(settings: IndexSettings, folder: Path, role: Role) -> CheckedFolder:
-    """Find a folder's pictures and captions, and decode every picture.
+    """Find a folder's images and captions, and decode every image.
 
     Raises: DataError for a folder that does not exist or cannot be listed.
     """

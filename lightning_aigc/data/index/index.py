@@ -1,4 +1,4 @@
-"""TrainingIndex: find, check and caption the pictures of the folders, place each in a bucket, and report."""
+"""TrainingIndex: find, check and caption the images of the folders, place each in a bucket, and report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Accepted = tuple[Picture, PictureInfo]
 
 @dataclass
 class TrainingIndex:
-    """All training samples, the user's first, then class pictures; buckets hold indices of `samples`."""
+    """All training samples, the user's first, then class images; buckets hold indices of `samples`."""
 
     samples: list[Sample]
     buckets: list[list[int]]
@@ -38,11 +38,11 @@ class TrainingIndex:
     has_masks: bool
     report: DataReport
     validation: list[Sample] = field(default_factory=list)
-    """The held-out pictures."""
+    """The held-out images."""
 
     @property
     def has_conditions(self) -> bool:
-        """Whether each picture has a condition file."""
+        """Whether each image has a condition file."""
         return self.samples[0].condition is not None
 
     def spread_samples(self, count: int) -> list[Sample]:
@@ -54,10 +54,10 @@ class TrainingIndex:
 
 
 def build_index(settings: IndexSettings) -> TrainingIndex:
-    """Find, check and place all pictures; the same folders give the same index on every rank.
+    """Find, check and place all images; the same folders give the same index on every rank.
 
     Raises: DataCheckError with everything that stops the training and the whole report, such as captions without a
-        picture or the reverse; DataError for a split or folder that cannot be.
+        image or the reverse; DataError for a split or folder that cannot be.
     """
     report = DataReport(printable(settings.shown_as))
     report.count_written(*settings.written)
@@ -91,7 +91,7 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
 
 
 def _check_folders(settings: IndexSettings, report: DataReport) -> list[CheckedFolder]:
-    """Open every picture of every folder, and run all checks on them."""
+    """Open every image of every folder, and run all checks on them."""
     folders = [check_folder(settings, settings.folder, "train")]
     if settings.class_folder is not None:
         folders.append(check_folder(settings, settings.class_folder, "class"))
@@ -133,7 +133,7 @@ def _fill_captions(settings: IndexSettings, folders: Sequence[CheckedFolder], re
 
 
 def _in_buckets(user: Sequence[tuple[Sample, int]], report: DataReport) -> TrainingIndex:
-    """The user's pictures, each as often as its repeats, in buckets of one shape."""
+    """The user's images, each as often as its repeats, in buckets of one shape."""
     shapes = sorted({(sample.placement.width, sample.placement.height) for sample, _ in user})
     buckets: list[list[int]] = [[] for _ in shapes]
     bucket_of = {shape: bucket for bucket, shape in enumerate(shapes)}
@@ -149,7 +149,7 @@ def _in_buckets(user: Sequence[tuple[Sample, int]], report: DataReport) -> Train
 
 
 def _add_class_pictures(index: TrainingIndex, pictures: Sequence[Accepted], settings: IndexSettings) -> None:
-    """Class pictures in the buckets of the user's, in proportion."""
+    """Class images in the buckets of the user's, in proportion."""
     if not pictures:
         return
     sizes = [(info.width, info.height) for _, info in pictures]
@@ -188,7 +188,7 @@ def _bucket_row(shape: tuple[int, int], items: list[int], class_items: list[int]
 
 
 def fill_captions(used: Sequence[Picture], switch: MissingCaptions, trigger_word: str) -> int:
-    """Give every used picture a caption, the empty one under "error". Returns: the number of pictures that had none."""
+    """Give every used image a caption, the empty one under "error". Returns: the number of images that had none."""
     without = [picture for picture in used if picture.caption is None]
     for picture in without:
         if switch == "filename":
@@ -199,7 +199,7 @@ def fill_captions(used: Sequence[Picture], switch: MissingCaptions, trigger_word
 
 
 def fill_class_captions(used: Sequence[Picture], class_prompt: str | None) -> None:
-    """Caption every class picture that has none with `class_prompt`."""
+    """Caption every class image that has none with `class_prompt`."""
     for picture in used:
         if picture.caption is None:
             picture.caption = class_prompt or ""

@@ -1,4 +1,4 @@
-"""IndexSettings: the arguments of ImageCaptionData that decide which pictures are trained on, and how each is cut."""
+"""IndexSettings: the arguments of ImageCaptionData that decide which images are trained on, and how each is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert Hugging Face datasets and webdataset shards, once, to a cached folder of pictures with metadata.jsonl.
+"""Convert Hugging Face datasets and webdataset shards, once, to a cached folder of images with metadata.jsonl.
 
 Checks, buckets and caches are then the same for every source.
 """
@@ -27,7 +27,7 @@ SAMPLES_FORMAT = 2
 
 
 def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, caption_key: str) -> Path:
-    """Extract the pictures and captions of .tar shards ("data/{000..009}.tar", or with * and ?) into the cache.
+    """Extract the images and captions of .tar shards ("data/{000..009}.tar", or with * and ?) into the cache.
 
     Raises: DataError for a shard that is absent or damaged.
     """
@@ -53,7 +53,7 @@ def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, ca
 
 
 def folder_from_dataset(name: str, split: str, image_column: str, caption_column: str, cache_dir: Path) -> Path:
-    """Write the pictures and captions of a Hugging Face dataset (hub name, or local folder) into the cache.
+    """Write the images and captions of a Hugging Face dataset (hub name, or local folder) into the cache.
 
     Raises: DataError if it cannot be loaded, or has no such split or columns.
     """
@@ -143,8 +143,8 @@ def _image_bytes(value: Any, name: str, number: int, column: str) -> bytes:
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
         return buffer.getvalue()
-    raise DataError(f"the dataset {name!r}, row {number}: {column!r} holds no picture; set data.init_args.image_column")
+    raise DataError(f"the dataset {name!r}, row {number}: {column!r} holds no image; set data.init_args.image_column")
 
 
 def _suffix(content: bytes) -> str:
-    return ".jpg" if content.startswith(b"\xff\xd8") else ".png"  # only a name: pictures are opened by their content
+    return ".jpg" if content.startswith(b"\xff\xd8") else ".png"  # only a name: images are opened by their content

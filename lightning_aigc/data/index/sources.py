@@ -1,4 +1,4 @@
-"""Find the pictures of a folder and their captions, from metadata.jsonl, else captions.csv, else sidecar files."""
+"""Find the images of a folder and their captions, from metadata.jsonl, else captions.csv, else sidecar files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at
 
 @dataclass
 class Picture:
-    """One picture file; `name` is its path relative to the folder."""
+    """One image file; `name` is its path relative to the folder."""
 
     path: Path
     name: str
@@ -33,7 +33,7 @@ class Picture:
 
 @dataclass
 class FoundPictures:
-    """Contents of a folder: pictures in order of their names, captions that match no picture, and notes."""
+    """Contents of a folder: images in order of their names, captions that match no image, and notes."""
 
     folder: Path
     pictures: list[Picture]
@@ -52,13 +52,13 @@ def find_pictures(
     excluded: tuple[Path, ...] = (),
     argument: str = "train_data_dir",
 ) -> FoundPictures:
-    """Find all candidate pictures below a folder with their captions, without hidden files and `excluded` folders.
+    """Find all candidate images below a folder with their captions, without hidden files and `excluded` folders.
 
     Raises: DataError for a folder that does not exist or cannot be listed; `argument` is what set it.
     """
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"the picture folder {printable(folder)} {what}; set data.init_args.{argument} to a folder")
+        raise DataError(f"the image folder {printable(folder)} {what}; set data.init_args.{argument} to a folder")
     files = list(_walk(folder, excluded))
     found = FoundPictures(folder, [])
     captions = ListedCaptions(folder, caption_key, found.notes, found.caption_problems)
@@ -119,7 +119,7 @@ def _add_sidecar(sidecars: dict[str, Path], path: Path, extension_length: int, e
 def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dict[str, Path]) -> None:
     by_stem: dict[str, Picture] = {}
     listed_conditions = {path.resolve() for path in captions.conditions.values()}
-    if listed_conditions:  # they may lie among the pictures
+    if listed_conditions:  # they may lie among the images
         found.pictures = [picture for picture in found.pictures if picture.path.resolve() not in listed_conditions]
     for picture in found.pictures:
         picture.condition = captions.conditions.get(comparable(picture.name))
@@ -141,7 +141,7 @@ def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dic
         else:
             continue
         picture.caption, picture.empty_caption = (text, None) if text else (None, where)
-    # A sidecar is no orphan if a picture has its name, even if that picture's caption came from another source.
+    # A sidecar is no orphan if an image has its name, even if that image's caption came from another source.
     names = {str(picture.path) for picture in found.pictures}
     names |= {str(picture.path.with_suffix("")) for picture in found.pictures}
     orphans = [path.relative_to(found.folder).as_posix() for key, path in sidecars.items() if key not in names]

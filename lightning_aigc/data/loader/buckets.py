@@ -1,4 +1,4 @@
-"""Aspect-ratio buckets: the allowed batch shapes, and how a picture is scaled and cropped to fit its bucket."""
+"""Aspect-ratio buckets: the allowed batch shapes, and how an image is scaled and cropped to fit its bucket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BucketSettings:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a picture is scaled to cover its bucket and then cropped; all sizes in pixels of the scaled picture."""
+    """How an image is scaled to cover its bucket and then cropped; all sizes in pixels of the scaled image."""
 
     width: int
     height: int
@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def cropped_fraction(self) -> float:
-        """The share of the picture's area that the crop removes."""
+        """The share of the image's area that the crop removes."""
         return 1 - (self.width * self.height) / (self.scaled_width * self.scaled_height)
 
 
@@ -83,7 +83,7 @@ def bucket_shapes(settings: BucketSettings) -> list[tuple[int, int]]:
 
 
 def place(width: int, height: int, settings: BucketSettings, shapes: list[tuple[int, int]]) -> Placement:
-    """Place a picture in the bucket with the nearest aspect ratio."""
+    """Place an image in the bucket with the nearest aspect ratio."""
     if settings.enable_bucket and settings.bucket_no_upscale:
         return place_in(width, height, _shape_without_upscale(width, height, settings))
     aspect = math.log(width / height)
@@ -91,7 +91,7 @@ def place(width: int, height: int, settings: BucketSettings, shapes: list[tuple[
 
 
 def place_in(width: int, height: int, shape: tuple[int, int]) -> Placement:
-    """Place a picture in a given bucket."""
+    """Place an image in a given bucket."""
     scale = max(shape[0] / width, shape[1] / height)
     return Placement(*shape, max(shape[0], round(width * scale)), max(shape[1], round(height * scale)))
 

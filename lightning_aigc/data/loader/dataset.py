@@ -1,6 +1,6 @@
-"""BatchDataset builds a batch from its plan, out of the caches or the picture files; BatchLoader can resume.
+"""BatchDataset builds a batch from its plan, out of the caches or the image files; BatchLoader can resume.
 
-Shapes: B batch (user pictures first, class pictures after), H W pixels, C latent channels, h w latent pixels.
+Shapes: B batch (user images first, class images after), H W pixels, C latent channels, h w latent pixels.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class BatchDataset(Dataset[Batch]):
         return batch
 
     def _condition(self, index: int, left_top: list[int]) -> NDArray[np.uint8]:
-        """The condition of a picture, bytes [H, W, 3]; held in memory if latents are, which have one crop."""
+        """The condition of an image, bytes [H, W, 3]; held in memory if latents are, which have one crop."""
         if index in self._conditions:
             return self._conditions[index]
         condition = load_condition_pixels(self.samples[index], (left_top[0], left_top[1]))
@@ -150,7 +150,7 @@ class BatchDataset(Dataset[Batch]):
         return condition
 
     def _mask(self, index: int) -> NDArray[np.uint8] | None:
-        """The mask of a picture with cached latents; held in memory if the latents are."""
+        """The mask of an image with cached latents; held in memory if the latents are."""
         if index in self._masks:
             return self._masks[index]
         sample = self.samples[index]

@@ -101,7 +101,7 @@ class BucketBatchSampler(ResumableSampler):
         steps: list[BatchPlan] = []
         world = self.num_replicas
         first_draw = 0
-        class_draw = -1  # class pictures count downwards, so that every draw in an epoch is unique
+        class_draw = -1  # class images count downwards, so that every draw in an epoch is unique
         of_rank = [-(-len(bucket) // world) for bucket in self.buckets]
         ends = list(itertools.accumulate(of_rank))
         for number, bucket in enumerate(self.buckets):

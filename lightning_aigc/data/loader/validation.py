@@ -1,4 +1,4 @@
-"""Held-out pictures: which they are, and their batches without augmentation, the same for every batch size and rank.
+"""Held-out images: which they are, and their batches without augmentation, the same for every batch size and rank.
 
 Legend: B batch.
 """
@@ -19,16 +19,16 @@ from lightning_aigc.data.loader.sampler import BatchPlan, BucketBatchSampler
 from lightning_aigc.errors import DataError
 
 NOTHING_HELD_OUT = (
-    "no pictures are held out, so there is nothing to validate on; set data.init_args.validation_split, such as 0.1,"
-    " or data.init_args.validation_data_dir to a folder of pictures that are not trained on"
+    "no images are held out, so there is nothing to validate on; set data.init_args.validation_split, such as 0.1,"
+    " or data.init_args.validation_data_dir to a folder of images that are not trained on"
 )
 
 
 def held_out(contents: Sequence[str], share: float) -> set[int]:
-    """Positions of the pictures to hold out, by their content hashes: about `share` of them, at least one if above 0.
+    """Positions of the images to hold out, by their content hashes: about `share` of them, at least one if above 0.
 
-    A picture's fate depends on its own content, so pictures that are added later change nothing, and copies of one
-    picture stay together. Only where no picture falls under the share is it the one with the lowest draw.
+    An image's fate depends on its own content, so images that are added later change nothing, and copies of one
+    image stay together. Only where no image falls under the share is it the one with the lowest draw.
     Raises: DataError if none is left to train on.
     """
     if not share:
@@ -38,14 +38,14 @@ def held_out(contents: Sequence[str], share: float) -> set[int]:
     chosen = {position for position, draw in enumerate(draws) if draw <= limit}
     if len(chosen) == len(contents):
         raise DataError(
-            f"data.init_args.validation_split: {share} holds out all {len(contents)} pictures; use a smaller share, or"
+            f"data.init_args.validation_split: {share} holds out all {len(contents)} images; use a smaller share, or"
             " data.init_args.validation_data_dir"
         )
     return chosen
 
 
 def example_seed(sample: Sample) -> int:
-    """The seed of a picture's noise and timesteps in validation, by its content."""
+    """The seed of an image's noise and timesteps in validation, by its content."""
     return int(sample.content_sha256[:15], 16)
 
 
@@ -100,7 +100,7 @@ def validation_loader(
     world_size: int,
     settings: dict[str, Any],
 ) -> DataLoader[Batch]:
-    """The loader of one rank's held-out pictures, out of the filled caches or the files, cropped at the centre."""
+    """The loader of one rank's held-out images, out of the filled caches or the files, cropped at the centre."""
     plain = ItemOptions(trigger_word=options.trigger_word, use_alpha_mask=options.use_alpha_mask)
     unused = BucketBatchSampler([], [], batch_size)
     batches = BatchDataset(samples, plain, unused, has_masks, caches.latents, caches.embeddings)

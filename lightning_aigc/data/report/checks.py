@@ -20,15 +20,15 @@ SWITCH = "or set data.init_args.missing_captions to filename, empty or trigger"
 
 
 def no_usable_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Folders without a picture, or with broken ones only."""
+    """Folders without an image, or with broken ones only."""
     for folder in folders:
         if not folder.found.pictures:
             other = f" ({folder.found.other_files} other files are there)" if folder.found.other_files else ""
             advice = f"put images there or set {folder.argument} to their folder"
-            yield Finding(f"no pictures in {folder.shown}{other}", advice, stops=True)
+            yield Finding(f"no images in {folder.shown}{other}", advice, stops=True)
         elif not folder.accepted:
             reasons = some(f"{name}: {reason}" for name, reason in folder.rejected)
-            what = f"none of the {len(folder.rejected)} pictures in {folder.shown} can be used: {reasons}"
+            what = f"none of the {len(folder.rejected)} images in {folder.shown} can be used: {reasons}"
             yield Finding(what, "replace them", stops=True)
 
 
@@ -41,11 +41,11 @@ def damaged_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) 
 
 
 def missing_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Usable pictures without a caption file or entry."""
+    """Usable images without a caption file or entry."""
     for folder in folders:
         names = [printable(p.name) for p in folder.used if p.caption is None and p.empty_caption is None]
         if names and stops_without_caption(folder, settings):
-            kind = "class pictures" if folder.role == "class" else "pictures"
+            kind = "class images" if folder.role == "class" else "pictures"
             what = f"{len(names)} of {len(folder.used)} {kind} in {folder.shown} have no caption"
             advice = "Give them captions, or set data.init_args.class_prompt"
             if folder.role != "class":
@@ -57,32 +57,32 @@ def missing_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) 
 
 
 def empty_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Usable pictures whose caption file or entry has no text."""
+    """Usable images whose caption file or entry has no text."""
     for folder in folders:
         pictures = [p for p in folder.used if p.caption is None and p.empty_caption is not None]
         if pictures and stops_without_caption(folder, settings):
             listed = [f"{printable(p.name)} ({printable(p.empty_caption)})" for p in pictures]
-            what = f"{len(pictures)} of {len(folder.used)} pictures in {folder.shown} have an empty caption"
+            what = f"{len(pictures)} of {len(folder.used)} images in {folder.shown} have an empty caption"
             advice = f"Write what each shows, {SWITCH}"
             yield Finding(what, advice, listed, stops=True)
 
 
 def unmatched_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Captions that belong to no picture file."""
+    """Captions that belong to no image file."""
     for folder in folders:
         if orphans := [printable(name) for name in folder.found.orphan_captions]:
-            what = f"{len(orphans)} captions in {folder.shown} match no picture"
-            advice = f"Add the pictures or move these captions away, {SWITCH}"
+            what = f"{len(orphans)} captions in {folder.shown} match no image"
+            advice = f"Add the images or move these captions away, {SWITCH}"
             yield Finding(what, advice, orphans, stops=settings.missing_captions == "error")
 
 
 def rejected_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
-    """Files that are no usable pictures; training goes on without them."""
+    """Files that are no usable images; training continues without them."""
     for folder in folders:
         if folder.rejected and folder.accepted:
-            what = f"{len(folder.rejected)} of {len(folder.found.pictures)} pictures in {folder.shown} are rejected"
+            what = f"{len(folder.rejected)} of {len(folder.found.pictures)} images in {folder.shown} are rejected"
             listed = [f"{name}: {reason}" for name, reason in folder.rejected]
-            yield Finding(what, "training goes on without them", listed)
+            yield Finding(what, "training continues without them", listed)
 
 
 def plain_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
@@ -99,7 +99,7 @@ def plain_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) ->
 
 
 def stops_without_caption(folder: CheckedFolder, settings: IndexSettings) -> bool:
-    """Whether a picture without a caption in this folder stops the training."""
+    """Whether an image without a caption in this folder stops the training."""
     return settings.class_prompt is None if folder.role == "class" else settings.missing_captions == "error"
 
 

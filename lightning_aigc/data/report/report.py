@@ -1,4 +1,4 @@
-"""DataReport: counts of pictures, captions and batches, printed as text before training."""
+"""DataReport: counts of images, captions and batches, printed as text before training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_aigc.data.report.findings import Finding, listed
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One bucket: its shape, and its number of user pictures, items with repeats, class pictures and batches."""
+    """One bucket: its shape, and its number of user images, items with repeats, class images and batches."""
 
     width: int
     height: int
@@ -32,7 +32,7 @@ class DataReport:
     class_images_found: int = 0
     class_images_used: int = 0
     images_held_out: int = 0
-    """Pictures for `val_loss`, which are not trained on."""
+    """Images for `val_loss`, which are not trained on."""
     items_per_epoch: int = 0
     batches_per_epoch: int = 0
     masks: int | None = None

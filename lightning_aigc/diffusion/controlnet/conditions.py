@@ -1,4 +1,4 @@
-"""Conditions of a ControlNet, computed from the pictures themselves, on any device, without downloads.
+"""Conditions of a ControlNet, computed from the images themselves, on any device, without downloads.
 
 Legend: B batch, C channels of the condition, H and W pixels.
 """
@@ -23,7 +23,7 @@ Maker = Callable[[Tensor], Tensor]
 TILE = 8
 """Side in pixels of the blocks that `tile` averages."""
 INPAINT_SHARES = (0.3, 0.7)
-"""Smallest and largest side of the rectangle that `inpaint` hides, as a share of the picture's."""
+"""Smallest and largest side of the rectangle that `inpaint` hides, as a share of the image's."""
 
 
 def make_canny(pictures_B3HW: Tensor, thresholds: Sequence[float]) -> Tensor:
@@ -39,14 +39,14 @@ def make_lineart(pictures_B3HW: Tensor) -> Tensor:
 
 
 def make_tile(pictures_B3HW: Tensor) -> Tensor:
-    """The picture [B, 3, H, W] as a blur of blocks of TILE pixels."""
+    """The image [B, 3, H, W] as a blur of blocks of TILE pixels."""
     height, width = pictures_B3HW.shape[-2:]
     small = F.interpolate(pictures_B3HW, size=(max(1, height // TILE), max(1, width // TILE)), mode="area")
     return F.interpolate(small, size=(height, width), mode="bilinear", align_corners=False)
 
 
 def make_inpaint(pictures_B3HW: Tensor) -> Tensor:
-    """The picture and, as a fourth channel, the rectangle to fill [B, 4, H, W], chosen by the picture's content."""
+    """The image and, as a fourth channel, the rectangle to fill [B, 4, H, W], chosen by the image's content."""
     height, width = pictures_B3HW.shape[-2:]
     mask_B1HW = pictures_B3HW.new_zeros(len(pictures_B3HW), 1, height, width)
     for number, picture in enumerate(pictures_B3HW):
@@ -60,9 +60,9 @@ def make_inpaint(pictures_B3HW: Tensor) -> Tensor:
 
 
 def find_maker(conditions: str, canny_thresholds: Sequence[float]) -> Maker | None:
-    """The function that makes conditions of pictures in 0..1; None for `folder`, whose conditions are files.
+    """The function that makes conditions of images in 0..1; None for `folder`, whose conditions are files.
 
-    A class path names a class without arguments, or a function, that takes pictures float32 [B, 3, H, W] in 0..1 and
+    A class path names a class without arguments, or a function, that takes images float32 [B, 3, H, W] in 0..1 and
     returns conditions [B, 1 or 3, H, W] in 0..1.
 
     Raises: ModelError for a name that is none of these.
@@ -93,7 +93,7 @@ def to_bytes(conditions_BCHW: Tensor, wanted: torch.Size, name: str) -> Tensor:
     shape = tuple(conditions_BCHW.shape)
     if len(shape) != 4 or shape[0] != wanted[0] or shape[2:] != tuple(wanted[2:]):
         raise ModelError(
-            f"{KEY}: {name} returned {list(shape)} for pictures {list(wanted)}; it must return [B, 1 or 3, H, W]"
+            f"{KEY}: {name} returned {list(shape)} for images {list(wanted)}; it must return [B, 1 or 3, H, W]"
         )
     if not conditions_BCHW.isfinite().all() or conditions_BCHW.min() < 0 or conditions_BCHW.max() > 1:
         raise ModelError(f"{KEY}: {name} returned values outside 0..1, which conditions must lie in; scale them")

@@ -1,6 +1,6 @@
 """ControlNet-LoRA: a ControlNet whose copy of the encoder is frozen under a LoRA, for small data.
 
-The copy can follow few pictures by few weights; what reads the condition and what writes the residuals begin at nothing
+The copy can follow few images by few weights; what reads the condition and what writes the residuals begin at nothing
 or at zero, so these are trained whole, as in Stability AI's control-lora.
 """
 

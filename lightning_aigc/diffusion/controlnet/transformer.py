@@ -30,7 +30,7 @@ ONE_PICTURE: Mapping[str, Any] = {
     "num_mode": None, "conditioning_embedding_channels": None, "extra_conditioning_channels": 0,
     "extra_condition_channels": 0, "use_pos_embed": True,
 }  # fmt: skip
-"""What the config of a ControlNet says, or leaves out, that reads the latents of one picture and nothing else."""
+"""What the config of a ControlNet says, or leaves out, that reads the latents of one image and nothing else."""
 
 
 def make_controlnet(
@@ -65,12 +65,12 @@ def train_all(controlnet: Any, family: TransformerFamily) -> None:
 
 
 def check_fits(controlnet: Any, components: Components, name: str) -> None:
-    """Raise ModelError if a ControlNet belongs to another base, or reads something else than one picture's latents."""
+    """Raise ModelError if a ControlNet belongs to another base, or reads something else than one image's latents."""
     for key, wanted in ONE_PICTURE.items():
         found = controlnet.config.get(key, wanted)
         if found != wanted:
             raise ModelError(
-                f"{KEY}: {name} reads more than one picture's latents (its {key} is {found}), which is not trained"
+                f"{KEY}: {name} reads more than one image's latents (its {key} is {found}), which is not trained"
                 " here; use a ControlNet without that, or null to begin from the transformer"
             )
     shared = [key for key in SAME if key in controlnet.config and key in components.denoiser.config]

@@ -54,7 +54,7 @@ class TransformerFamily(Family):
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset()
     """Width and number of `transformer_blocks` of the published models, where other families have these blocks too."""
     distilled_name: ClassVar[str | None] = None
-    """Regular expression for names of this family's distilled models, besides the usual words."""
+    """Regular expression for names of this family's distilled models, in addition to the usual words."""
     negative_prompt: ClassVar[str | None] = ""
     """Default negative prompt; None for guidance-distilled models."""
     guidance_argument: ClassVar[str] = "guidance_scale"

@@ -1,6 +1,6 @@
 """Warn of a prediction type that the untrained model does not have.
 
-A model's output at a noisy latent is near its own target (noise, velocity or picture) and far from the others, so the
+A model's output at a noisy latent is near its own target (noise, velocity or image) and far from the others, so the
 loss under each type, from one forward pass, tells which one it was trained for.
 
 Legend: B batch, C channels, H and W latent height and width.

@@ -18,17 +18,17 @@ from lightning_aigc.errors import SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.rng import isolate_rng
 
-LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four pictures of 512 px, one of 1024 px
+LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four images of 512 px, one of 1024 px
 
 
 IMAGE_REMEDIES = {
     "not finite": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; if it is float32 already, the "
     "training diverged: lower model.init_args.learning_rate",
-    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens pictures",
+    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens images",
     "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
-    "at the picture of step 0",
+    "at the image of step 0",
 }
-"""What to change when pictures are broken."""
+"""What to change when images are broken."""
 
 
 class TimeLimit:
@@ -41,7 +41,7 @@ class TimeLimit:
         self._ends: list[float] = []
 
     def begin(self, pictures: int, batch_size: int, steps: int) -> None:
-        """Start sampling. Raises: SamplingTooSlow if these would pass the limit at the speed of earlier pictures."""
+        """Start sampling. Raises: SamplingTooSlow if these would pass the limit at the speed of earlier images."""
         self._pictures, self._batch_size, self._steps, self._ends = pictures, min(batch_size, pictures), steps, []
         self._check()
 
@@ -57,7 +57,7 @@ class TimeLimit:
         expected_s = (self.seconds_per_picture or 0.0) * self._pictures
         if expected_s > self.limit_s:
             raise SamplingTooSlow(
-                f"{self._pictures} sample pictures would take about {math.ceil(expected_s / 60)} minutes here, so"
+                f"{self._pictures} sample images would take about {math.ceil(expected_s / 60)} minutes here, so"
                 f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
             )
 
@@ -82,7 +82,7 @@ class Control:
     controlnet: nn.Module
     """diffusers' ControlNet of the pipeline's family."""
     conditions: Tensor
-    """One for each picture, [N, C, H, W] in 0..1, of the picture's size."""
+    """One for each image, [N, C, H, W] in 0..1, of the image's size."""
     scale: float = 1.0
     """Weight of its residuals; validate at 1, what it was trained with."""
 
@@ -110,9 +110,9 @@ def generate(
     control: Control | None = None,
     resolution: int | None = None,
 ) -> Tensor:
-    """Generate pictures, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
+    """Generate images, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
 
-    resolution: pixels to a side; unset is the pipeline's own. A ControlNet's pictures have their condition's size.
+    resolution: pixels to a side; unset is the pipeline's own. A ControlNet's images have their condition's size.
     Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
     """
     networks = [components.denoiser, *components.text_encoders] + ([control.controlnet] if control is not None else [])
@@ -152,7 +152,7 @@ def generate(
                     generator=generators, output_type="latent",
                     num_inference_steps=num_inference_steps, callback_on_step_end=time_limit, **extra,
                 ).images  # fmt: skip
-            # The pipeline would decode under autocast in half precision, which gives black pictures.
+            # The pipeline would decode under autocast in half precision, which gives black images.
             with float32_region(device):
                 unscaled = family.unscale(components.vae, sampled, height, width)
                 decoded = family.decode(components.vae, unscaled.to(components.vae.dtype))

@@ -137,9 +137,9 @@ def _formats_within(
 
 @contextlib.contextmanager
 def with_full_precision(components: Components, source: Components) -> Iterator[None]:
-    """Compute with the whole weights of `source`, freshly loaded, in place of the packed ones until the block ends.
+    """Compute with the whole weights of `source`, freshly loaded, instead of the packed ones until the block ends.
 
-    They move to the packed weights' devices one after the other, and `source` gives its own away.
+    They move to the packed weights' devices in turn, and `source` gives its own away.
     """
     swapped: list[tuple[nn.Module, nn.Parameter]] = []
     try:

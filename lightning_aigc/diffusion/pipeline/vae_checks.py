@@ -1,6 +1,6 @@
-"""What an autoencoder does to your own pictures: the error of a round trip, and whether float16 could hold it.
+"""What an autoencoder does to your own images: the error of a round trip, and whether float16 could hold it.
 
-Legend: N pictures, H and W their size.
+Legend: N images, H and W their size.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LEAST_PSNR_DB = 25.0
 on COCO at 256 px and reaches 27 to 32 on sharp photographs of 512 px."""
 FLOAT16_MAX = 65504.0
 FLOAT16_MARGIN = 4.0
-"""Another picture may have larger activations than those that were measured."""
+"""Another image may have larger activations than those that were measured."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Pictures encoded and decoded in float32."""
+    """Images encoded and decoded in float32."""
 
     decoded: Tensor
     """float32 [N, 3, H, W] in 0..1, on the CPU."""
@@ -36,7 +36,7 @@ class RoundTrip:
 
 @torch.no_grad()
 def round_trip(vae: Any, pictures_N3HW: Tensor, family: Family = FAMILIES["sd"]) -> RoundTrip:
-    """Encode and decode pictures in 0..1, and find the layer with the largest activation."""
+    """Encode and decode images in 0..1, and find the layer with the largest activation."""
     peaks: dict[str, float] = {}
 
     def watch(name: str) -> Any:
@@ -64,12 +64,12 @@ def describe_vae(vae: Any, pictures_N3HW: Tensor, family: Family = FAMILIES["sd"
     """One line with the figures, and one for each finding."""
     trip = round_trip(vae, pictures_N3HW, family)
     lines = [
-        f"autoencoder: your pictures come back with {trip.psnr_db:.1f} dB PSNR; its largest activation is "
+        f"autoencoder: your images come back with {trip.psnr_db:.1f} dB PSNR; its largest activation is "
         f"{trip.peak:.3g} of float16's {FLOAT16_MAX:.0f}, at {trip.peak_layer}"
     ]
     if not trip.peak * FLOAT16_MARGIN < FLOAT16_MAX:
         lines.append(
-            f"autoencoder: float16 overflows at {trip.peak_layer} and draws black pictures; keep "
+            f"autoencoder: float16 overflows at {trip.peak_layer} and draws black images; keep "
             "model.init_args.vae_dtype: float32, and run this autoencoder in float32 or bfloat16 wherever you sample "
             "(ComfyUI: --fp32-vae, A1111: --no-half-vae)"
         )

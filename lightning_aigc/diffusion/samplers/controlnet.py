@@ -1,6 +1,6 @@
-"""ControlNetSampler: pictures of a base model that follow conditions, with a saved ControlNet.
+"""ControlNetSampler: images of a base model that follow conditions, with a saved ControlNet.
 
-Legend: N pictures.
+Legend: N images.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ControlNetSampler:
         self.make = find_maker(str(arguments.get("conditions") or "canny"), thresholds)
 
     def conditions_of(self, paths: Sequence[Path], resolution: int, *, are_conditions: bool = False) -> Tensor:
-        """Conditions made of pictures, float32 [N, C, H, W] in 0..1, `resolution` on the longer side of the first.
+        """Conditions made of images, float32 [N, C, H, W] in 0..1, `resolution` on the longer side of the first.
 
         are_conditions: the files are conditions already, as they always are for a run with `conditions: folder`.
         Raises: ModelError for a file that cannot be read.
@@ -58,7 +58,7 @@ class ControlNetSampler:
             try:
                 picture = load_condition(path) if make is None else load_picture(path)[0]
             except (Exception, PictureRejectedError) as error:
-                raise ModelError(f"the condition {path} cannot be read: {error}; give a picture") from error
+                raise ModelError(f"the condition {path} cannot be read: {error}; give an image") from error
             size = size or _fitting(picture.size, resolution, 8 * pixels_per_latent)
             kind = Image.Resampling.BOX if are_conditions else Image.Resampling.LANCZOS
             pictures.append(torch.from_numpy(np.array(picture.resize(size, kind))).permute(2, 0, 1))
@@ -77,7 +77,7 @@ class ControlNetSampler:
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
     ) -> Tensor:
-        """One picture for each prompt, seed and condition, float32 [N, 3, H, W] in 0..1; unset means the run's."""
+        """One image for each prompt, seed and condition, float32 [N, 3, H, W] in 0..1; unset means the run's."""
         given = self.arguments
         guidance = given.get("guidance_scale", 7.5) if guidance_scale is None else guidance_scale
         return generate(

@@ -1,6 +1,6 @@
-"""LoRASampler: pictures of a base model with a LoRA file at any weight, through diffusers' own loading.
+"""LoRASampler: images of a base model with a LoRA file at any weight, through diffusers' own loading.
 
-Legend: N pictures.
+Legend: N images.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LoRASampler:
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
     ) -> Tensor:
-        """One picture for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's."""
+        """One image for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's."""
         if self.has_lora:
             self._pipeline.set_adapters(ADAPTER, weight)
         given = self.arguments

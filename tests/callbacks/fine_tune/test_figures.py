@@ -38,7 +38,7 @@ def test_a_healthy_fine_tune_has_no_findings_and_one_line_of_figures() -> None:
     assert names(HEALTHY) == []
     assert summary(HEALTHY) == (
         "trained prompts +0.400 clip_t +0.400 clip_i; class prompts +0.000 clip_t +0.020 clip_i; their colours +0.000; "
-        "0 of 4 samples copy a training picture; text drift 0.05; effective rank 9.0 of 16"
+        "0 of 4 samples copy a training image; text drift 0.05; effective rank 9.0 of 16"
     )
 
 

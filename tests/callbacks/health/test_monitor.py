@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import dataclasses
 import json
 import logging
@@ -123,7 +120,7 @@ def test_the_first_bad_module_of_an_accumulated_batch_is_found_in_that_batch(tmp
 
 
 def test_the_second_run_of_a_bad_batch_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
-    """With the step skipped, the training goes on as if its batch had only been drawn."""
+    """With the step skipped, the training continues as if its batch had only been drawn."""
 
     def run(monitor: GradientHealthMonitor, *others: Callback) -> tuple[list[Tensor], int]:
         module = FailsAt(3)

@@ -1,10 +1,7 @@
-"""Pictures that cannot be right; tests/callbacks/test_sample_grid.py has the broken ones."""
+"""Images that cannot be right; tests/callbacks/test_sample_grid.py has the broken ones."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import warnings
 
 import torch

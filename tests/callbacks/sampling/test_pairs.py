@@ -1,10 +1,7 @@
-"""Pairs of prompt and seed: each is drawn on one rank, and every rank has all pictures and scores in their order."""
+"""Pairs of prompt and seed: each is drawn on one rank, and every rank has all images and scores in their order."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +17,7 @@ from lightning_aigc.errors import SamplingTooSlow
 
 
 class Colours(nn.Module):
-    """A picture's every value is its seed over 100."""
+    """An image's every value is its seed over 100."""
 
     device = torch.device("cpu")
     slow_rank = -1
@@ -38,7 +35,7 @@ class Colours(nn.Module):
 
 
 class Judge:
-    """Scores a picture by its first value and its prompt's length."""
+    """Scores an image by its first value and its prompt's length."""
 
     device = torch.device("cpu")
 

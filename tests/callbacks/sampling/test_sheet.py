@@ -1,10 +1,7 @@
-"""Sheets of pictures with captions."""
+"""Sheets of images with captions."""
 
 from __future__ import annotations
 
-import lightning_aigc  # noqa: F401 - first: it mends torchvision's import
-
-# isort: split
 import pytest
 import torch
 

@@ -34,6 +34,6 @@ def finding_of(spike: LossSpike, remedies: Remedies) -> Finding:
         spike.layer,
         "warning",
         f"the loss is {spike.loss:.3g}, {spike.loss / spike.median:.1f} times its median there",
-        "pictures unlike the others in these batches, or a learning rate that is too high",
+        "images unlike the others in these batches, or a learning rate that is too high",
         remedies.learning_rate(0.5),
     )
