@@ -6,7 +6,7 @@ python -m benchmarks.<room>.<name>
 import sys
 from pathlib import Path
 
-import lightning_aigc  # noqa: F401 - before torchvision, which fails to import beside a CPU build of torch without it
+import lightning_aigc  # noqa: F401 - before torchvision, which fails to import with a CPU build of torch without it
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -1,6 +1,6 @@
-"""Make `import torchvision` work beside a torch build without CUDA.
+"""Make `import torchvision` work with a torch build without CUDA.
 
-PyPI's torchvision for x86 is a CUDA build. Beside a CPU build of torch (as on Ascend hosts) its compiled part
+PyPI's torchvision for x86 is a CUDA build. With a CPU build of torch (as on Ascend hosts) its compiled part
 does not load, and its Python part then fails on the missing operator `torchvision::nms`, and with it
 transformers, diffusers and open_clip. Declaring the two operator schemas is enough, as nothing here calls
 them. Drop this when torchvision guards its fake registrations.

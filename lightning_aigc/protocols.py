@@ -112,7 +112,7 @@ class HasPackedBase(Protocol):
     """Keeps its frozen weights in few bits."""
 
     packed_base: Any
-    """What was packed, with `summary()`; None if nothing was."""
+    """The packed weights, with `summary()`; None if nothing was packed."""
 
     def full_precision_base(self) -> AbstractContextManager[object]:
         """Compute with the whole weights until the block ends."""
@@ -142,10 +142,10 @@ class SavesModel(Protocol):
     """Saves its trained model whole."""
 
     saved_kind: str
-    """What is saved, for the summary: pipeline or controlnet."""
+    """Kind of the saved model, for the summary: pipeline or controlnet."""
 
     def save_model(self, path: str | Path) -> Sequence[Path]:
-        """Write `path`, a single `.safetensors` file, and beside it a folder; return what was written."""
+        """Write `path`, a single `.safetensors` file, and next to it a folder; return what was written."""
         ...
 
 

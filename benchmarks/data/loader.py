@@ -153,7 +153,7 @@ def time_loaders(folder: Path, data: Callable[..., ImageCaptionData], given: arg
     """Time the image check, the plain dataset, and `data(cached)` without and with caches; print a row for each."""
     start = time.perf_counter()
     data(False, check_again=True).prepare()
-    report("check every picture before training", [(given.images, 1, time.perf_counter() - start)], given)
+    report("check every image before training", [(given.images, 1, time.perf_counter() - start)], given)
 
     plain = DataLoader(
         PlainDataset(folder, given.resolution), batch_size=given.batch, shuffle=True, num_workers=given.workers

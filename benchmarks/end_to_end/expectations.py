@@ -107,15 +107,15 @@ def memory(model: str, level: str, kind: str | None) -> tuple[float, str]:
             for r in rows_of("precision/step_shapes.jsonl")
             if (r["model"], r["variant"], r["batch"], r["rank"]) == (model, f"{level}-{kind}", 1, 16)
         ]
-        return float(found[-1]["peak_mib"]), "a step of 1 picture at rank 16 with a packed base, counted"
+        return float(found[-1]["peak_mib"]), "a step of 1 image at rank 16 with a packed base, counted"
     rows = rows_of("cuda/bench_cuda.jsonl")
     if model == "sd15":
         found = [r for r in rows if r.get("benchmark") == "step_memory" and r["variant"] == level]
-        return float(found[-1]["peak_mib"]), "a step of 4 pictures at rank 64, caches on"
+        return float(found[-1]["peak_mib"]), "a step of 4 images at rank 64, caches on"
     level = "native" if level == "off" else level
     found = [r for r in rows if r.get("benchmark") == "unet_step" and r["model"] == model and "peak_mib" in r]
     (peak,) = {float(r["peak_mib"]) for r in found if r["variant"] == level}
-    return peak, "the U-Net's step of 1 picture at rank 64, without the optimizer"
+    return peak, "the U-Net's step of 1 image at rank 64, without the optimizer"
 
 
 def tflops(model: str, level: str) -> float:

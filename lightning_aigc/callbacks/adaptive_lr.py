@@ -32,7 +32,7 @@ class AdaptiveLR(Callback):
     high is lowered, a rate too low is raised, and without evidence against it the configured rate is kept. Later, a
     peak of the gradient norm multiplies the rate by `recovery_factor`; the rate recovers in `recovery_steps`, without
     another cut until then. A loss that diverges lowers the rate found itself, and so does harm, down to the configured
-    rate: `val_loss` above the untrained model's, a guard's images clearly below step 0, a LoRA that is large beside the
+    rate: `val_loss` above the untrained model's, a guard's images clearly below step 0, a LoRA that is large relative to the
     weights. The schedule is never written to.
 
     Args:
@@ -66,14 +66,14 @@ class AdaptiveLR(Callback):
         """Every decision so far, with its reason; steps count from 1."""
         self._rates: list[AdaptiveRate] = []
         self._losses: list[Tensor] = []
-        """Of the batches since the last optimizer step, as backward gets them, under the loss scale."""
+        """Losses of the batches since the last optimizer step, under the loss scale as in backward."""
         self._states: list[dict[str, Any]] = []
         self._is_resumed = False
         self._harm = HarmWatch()
 
     @property
     def factor(self) -> float:
-        """What the first optimizer's scheduled rate is multiplied by; 1 before training."""
+        """Multiplier of the first optimizer's scheduled rate; 1 before training."""
         return self._rates[0].control.factor if self._rates else 1.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -25,7 +25,7 @@ SHEETS = "edge_report"
 
 
 class EdgeReport(Callback):
-    """Scores edges with `EdgeFidelity` at the end of a run and every so many steps, on held-out images.
+    """Scores edges with `EdgeFidelity` at the end of a run and every `every_n_steps` steps, on held-out images.
 
     Each image is drawn from its own caption and condition. Its round trip through the autoencoder gives the ceiling,
     another image's edges the floor. Writes `edge_report/step_000560.png`: condition, result,

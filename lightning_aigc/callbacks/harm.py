@@ -52,7 +52,7 @@ class HarmWatch:
         return None
 
     def adapter(self, module: LightningModule) -> str | None:
-        """A reason, once, if a LoRA has grown large beside the weights that it changes."""
+        """A reason, once, if a LoRA has grown large relative to the weights that it changes."""
         if self.is_too_large:
             return None
         size = adapter_size(module, self._base_norms)

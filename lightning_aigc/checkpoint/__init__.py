@@ -1,4 +1,4 @@
-"""Exact snapshots of a training: written beside it, atomically, and read without running any code."""
+"""Exact snapshots of a training: written during the training, atomically, and read without running any code."""
 
 from lightning_aigc.checkpoint.async_checkpoint_io import SnapshotCheckpointIO
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots, newest_complete

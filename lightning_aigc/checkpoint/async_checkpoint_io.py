@@ -24,9 +24,9 @@ from lightning_aigc.errors import SnapshotError
 from lightning_aigc.host_state import HostCopy
 
 ROOM = 1.25
-"""Copies of the largest checkpoint that may wait to be written: one, and the small files beside it."""
+"""Copies of the largest checkpoint that may wait to be written: one, and its small files."""
 REMOVE_WAIT_S = 60.0
-"""How long the removal of an old checkpoint waits for the other ranks' parts of a newer one."""
+"""Longest wait of an old checkpoint's removal for the other ranks' parts of a newer one."""
 
 
 class SnapshotCheckpointIO(CheckpointIO):
@@ -88,7 +88,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._submit(self._remove, local_path(path).absolute())
 
     def remove_once(self, path: Any, is_durable: Callable[[], bool]) -> None:
-        """As `remove_checkpoint`, once other ranks have written what they add to a newer one.
+        """Do as `remove_checkpoint` does, once the other ranks have written their parts of a newer one.
 
         Args: is_durable: asked again and again by the writing thread, for `REMOVE_WAIT_S` at most; then `path` stays.
         """

@@ -26,7 +26,7 @@ NAME = ".lock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _held: set[int] = set()
 VOTE_WAIT_S = 10.0
-"""How long a rank waits for the others' votes; ranks that fail alike are milliseconds to seconds apart."""
+"""Longest wait of a rank for the others' votes; ranks with one error fail milliseconds to seconds apart."""
 SHARED_WAIT_S = 10.0
 NO = "no"
 YES = "yes"

@@ -115,7 +115,7 @@ def run_end_hooks(trainer: Trainer) -> None:
 
 @dataclass
 class LoopState:
-    """What changes with every micro-batch; cheap enough to capture after each."""
+    """The loops' state that changes with every micro-batch; cheap enough to capture after each."""
 
     step: int
     loops: State

@@ -41,7 +41,7 @@ def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _scaled(batches: int, factor: float, window: int) -> int:
-    """As far into the epoch, at the same micro-batch of a window."""
+    """The same share of the epoch, at the same micro-batch of a window."""
     phase = batches % window
     return max(0, int(batches * factor) - phase) // window * window + phase
 

@@ -1,4 +1,4 @@
-"""What a manifest says of its run: the configuration that decides the training, its limits, whether it has ended."""
+"""Manifest entries about a run: the configuration that decides the training, its limits, whether it has ended."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def limits_of(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def final_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """What the manifest of a finished run's last snapshot records: that it has finished, its limits, its final files.
+    """Manifest entries of a finished run's last snapshot: that it has finished, its limits, its final files.
 
     The files of callbacks with `final_files(trainer, module)` are made durable first.
     """

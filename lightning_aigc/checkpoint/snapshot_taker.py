@@ -67,7 +67,7 @@ class SnapshotTaker:
     ) -> None:
         """Start a snapshot of these states, by default of now.
 
-        Args: at_once: copy everything before returning, nothing beside training.
+        Args: at_once: copy everything before returning, nothing during training.
         """
         self.report_failure()
         start = time.perf_counter()
@@ -87,7 +87,7 @@ class SnapshotTaker:
         self.save(trainer, loop_state, at_once=True)
 
     def finish_copy(self) -> None:
-        """Call it before anything writes a weight: returns when the copy beside training is complete."""
+        """Call it before anything writes a weight: returns when the copy during training is complete."""
         if self._deferred is None:
             return
         start = time.perf_counter()

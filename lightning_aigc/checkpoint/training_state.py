@@ -1,4 +1,4 @@
-"""What a Trainer's state consists of beyond its loops, captured into a snapshot's two trees and restored.
+"""State of a Trainer beyond its loops: captured into a snapshot's two trees, and restored.
 
 Lightning's checkpoint has weights, optimizers, schedules, loss scale and callbacks. It leaves out random states, the
 position in the data, the gradients of an open accumulation window, what is logged, and buffers in no state_dict.
@@ -21,7 +21,7 @@ from lightning_aigc.sharding.shards import to_shards
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 PER_RANK_KEYS = ("callbacks",)
-"""Keys of Lightning's checkpoint whose values may differ between ranks, beside those of plugins and data modules."""
+"""Keys of Lightning's checkpoint whose values may differ between ranks, in addition to those of plugins and data modules."""
 
 
 def check_strategy(trainer: Trainer) -> None:

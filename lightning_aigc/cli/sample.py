@@ -106,7 +106,7 @@ def _settings(path: Path) -> RunConfig:
 
 
 class RunConfig:
-    """What `sample` needs of a run's config."""
+    """The entries of a run's config that `sample` needs."""
 
     def __init__(
         self,

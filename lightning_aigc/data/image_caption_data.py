@@ -306,7 +306,7 @@ class ImageCaptionData(LightningDataModule):
 
     @property
     def _stage(self) -> str | None:
-        """What the Trainer does: fit, validate, test or predict."""
+        """The Trainer's stage: fit, validate, test or predict."""
         return None if self.trainer is None or self.trainer.state.fn is None else str(self.trainer.state.fn.value)
 
     def index(self) -> TrainingIndex:

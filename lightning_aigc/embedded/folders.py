@@ -1,4 +1,4 @@
-"""Resolve paths such as `embedded:brand` to folders, unpacked once from the archives beside this module."""
+"""Resolve paths such as `embedded:brand` to folders, unpacked once from the archives next to this module."""
 
 from __future__ import annotations
 

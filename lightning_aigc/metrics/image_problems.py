@@ -32,7 +32,7 @@ class ImageProblem:
     index: int
     """Its place in the batch."""
     name: str
-    """What the caller calls it, such as a prompt and a seed."""
+    """The caller's name for the image, such as a prompt and a seed."""
     problem: Problem
 
 
@@ -86,7 +86,7 @@ def find_ruined(images_N3HW: Tensor) -> dict[int, Ruin]:
 
 
 def _neighbour_correlation(images_N3HW: Tensor) -> Tensor:
-    """Correlation [N] of the luminance of pixels beside and above one another."""
+    """Correlation [N] of the luminance of pixels next to and above one another."""
     centred = images_N3HW.mean(1)
     centred = centred - centred.mean((1, 2), keepdim=True)
     variance = centred.square().mean((1, 2)).clamp_min(1e-8)

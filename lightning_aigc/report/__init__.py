@@ -1,4 +1,4 @@
-"""What a run leaves to be read: its record, its page, and the comparison of several runs.
+"""Results of runs: records, pages, and the comparison of several runs.
 
 Nothing here imports torch; altair and vl-convert are imported when a page is made.
 """

@@ -148,7 +148,7 @@ def line_chart(curve: Curve, title: str, unit: str, shade: str = "teal") -> Char
 
 
 def last_step(record: RunRecord) -> int:
-    """Where the x axis of all panels ends."""
+    """Last step on the x axis of all panels."""
     guarded = record.guard.checks if record.guard is not None else []
     return max(
         [record.steps, *(step for curve in record.curves.values() for step in curve.steps[-1:])]

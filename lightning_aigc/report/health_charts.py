@@ -80,7 +80,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _common(split: Sequence[Sequence[str]]) -> int:
-    """How many first parts all names share, so that each keeps one."""
+    """Number of leading parts that all names share; each name keeps at least one part."""
     most = min(len(parts) for parts in split) - 1
     count = 0
     while len(split) > 1 and count < most and len({parts[count] for parts in split}) == 1:

@@ -65,7 +65,7 @@ def facts_strip(facts: Mapping[str, str]) -> str:
 
 def picture_figure(name: str, cells: Sequence[str], style: str) -> str:
     """The images of one prompt; `name` and `cells` are HTML, `style` a style attribute with the grid's columns."""
-    return f'<figure><figcaption>{name}</figcaption><div class="pictures" {style}>{"".join(cells)}</div></figure>'
+    return f'<figure><figcaption>{name}</figcaption><div class="images" {style}>{"".join(cells)}</div></figure>'
 
 
 def picture_figures(figures: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ class Check:
 
 
 def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, float]:
-    """How much better images of the same prompts and seeds became: the mean difference and its standard error.
+    """Improvement of images of the same prompts and seeds: the mean difference and its standard error.
 
     Pairing removes most of the noise: a prompt that scores low does so at every step.
     """

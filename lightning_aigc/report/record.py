@@ -70,7 +70,7 @@ class Looks:
 
 @dataclass(frozen=True)
 class GuardResult:
-    """What CLIPConvergenceGuard scored and decided."""
+    """Scores and decision of CLIPConvergenceGuard."""
 
     metric: Literal["clip_t", "clip_i", "mean"]
     checks: list[Check] = field(default_factory=list)
@@ -132,7 +132,7 @@ class FineTuneFinding:
 
 @dataclass(frozen=True)
 class FineTuneResult:
-    """What FineTuneCheck measured on the last weights."""
+    """Measurements of FineTuneCheck on the last weights."""
 
     summary: str
     findings: list[FineTuneFinding] = field(default_factory=list)
@@ -140,7 +140,7 @@ class FineTuneResult:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """How gradients travelled between the ranks."""
+    """Traffic of gradients between the ranks."""
 
     mode: str
     world_size: int
@@ -153,7 +153,7 @@ class Snapshots:
 
     taken: int = 0
     blocked_ms: list[float] = field(default_factory=list)
-    """Of those whose time was measured: a run that continues from a snapshot does not know that one's."""
+    """Blocking time per snapshot; unknown for the snapshot that a resumed run started from."""
     newest: str | None = None
     newest_step: int | None = None
     newest_bytes: int | None = None

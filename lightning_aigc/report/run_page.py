@@ -61,7 +61,7 @@ def render_run_page(record: RunRecord) -> str:
 
 
 def cost(record: RunRecord) -> dict[str, str]:
-    """What the run scored and cost, with units, by label."""
+    """Scores and costs of the run, with units, by label."""
     device = f"{record.world_size} × {record.device}" if record.world_size > 1 else record.device
     scored = {}
     for name, label in SCORES.items():

@@ -37,12 +37,12 @@ pre{background:var(--page);border:1px solid var(--rule);border-radius:8px;paddin
 .prompts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:1.3rem}
 .prompts figure{margin:0}
 .prompts figcaption{font-weight:500;margin-bottom:.35rem;overflow-wrap:anywhere}
-.pictures{display:grid;gap:4px 6px;
+.images{display:grid;gap:4px 6px;
 grid-template-columns:var(--label,3.1rem) repeat(var(--columns),minmax(0,9rem));align-items:center}
-.pictures img{width:100%;display:block;border-radius:8px;background:var(--rule)}
-.pictures span{font-size:.76rem;color:var(--soft);text-align:center}
-.pictures span.when{text-align:left;overflow-wrap:anywhere}
-.pictures .when .swatch{width:.6rem;height:.6rem;margin-right:.25rem}
+.images img{width:100%;display:block;border-radius:8px;background:var(--rule)}
+.images span{font-size:.76rem;color:var(--soft);text-align:center}
+.images span.when{text-align:left;overflow-wrap:anywhere}
+.images .when .swatch{width:.6rem;height:.6rem;margin-right:.25rem}
 .chart svg{display:block;overflow:visible}
 .chart+.chart{margin-top:1rem}
 .chart>div{width:100%;display:block}

@@ -50,5 +50,5 @@ def rate_text(value: float) -> str:
 
 
 def name_of(folder: Path) -> str:
-    """What a run is called: its folder's name."""
+    """Name of a run: its folder's name."""
     return folder.resolve().name

@@ -1,4 +1,4 @@
-"""How to use a trained LoRA file: lines to copy for diffusers, ComfyUI and A1111."""
+"""Instructions for a trained LoRA file: lines to copy for diffusers, ComfyUI and A1111."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Change:
-    """How a score changed over the training."""
+    """Change of a score over the training."""
 
     before: float
     after: float
     difference: float
     stderr: float
-    """Of the difference over images of the same prompts and seeds; NaN with one image."""
+    """Standard error of the difference over images of the same prompts and seeds; NaN with one image."""
 
     @property
     def is_rise(self) -> bool:
@@ -203,14 +203,14 @@ def _memory(record: RunRecord, other: Change | None) -> str:
 
 
 def _findings(record: RunRecord) -> str:
-    """What FineTuneCheck found on the last weights; a rank that could be another is no reason to doubt them."""
+    """Findings of FineTuneCheck on the last weights; another possible rank is no reason to doubt them."""
     found = [f.check for f in record.fine_tune.findings] if record.fine_tune is not None else []
     named = [check.replace("_", " ") for check in found if not check.startswith("rank_")]
     return f"; but see What to fix: {', '.join(named)}" if named else ""
 
 
 def _kept(record: RunRecord) -> str:
-    """Where the best weights are."""
+    """Place of the best weights."""
     guard = record.guard
     if guard is None or guard.best_step is None or len(guard.checks) < 2:
         return ""

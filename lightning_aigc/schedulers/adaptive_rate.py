@@ -48,9 +48,9 @@ class HeldRate:
     """The class that multiplies them."""
     factor: float
     top: float
-    """Where the factor returns to after a cut."""
+    """Factor after the recovery from a cut."""
     found: float
-    """What the search found; more than `top` only after the loss has diverged."""
+    """Result of the search; more than `top` only after the loss has diverged."""
     is_searched: bool
     """Whether a search set it: another configured rate would lead to the same product."""
     is_searching: bool

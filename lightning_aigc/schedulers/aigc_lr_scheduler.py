@@ -110,7 +110,7 @@ class AIGCLRScheduler(LRScheduler):
 
     @property
     def factor(self) -> float:
-        """What the scheduled rates are multiplied by."""
+        """Multiplier of the scheduled rates."""
         return 1.0 if self._adaptive is None else self._adaptive.control.factor
 
     def held(self) -> HeldRate | None:

@@ -16,7 +16,7 @@ MIN_SPREAD = 0.25
 USUAL_Z = 6.0
 """Deviations from which a norm is a peak, where the threshold is a norm and below the run's median."""
 LOSS_STEPS, LOSS_Z = 20, 4.0
-"""The loss diverges where the median of so many losses lies so many deviations above that of as many first ones."""
+"""Divergence: the median of the last LOSS_STEPS losses exceeds the median of the first ones by LOSS_Z deviations."""
 MIN_RISE = 0.5
 """Share of the first losses' median that it must also rise by."""
 

@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class RateSettings:
-    """How the rate follows the gradients."""
+    """Options of the control of the rate by the gradients."""
 
     search: bool = True
     """Find the rate in the first steps, from a hundredth of the configured one up to `max_raise` times it."""
@@ -39,11 +39,11 @@ class RateSettings:
     relative: bool = True
     """Whether the threshold is a robust z of the log norm, or a norm itself."""
     recovery_factor: float = 0.5
-    """What a cut multiplies the rate by."""
+    """Multiplier of the rate at a cut."""
     recovery_steps: int = 50
     """Steps to come back from a cut; until then there is no other."""
     max_raise: float = 30.0
-    """How far above the configured rate the search may go."""
+    """Largest multiple of the configured rate that the search tries."""
 
     def __post_init__(self) -> None:
         threshold = self.grad_norm_threshold

@@ -136,7 +136,7 @@ class RateSearch:
 
 
 def _welch_t(high: Sequence[float], low: Sequence[float]) -> float:
-    """How many standard errors one mean lies above the other."""
+    """Difference of two means in standard errors."""
     errors = [max(statistics.stdev(values), MIN_DEVIATION) ** 2 / len(values) for values in (high, low)]
     return (statistics.fmean(high) - statistics.fmean(low)) / math.sqrt(sum(errors))
 

@@ -14,7 +14,7 @@ from lightning_aigc.sharding.local_parts import local_part, local_parts, shards_
 
 
 class LastStep(NamedTuple):
-    """What the last step says about the rate."""
+    """Statistics of the last step that control the rate."""
 
     agreement: float
     """Cosine between the step and the negative gradient after it."""

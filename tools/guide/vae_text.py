@@ -36,7 +36,7 @@ class Legibility:
 
 
 def legibility(vae: Any, heights: Sequence[int] = HEIGHTS, side: int = 64, seed: int = 0) -> list[Legibility]:
-    """Round-trip random capitals of each height, on pictures of `side` pixels."""
+    """Round-trip random capitals of each height, on images of `side` pixels."""
     return [_at_height(vae, height, side, seed) for height in heights]
 
 

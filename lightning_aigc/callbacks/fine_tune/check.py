@@ -206,7 +206,7 @@ _PREPOSITIONS = ("on", "in", "at", "under", "over", "by", "with", "near", "next"
 
 
 def _drift(before_ND: Tensor | None, after_ND: Tensor | None) -> float | None:
-    """How far embeddings moved, over the usual distance between two of them, both as 1 - cosine."""
+    """Distance that the embeddings moved over the usual distance between two of them, both as 1 - cosine."""
     if before_ND is None or after_ND is None or len(before_ND) < 2:
         return None
     center_D = before_ND.mean(dim=0)

@@ -1,4 +1,4 @@
-"""Effective rank of a LoRA's change B @ A, and its size beside the weights that it changes.
+"""Effective rank of a LoRA's change B @ A, and its size relative to the weights that it changes.
 
 Legend: R rank of the LoRA.
 Source: effective rank, the exponential of the entropy of the singular values, Roy and Vetterli, EUSIPCO 2007.

@@ -43,7 +43,7 @@ C = TypeVar("C", bound=Check)
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the checks said about a step."""
+    """Result of all checks of a step."""
 
     alerts: list[Alert]
     numbers: dict[str, float]

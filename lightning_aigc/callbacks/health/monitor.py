@@ -142,7 +142,7 @@ class GradientHealthMonitor(Callback):
         self._log.report(trainer.global_rank, self._diagnostics.track(trainer.global_step, NOT_IN_OPTIMIZER, found))
 
     def _folder(self, trainer: Trainer) -> Path | None:
-        """Where the files go; None where nobody named a folder, so that nothing lies about in the working folder."""
+        """Folder of the files; None where no folder was given, so that none are left in the working folder."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         root = Path(trainer.default_root_dir)

@@ -17,7 +17,7 @@ from lightning_aigc.rng import RandomStates, have_host_states_changed, random_st
 KEPT_BATCHES = 8
 """Last batches of an accumulation window that can be run again; they stay on the device until its end."""
 WATCHED_BATCHES, WATCHED_EVERY = 8, 10
-"""The first batches, and later one of so many, that show whether a step draws from Python's or numpy's generator:
+"""Check the Python and numpy generators in the first batches, and later in every tenth:
 reading those states at every batch would take longer than everything else here."""
 SHARDED = "a sharded model runs on all ranks at once, which would have to agree on where to stop"
 MANUAL = "under manual optimization a step moves the weights itself"
@@ -25,7 +25,7 @@ MANUAL = "under manual optimization a step moves the weights itself"
 
 @dataclass(frozen=True)
 class Replay:
-    """What a second run of a step showed."""
+    """Result of a second run of a step."""
 
     found: NonFinite | None = None
     why_not: str = ""
@@ -38,7 +38,7 @@ class _KeptBatch:
     batch_idx: int
     states: RandomStates
     fetched: ReplayedBatch | None = None
-    """What a step that takes a `dataloader_iter` got from it."""
+    """Batch that a step with a `dataloader_iter` took from it."""
     is_watched: bool = False
     """Whether to look for a change of Python's or numpy's random state."""
 

@@ -13,13 +13,13 @@ T = TypeVar("T")
 RESIDUALS = (
     ".controlnet_mid_block.", ".controlnet_down_blocks.", ".controlnet_blocks.", ".controlnet_single_blocks."
 )  # fmt: skip
-"""Names in diffusers' ControlNets, the last two beside transformers: the zero layers that residuals leave through."""
+"""Names in diffusers' ControlNets, the last two for transformers: the zero layers that residuals leave through."""
 IN_BLOCKS, CONTROL_BLOCKS = ".after_proj.", ".control_layers."
-"""Those of Z-Image's stand inside the blocks."""
+"""Zero projections inside the blocks, as in Z-Image's ControlNet."""
 HINT = "controlnet_cond_embedding"
-"""What reads the condition beside a U-Net; beside a transformer it is one layer, behind which there is nothing."""
+"""Module that reads the condition in a U-Net's ControlNet; in a transformer's it is a single layer."""
 HINTS = (f".{HINT}.", ".control_all_x_embedder.", ".control_noise_refiner.")
-"""The same, and beside Z-Image, where a zero layer stands behind it too."""
+"""The same, and for Z-Image, where a zero layer follows it too."""
 ENTRANCES = (f"{HINT}.conv_out.weight", ".before_proj.weight")
 """The zero layers that what was read of the condition goes through."""
 

@@ -169,7 +169,7 @@ def sample_rows(tensors: Sequence[Tensor], count: int = SAMPLES) -> Tensor:
 
 
 def _sampled(tensor: Tensor, count: int) -> Tensor:
-    """At most so many entries, in the order in which they lie in memory; a view where they lie densely."""
+    """At most `count` entries, in the order in which they lie in memory; a view where they lie densely."""
     tensor, size = tensor.detach(), tensor.numel()
     step = _step(size // count)
     is_dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
@@ -198,7 +198,7 @@ def _as_rows(samples: Sequence[Tensor], count: int) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _repeated(sizes: tuple[int, ...], count: int, device: torch.device) -> Tensor:
-    """Where the entries of each row lie in the concatenation, int64 [P, S]; of an empty tensor the zero at its end."""
+    """Indices of each row's entries in the concatenation, int64 [P, S]; an empty tensor gets the zero at the end."""
     size_P = torch.tensor(sizes)
     start_P = size_P.cumsum(0) - size_P
     index_PS = start_P[:, None] + torch.arange(count) % size_P.clamp(min=1)[:, None]

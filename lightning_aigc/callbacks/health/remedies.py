@@ -1,4 +1,4 @@
-"""What to change: a config line of the running training, or words where it has no such key."""
+"""Remedies: config lines of the running training, or words where it has no such key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Remedies:
     model_keys: Collection[str] = ()
     """Arguments of the LightningModule."""
     precision_key: str = "precision"
-    """Where the Trainer's config holds the precision."""
+    """Key of the precision in the Trainer's config."""
     precision: str = ""
     rate: float | None = None
     """The highest configured learning rate, whatever the schedule gives now."""
@@ -76,7 +76,7 @@ class Remedies:
         return f"{key}: {factor:g} times what it is"
 
     def _more_elsewhere(self) -> str | None:
-        """What keeps the rate below the configured one."""
+        """Remedy for a rate below the configured one."""
         held = self.held
         if held is not None and held.factor < NEAR * max(held.found, 1.0):
             where = f"{held.owner} holds the rate at {held.factor:.3g} times the configured one"
@@ -93,7 +93,7 @@ class Remedies:
         return None
 
     def _less_elsewhere(self, factor: float, key: str) -> str | None:
-        """What to change after a search, which would lead from another configured rate to the same product."""
+        """Remedy after a rate search, which would reach the same rate from another configured one."""
         held = self.held
         if held is None or not held.is_searched or held.is_searching:
             return None

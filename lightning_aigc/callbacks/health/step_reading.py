@@ -18,7 +18,7 @@ from lightning_aigc.callbacks.health.training_stage import TrainingStage
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the monitor knows of an optimizer step, before anything is read from the device."""
+    """The monitor's inputs for an optimizer step, before anything is read from the device."""
 
     step: int
     """From 1."""
@@ -38,13 +38,13 @@ class StepInputs:
     """The norm that all gradients are going to be clipped to."""
 
     def inverse_scale(self) -> Tensor | None:
-        """What to multiply gradients by that are still under the loss scale."""
+        """Multiplier for gradients that are still under the loss scale."""
         return self.scale.reciprocal() if self.scale is not None and self.is_scaled else None
 
 
 @dataclass
 class StepReading:
-    """What a check may read of one optimizer step, between backward and the step itself."""
+    """Values of one optimizer step that checks read, between backward and the step itself."""
 
     step: int
     """From 1."""
@@ -53,7 +53,7 @@ class StepReading:
     limits: HealthThresholds
     remedies: Remedies
     history: OptimizerHistory
-    """What came before, of the same optimizer."""
+    """History of the same optimizer."""
     layer_norms: Mapping[str, History]
     """Gradient norms of earlier looks, by parameter."""
     numbers: dict[str, list[float]]

@@ -13,7 +13,7 @@ from lightning_aigc.errors import ConfigError
 
 @dataclass(frozen=True)
 class HealthThresholds:
-    """When a check speaks. Raises: ConfigError that names the field outside its range."""
+    """Limits of the checks. Raises: ConfigError that names the field outside its range."""
 
     vanishing_norm: float = 1e-6
     """L2 norm of a parameter's gradient below which it vanishes."""
@@ -22,7 +22,7 @@ class HealthThresholds:
     exploding_z: float = 6.0
     """Robust z of a gradient's log norm in its own history, in scaled median deviations."""
     exploding_ratio: float = 10.0
-    """How many times its own median a norm must also be, before its z counts."""
+    """Factor by which a norm must also exceed its own median, before its z counts."""
     alike_share: float = 0.9
     """Share of a gradient's values that have the same size, in (0, 1]."""
     update_ratio_high: float = 0.25
@@ -32,7 +32,7 @@ class HealthThresholds:
     clip_share: float = 0.9
     """Share of steps whose gradients were clipped."""
     clip_factor: float = 10.0
-    """How far above the clip value the median norm must be for a warning rather than an info."""
+    """Factor by which the median norm must exceed the clip value for a warning rather than an info."""
     loss_scale_low: float = 1.0
     """Loss scale below which float16 has failed."""
     skipped_steps: int = 8
@@ -40,7 +40,7 @@ class HealthThresholds:
     loss_z: float = 6.0
     """Robust z of a loss's logarithm in its own history or its timestep bucket's."""
     loss_ratio: float = 5.0
-    """How many times its own median a loss must also be."""
+    """Factor by which a loss must also exceed its own median."""
     timestep_buckets: int = 10
     """Buckets of equal width that divide the noise schedule's timesteps."""
     history: int = 100

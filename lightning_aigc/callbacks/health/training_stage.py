@@ -1,4 +1,4 @@
-"""How far a training has come: a model that has learned its data has small gradients, which is no fault."""
+"""TrainingStage: progress of a training. A model that has learned its data has small gradients, which is no fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_LOSSES, LAST_LOSSES, FIRST_LOOKS = 10, 10, 3
 LEARNED = 0.9
 """Share of the first loss below which the loss has fallen."""
 FITTED = 0.01
-"""Share of the first loss below which the model is fitted: a jump there is small beside the first loss."""
+"""Share of the first loss below which the model is fitted: a jump there is small relative to the first loss."""
 SMALL_SHARE = 0.1
 """Share of their first norm from which the gradients of a falling loss count as small."""
 STEEPEST = 0.01
@@ -23,7 +23,7 @@ from the loss's own fall."""
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """What a step's numbers are judged by; the defaults are those of a start, where nothing has been learned."""
+    """References for a step's numbers; the defaults are those of a start, where nothing has been learned."""
 
     first_loss: float = 0.0
     gradient_fall: float = 1.0

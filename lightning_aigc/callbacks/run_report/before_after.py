@@ -24,7 +24,7 @@ WHENS = ("before", "after")
 
 
 class BeforeAfter:
-    """What one run drew before its first step and after its last.
+    """Samples of one run before its first step and after its last.
 
     Args:
         prompts: by what names of scores and images begin with: `""`, and `prior_` for unrelated prompts.
@@ -39,7 +39,7 @@ class BeforeAfter:
         self.images: dict[str, Tensor] = {}
         """Thumbnails by kind and time, such as `prior_before`."""
         self.scores: dict[str, list[float]] = {}
-        """Of each image, such as `clip_t_before`."""
+        """Scores of each image by name, such as `clip_t_before`."""
         self.ruined: dict[str, list[str]] = {}
         """A word for each ruined image, by kind and time."""
         self.recognition = (math.nan, math.nan)
@@ -117,7 +117,7 @@ class BeforeAfter:
         return [(prompt, self.seed + i) for i, prompt in enumerate(repeated)]
 
     def _shown(self, prompts: Sequence[str]) -> list[int]:
-        """Which pairs the page shows."""
+        """Indices of the pairs on the page."""
         count = len(self.pairs(prompts))
         per_prompt = count // len(prompts)
         return [i for i in range(count) if i % per_prompt < self.images_shown]

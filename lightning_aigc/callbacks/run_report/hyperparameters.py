@@ -19,7 +19,7 @@ RESULTS = (
     "seconds",
     "peak_memory_mib",
 )
-"""What of summary.json a logger gets, as `final/...`."""
+"""Entries of summary.json for loggers, as `final/...`."""
 
 
 def announce_hyperparameters(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -67,7 +67,7 @@ def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None
 
 
 def snapshots_in(folder: Any, blocked_s: Sequence[float]) -> Snapshots:
-    """What the report says of a run's snapshots: how long each took, and the newest that is complete."""
+    """The report's facts about a run's snapshots: the time of each, and the newest that is complete."""
     blocked_ms = in_ms(blocked_s)
     with contextlib.suppress(SnapshotError):  # a folder in a remote store is not read
         for newest in find_snapshots(folder):

@@ -238,7 +238,7 @@ class RunReport(Callback):
         self._resumed = state_dict or None
 
     def _asked(self) -> dict[str, Any]:
-        """What the images before training depend on."""
+        """The settings that the images before training depend on."""
         return {
             "prompts": [list(self.prompts or ()), list(self.prior_prompts)],
             "pictures": [self.num_images, self.images_shown, self.seed],
@@ -274,7 +274,7 @@ class RunReport(Callback):
     # The record ------------------------------------------------------------------------------------------------------
 
     def _record(self, trainer: Trainer, pl_module: LightningModule) -> RunRecord:
-        """What was measured so far. Starts no collective."""
+        """The record of all measurements up to now. Starts no collective."""
         record = record_of(trainer, pl_module)
         record.seconds, record.peak_memory_mib = self._seconds(), self._peak_mib(pl_module.device)
         record.curves, record.grids, record.notes = self._curves.record(), list(self._grids), list(self._notes)

@@ -103,7 +103,7 @@ def _shrunk(picture: Image.Image) -> Image.Image:
 
 
 def _letters_that_fit(text: str, width_px: int) -> int:
-    """How many leading letters fit, at least one."""
+    """Number of leading letters that fit, at least one."""
     fitting, too_many = 1, len(text)
     while too_many - fitting > 1:
         middle = (fitting + too_many) // 2

@@ -12,7 +12,7 @@ FORBIDDEN = re.compile(r'[\x00-\x1f<>:"/\\|?*]')
 MOST_BYTES = 200
 """File systems take 255, and the name gets endings such as `_step_000100.safetensors`."""
 TAKEN = frozenset(("snapshots", "samples", "guard", "checkpoints", "lightning_logs"))
-"""Folders that a run writes beside its result; a ControlNet or pipeline folder of this name would replace one."""
+"""Folders that a run writes next to its result; a ControlNet or pipeline folder of this name would replace one."""
 
 
 def check_output_name(name: str, argument: str) -> None:

@@ -1,4 +1,4 @@
-"""SaveLoRA: write the LoRA as a `.safetensors` file every so many steps and at the end."""
+"""SaveLoRA: write the LoRA as a `.safetensors` file every `every_n_steps` steps and at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SaveModel: write whole trained models as a diffusers folder and a single file, every so many steps and at the end."""
+"""SaveModel: write trained models as a diffusers folder and a single file, on the way and at the end."""
 
 from __future__ import annotations
 

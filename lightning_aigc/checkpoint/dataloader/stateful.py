@@ -85,7 +85,7 @@ class ResumableLoader:
         }
 
     def state_after(self, delivered: int) -> LoaderState:
-        """The state after so many batches of a new epoch, for a run that cannot replay the old one."""
+        """The state after `batches` batches of a new epoch, for a run that cannot replay the old one."""
         now = LoaderRNG.capture(self.generators)
         return {"delivered": delivered, "made": now, "generators": now.generators}
 

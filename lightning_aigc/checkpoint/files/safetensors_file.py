@@ -44,7 +44,7 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies in a file's data: without gaps, each at a multiple of its element size.
+    """Offsets of tensors in a file's data: without gaps, each at a multiple of its element size.
 
     It holds no tensor, so that it keeps none of them alive until the file is written.
     """

@@ -88,7 +88,7 @@ def _pack_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     tensor = tensor.detach().resolve_conj().resolve_neg()
     stem = name = path.encode(errors="backslashreplace").decode() or "state"
-    while name in tensors or name == "__metadata__":  # {"a.b": 1} beside {"a": {"b": 2}}
+    while name in tensors or name == "__metadata__":  # {"a.b": 1} and {"a": {"b": 2}}
         name = f"{stem}#{len(tensors)}"
     tensors[name] = tensor
     if tensor.is_contiguous():

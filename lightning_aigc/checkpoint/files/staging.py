@@ -1,7 +1,7 @@
-"""Staging of a snapshot in host memory: what is copied before training continues, and what beside it.
+"""Staging of a snapshot in host memory: copies before training continues, and copies during training.
 
 `torch.distributed.checkpoint.staging` has the same purpose for whole state_dicts; here the memory is laid out as the
-file will be, is reused by the next snapshot, and tensors that no step writes soon are copied beside training.
+file will be, is reused by the next snapshot, and tensors that no step writes soon are copied during training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLAB = 64 * 2**20
 """bytes. A power of two: torch rounds pinned memory up to one, so that a single block could be twice the state."""
 SMALLEST_SLAB = 2**16
 NICE = 10
-"""With no core to spare, training kept 0.84 of its speed beside a write, and 0.50 without this."""
+"""With no core to spare, training kept 0.84 of its speed during a write, and 0.50 without this."""
 
 
 class HostBuffer:
@@ -61,7 +61,7 @@ class HostBuffer:
         """Copy a tensor to this offset, a multiple of its element size; copies from a device are asynchronous."""
         flat_N = source.reshape(-1)
         if source.device.type == "cpu":
-            # As bytes: numpy's copy takes one thread, where torch's would start its whole pool beside training's.
+            # As bytes: numpy's copy takes one thread, where torch's would start its own pool next to training's.
             bytes_N, start = flat_N.view(torch.uint8).numpy(), 0
             for piece in self._pieces(offset, offset + source.nbytes):
                 piece.numpy()[:] = bytes_N[start : start + len(piece)]
@@ -99,7 +99,7 @@ class StagingCopies:
     CPU tensors are copied on construction, deferred ones by `finish`. Device tensors are copied on a side stream; work
     that is queued on the device later waits for those copies, except for the deferred ones.
 
-    Args: deferred: `data_ptr`s of the tensors whose copy may run beside training.
+    Args: deferred: `data_ptr`s of the tensors whose copy may run during training.
     """
 
     def __init__(self, copies: Iterable[Copy], deferred: Container[int]) -> None:

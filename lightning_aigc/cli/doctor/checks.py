@@ -118,7 +118,7 @@ def _ranktable(host: Host) -> Findings:
 
 
 def check_kernels(host: Host) -> Findings:
-    """Which fused ops have a kernel that runs on this device."""
+    """List the fused ops with a kernel that runs on this device."""
     reasons: dict[str | None, list[str]] = defaultdict(list)
     for op, reason in host.ask("kernels").items():
         reasons[reason].append(op)
@@ -175,7 +175,7 @@ def check_threads(host: Host) -> Findings:
 
 
 def check_command(host: Host) -> Findings:
-    """Which package owns the `lightning` script; lightning-sdk installs a script of the same name."""
+    """Name the package that owns the `lightning` script; lightning-sdk installs a script of the same name."""
     path = shutil.which("lightning", path=host.environ.get("PATH"))
     claims = {
         entry.dist.metadata["Name"]: entry.value
@@ -197,7 +197,7 @@ def check_command(host: Host) -> Findings:
 
 
 def check_sharding(host: Host) -> Findings:
-    """Which stages of ZeRO this machine can run, and on which backend."""
+    """List the stages of ZeRO that this machine can run, and their backend."""
     if "error" in host.probe["torch"]:
         return [("unknown", "torch does not answer, so no stage of ZeRO is known to run")]
     npu_version = host.probe["torch_npu"].get("value")

@@ -72,7 +72,7 @@ class DryRun(Callback):
 
 
 def files_written(trainer: Trainer) -> str:
-    """What this process has written to disk so far: only the data module writes in a dry run."""
+    """Files that this process has written; only the data module writes in a dry run."""
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     files, size_bytes, folder = data.files_written() if isinstance(data, CountsWrittenFiles) else (0, 0, "")
     if not files:

@@ -1,4 +1,4 @@
-"""What validate, test and predict of the command line do beyond Lightning: they use the run's newest snapshot."""
+"""validate, test and predict of the command line: they use the run's newest snapshot."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_weights(trainer: Trainer, ckpt_path: str | None) -> str | None:
 
 
 def snapshot_folder(trainer: Trainer) -> Path:
-    """Where the run's snapshots are."""
+    """Folder of the run's snapshots."""
     found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     directories = [c.directory for c in found if isinstance(c, ExactSnapshot) and c.directory]
     return Path(directories[0] if directories else Path(trainer.default_root_dir) / "snapshots")

@@ -60,7 +60,7 @@ def check_ranks_agree(trainer: Trainer, config: Mapping[str, Any]) -> None:
 
 
 def facts(trainer: Trainer, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What must be equal on all ranks, by name."""
+    """Values that must be equal on all ranks, by name."""
     yield "lightning_aigc", lightning_aigc.__version__
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Where to look while a run trains, in one or two lines at its start."""
+"""One or two lines at the start of a run with the places of its files."""
 
 from __future__ import annotations
 

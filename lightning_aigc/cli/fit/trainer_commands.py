@@ -91,7 +91,7 @@ def _refused(sentence: str) -> int:
 
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:
-    """What to say when a collective failed, most often because another rank has ended; None for any other error."""
+    """The error line for a failed collective, most often because another rank has ended; None for other errors."""
     from lightning_aigc.gradient_sync.sync_error import SyncError, is_of_a_collective
 
     if isinstance(error, SyncError):

@@ -31,7 +31,7 @@ class Base:
     family: Family
     side: int
     reason: str
-    """How the family is known."""
+    """Source of the family's name."""
 
 
 def find_base(given: str) -> Base:

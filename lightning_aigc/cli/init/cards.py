@@ -14,12 +14,12 @@ from lightning_aigc.diffusion.families import FAMILIES, Family, StepMemory
 from lightning_aigc.errors import ConfigError
 
 KINDS_BY_GIB = ((22, "24gb"), (11, "12gb"), (7, "8gb"), (5, "6gb"))
-"""The card from so many GiB on; a card shows a little less than its name says."""
+"""Card by its least memory in GiB; a card shows a little less than its name says."""
 CARD_GIB = {"4gb": 4, "6gb": 6, "8gb": 8, "12gb": 12, "24gb": 24, "910b": 32}
 """Memory by `--card`; a 910B has this or twice as much."""
 CARDS = tuple(CARD_GIB)
 FREE_SHARE = 0.85
-"""Of a card's memory, what a counted step may take; the rest is its context, and what an operator makes inside."""
+"""Share of a card's memory for a counted step; the rest is its context and the operators' workspace."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Card:
 
 @dataclass(frozen=True)
 class CardValues:
-    """What a config for a family and a card begins from; values with their reasons."""
+    """First values of a config for a family and a card, with their reasons."""
 
     template: str
     """The shipped config."""

@@ -1,4 +1,4 @@
-"""What `lightning init` decides for a folder of images, a base model and a card, each choice with its reason."""
+"""Choices of `lightning init` for a folder of images, a base model and a card, each with its reason."""
 
 from __future__ import annotations
 

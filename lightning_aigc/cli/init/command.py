@@ -19,7 +19,7 @@ LISTED = 5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's arguments to its parser."""
     parser.description = "Look at a folder of images and write a config for it that needs no editing."
-    parser.add_argument("folder", metavar="PHOTOS", help="images, each with a .txt beside it, or metadata.jsonl")
+    parser.add_argument("folder", metavar="PHOTOS", help="images, each with a .txt of its name, or metadata.jsonl")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: FOLDER'S NAME.yaml)")
     parser.add_argument(
         "--base", default="sd15", help=f"{', '.join(SHORT)}, a hub id, a folder or a checkpoint (default: sd15)"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     head = "\n".join(
         [
             f"Written by `lightning init` from {values.template} for {args.folder}: {found}.",
-            "Each choice has its reason beside it; nothing has to be edited.",
+            "Each choice has its reason on its line; nothing has to be edited.",
             *(f"  {line}" for line in lines),
         ]
     )

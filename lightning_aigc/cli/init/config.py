@@ -1,4 +1,4 @@
-"""Write a shipped config with other values: keys, order and comments stay, each new value has its reason beside it."""
+"""Write a shipped config with other values: keys, order and comments stay, each new value has its reason on its line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from yaml import YAMLError, safe_load
 
 SHIPPED = Path(__file__).parents[2] / "configs"
 COLUMN = 36
-"""Where the comments of the shipped configs begin."""
+"""Column of the comments in the shipped configs."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a folder of images holds: sizes, captions, what cannot be used, and a trigger word."""
+"""Summary of a folder of images: sizes, captions, unusable files, and a trigger word."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FolderLook:
     """The usable images of a folder and what is said about them."""
 
     folder: str
-    """As the user gave it."""
+    """The folder as the user gave it."""
     sizes: list[tuple[int, int]]
     """Width and height of each usable image."""
     captions: list[str | None]

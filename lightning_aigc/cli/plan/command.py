@@ -19,7 +19,7 @@ from lightning_aigc.errors import ConfigError
 
 LARGER_BUCKETS_MB = (50, 100, 200)
 WORTH_SAYING = 0.01
-"""Of efficiency, for a line on larger buckets."""
+"""Gain of efficiency that is worth a line on larger buckets."""
 DEVICES = {"npu": "npu", "gpu": "cuda", "cuda": "cuda", "cpu": "cpu"}
 
 
@@ -36,7 +36,7 @@ class Plan:
     """The mode of the config's strategy; where that is auto, what it would choose by the modelled times."""
     is_auto: bool = False
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the trained parameters, where they were counted."""
+    """Shapes of the trained parameters, where they were counted."""
     strategy: str | None = None
     """zero_1 to zero_3 where the config has it."""
 

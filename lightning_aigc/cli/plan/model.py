@@ -29,7 +29,7 @@ class Counted:
     """Mean bytes per frozen parameter."""
     low_rank_elements: int
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of each trained parameter."""
+    """Shape of each trained parameter."""
 
 
 def read_configs(paths: Sequence[Path]) -> dict[str, Any]:

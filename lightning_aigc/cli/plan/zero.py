@@ -1,4 +1,4 @@
-"""What `lightning plan` says of a model that is shared out: bytes that a rank stores, and sends in a step."""
+"""Lines of `lightning plan` for a sharded model: bytes that a rank stores, and sends in a step."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def _usual_shapes(parameters: int, ranks: int) -> list[tuple[int]]:
 
 @dataclass(frozen=True)
 class Sharing:
-    """A model shared out by a ZeRO stage, beside DDP; with AdamW and float32 weights."""
+    """A model sharded by a ZeRO stage, compared with DDP; with AdamW and float32 weights."""
 
     strategy: str
     ranks: int
     is_exact: bool
     """Whether the parameters' shapes are known, and not their number alone."""
     stored: StoredBytes
-    """Of the rank that stores most."""
+    """Bytes of the rank that stores most."""
     sent: SentBytes
-    """Of the rank that sends most."""
+    """Bytes of the rank that sends most."""
     stored_by_ddp: int
     sent_by_ddp: float
 

@@ -128,7 +128,7 @@ def _rows_once(cache: LatentCache | EmbeddingCache) -> list[int]:
 
 
 def finder(caches: Sequence[EmbeddingCache]) -> Callable[[str], Entry | None]:
-    """What finds a caption's entry in any of these; None for one that is in none."""
+    """A function that returns a caption's entry from any of these caches; None for a caption that is in none."""
 
     def find(caption: str) -> Entry | None:
         return next((entry for cache in caches if (entry := cache.entry(caption)) is not None), None)

@@ -35,7 +35,7 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class MakesConditions(Protocol):
-    """Makes conditions of images, which are cached beside the latents; the identity names them as `condition`."""
+    """Makes conditions of images, which are cached with the latents; the identity names them as `condition`."""
 
     def make_conditions(self, pixels_B3HW: Tensor) -> Tensor | None:
         """Make conditions of pixels in -1..1, uint8 [B, C, H, W]; None where they are files."""

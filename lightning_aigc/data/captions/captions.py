@@ -51,7 +51,7 @@ def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> 
 
 
 def find_trigger_word(caption: str, trigger_word: str) -> re.Match[str] | None:
-    """Where the whole trigger word stands in a caption, in any case."""
+    """Position of the full trigger word in a caption; case does not matter."""
     return re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE)
 
 

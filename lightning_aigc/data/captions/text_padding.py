@@ -1,6 +1,6 @@
 """Embeddings of captions of unequal length: cut to their own length where they are stored, padded in a batch.
 
-An entry that has `prompt_lengths` has padding behind so many of its `prompt_embeds`.
+An entry that has `prompt_lengths` has padding after that number of its `prompt_embeds`.
 
 Shapes: B batch, T tokens, D width.
 """

@@ -37,7 +37,7 @@ WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """How entries are written."""
+    """Options of the writer of entries."""
 
     folder: Path
     entries_per_shard: int = 1024
@@ -60,7 +60,7 @@ class PlannedShard:
 
     @property
     def name(self) -> str:
-        """How its file's name begins."""
+        """Prefix of its file's name."""
         return f"{self.width}x{self.height}-{self.number:06d}"
 
     def among(self, written: Written) -> Shard | None:

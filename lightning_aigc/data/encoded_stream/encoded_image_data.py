@@ -42,7 +42,7 @@ class EncodedImageData(LightningDataModule):
         cache_limit_gb: Most that this folder may take; unset keeps all.
         storage_options: Arguments of the fsspec file system, such as keys.
         num_workers: Loader processes; unset chooses by the machine.
-        pin_memory: Copy batches to pinned memory; unset does so beside an accelerator.
+        pin_memory: Copy batches to pinned memory; unset does so with an accelerator.
         prefetch_factor: Batches that each worker prepares ahead.
         seed: Seed of order, flips and dropout.
     """
@@ -166,7 +166,7 @@ class EncodedImageData(LightningDataModule):
         return f"encode them again with data.init_args.bucket_reso_steps and resolution that are multiples of {step}"
 
     def manifest(self, folder: str) -> Manifest:
-        """What a folder holds, read once."""
+        """Manifest of a folder, read once."""
         if folder not in self._manifests:
             self._manifests[folder] = read_manifest(folder, self.storage_options)
         return self._manifests[folder]
@@ -218,5 +218,5 @@ class EncodedImageData(LightningDataModule):
 
 
 def facts_of(datamodule: Any) -> dict[str, Any]:
-    """What a LoRA file's header says about the images, as JSON holds it."""
+    """Header entries of a LoRA file about the images, in JSON's types."""
     return {k: v for k, v in datamodule.lora_metadata().items() if k not in ("train_batch_size", "captions")}

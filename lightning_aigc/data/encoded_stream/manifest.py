@@ -48,7 +48,7 @@ class Manifest:
     flips: bool = False
     """Whether entries hold the mirrored image's latents too."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What a LoRA file's header says about the images."""
+    """Header entries of a LoRA file about the images."""
 
     def buckets(self) -> dict[tuple[int, int], list[Shard]]:
         """The shards of each (width, height), in the order of their numbers."""

@@ -26,7 +26,7 @@ class Picture:
     caption: str | None = None
     repeats: int = 1
     empty_caption: str | None = None
-    """Where its caption stands that has no text."""
+    """Place of a caption without text."""
     condition: Path | None = None
     """The condition that metadata.jsonl lists for it."""
 

@@ -48,7 +48,7 @@ class BucketSettings:
 
 @dataclass(frozen=True)
 class Placement:
-    """How an image is scaled to cover its bucket and then cropped; all sizes in pixels of the scaled image."""
+    """Scale and crop of an image for its bucket; all sizes in pixels of the scaled image."""
 
     width: int
     height: int

@@ -132,7 +132,7 @@ class BucketBatchSampler(ResumableSampler):
         return steps
 
     def _due(self, users: int) -> int:
-        """Class samples that a rank has drawn beside this number of user samples, since the training began."""
+        """Class samples that a rank has drawn with this number of user samples, since the training began."""
         return users * self._ratio.numerator // self._ratio.denominator
 
     def _drawn_before(self, epoch: int, start: int, end: int, per_epoch: int) -> int:

@@ -50,7 +50,7 @@ def merged_controlnet(controlnet: ControlNetModel) -> ControlNetModel:
 
 
 def control_lora_tensors(controlnet: ControlNetModel) -> dict[str, Tensor]:
-    """What was trained, named as in Stability AI's control-lora files, which ComfyUI reads beside the base model.
+    """Trained tensors, named as in Stability AI's control-lora files, which ComfyUI reads with the base model.
 
     A layer's `up` [out, rank] and `down` [rank, in] are to be multiplied and added to the U-Net's own weight.
     Source: https://huggingface.co/stabilityai/control-lora; ComfyUI, comfy/controlnet.py, class ControlLora.

@@ -18,7 +18,7 @@ from lightning_aigc.diffusion.pipeline.tensor_stream import write_tensors
 from lightning_aigc.errors import ModelError
 
 CHANNELS = 3
-"""Of a condition: an autoencoder's."""
+"""Channels of a condition, as the autoencoder reads it."""
 LAYERS = ("num_layers", "num_single_layers")
 """Arguments that say how many blocks of a kind a new ControlNet has."""
 SAME = (
@@ -30,7 +30,7 @@ ONE_PICTURE: Mapping[str, Any] = {
     "num_mode": None, "conditioning_embedding_channels": None, "extra_conditioning_channels": 0,
     "extra_condition_channels": 0, "use_pos_embed": True,
 }  # fmt: skip
-"""What the config of a ControlNet says, or leaves out, that reads the latents of one image and nothing else."""
+"""Config entries, or their defaults, of a ControlNet that reads the latents of one image only."""
 
 
 def make_controlnet(
@@ -80,7 +80,7 @@ def check_fits(controlnet: Any, components: Components, name: str) -> None:
 
 
 def save_controlnet(folder: Path, single_file: Path, controlnet: nn.Module, dtype: torch.dtype | None) -> None:
-    """Write a diffusers folder, and beside it the same weights as a single file under diffusers' names."""
+    """Write a diffusers folder, and next to it the same weights as a single file under diffusers' names."""
     with replaced_folder(folder) as unfinished:
         save_part(unfinished, controlnet, dtype)
     write_tensors(single_file, deferred(controlnet, dtype))

@@ -47,7 +47,7 @@ class LoRAFile:
     state: dict[str, Tensor]
     """Entries under the file's own names."""
     layout: Layout
-    """Whose names the entries have; `other` is read too."""
+    """Layout of the entries' names; `other` is read too."""
     metadata: dict[str, str]
     """The safetensors header."""
 
@@ -164,7 +164,7 @@ def _write_layers(
     elif layout == "kohya":
         of_transformer = [layer for layer in layers if layer.component == TRANSFORMER]
         others = lora_layers.with_out_proj(layer for layer in layers if layer.component != TRANSFORMER)
-        is_sdxl = bool(of_transformer) or _is_sdxl(header, layers)  # CLIP is lora_te1_ beside a transformer too
+        is_sdxl = bool(of_transformer) or _is_sdxl(header, layers)  # CLIP is lora_te1_ for transformers too
         state = layouts.to_kohya(others, sdxl=is_sdxl, layers_per_block=_layers_per_block(header))
         if of_transformer:
             base_model = base_models.named_base_model(header)

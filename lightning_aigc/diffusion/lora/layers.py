@@ -146,7 +146,7 @@ def with_one_alpha(layers: Iterable[LoRALayer]) -> list[LoRALayer]:
 def with_out_proj(layers: Iterable[LoRALayer]) -> list[LoRALayer]:
     """The same layers, plus a zero layer on `out_proj` in each text encoder that adapts attention without it.
 
-    diffusers 0.42 detects a kohya text encoder by `out_proj` only: without it the file is refused or, beside
+    diffusers 0.42 detects a kohya text encoder by `out_proj` only: without it the file is refused or, with
     feed-forward layers, its attention is silently dropped. Drop this once that is fixed.
     """
     layers = list(layers)

@@ -1,6 +1,6 @@
 """Write LoRA layers as the state dicts of sd-scripts' (kohya) layout and diffusers' layout.
 
-kohya files store alpha beside each layer, diffusers files in the header.
+kohya files store alpha with each layer, diffusers files in the header.
 """
 
 from __future__ import annotations

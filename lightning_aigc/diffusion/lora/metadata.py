@@ -44,7 +44,7 @@ class LoRAMetadata:
     base_model_hash: str | None = None
     """sha256 of the base weights in hex, as `hash_base_model` returns."""
     prediction_type: Literal["epsilon", "v_prediction"] | None = "epsilon"
-    """What the U-Net predicts; None for flow matching."""
+    """Prediction type of the U-Net; None for flow matching."""
     scheduler: str | None = None
     """Config of the scheduler that the run draws with, as JSON; merging gives it to the pipeline."""
     resolution: int | tuple[int, int] | None = None

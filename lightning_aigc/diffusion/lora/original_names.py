@@ -135,7 +135,7 @@ def apart(down: Tensor, up: Tensor, scale: float, modules: Sequence[str], family
 
 
 def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:
-    """[rows of all, columns of all], zero beside the parts."""
+    """[rows of all, columns of all], zero outside the parts."""
     whole = parts[0].new_zeros(sum(part.shape[0] for part in parts), sum(part.shape[1] for part in parts))
     row = column = 0
     for part in parts:

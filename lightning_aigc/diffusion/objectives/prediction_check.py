@@ -21,7 +21,7 @@ TYPES = ("epsilon", "v_prediction", "sample")
 SHARE_OF_NOISE = 0.6
 """Timestep at which to look, of the schedule's: there the three targets lie far apart."""
 MUCH_LOWER = 3.0
-"""How many times lower another type's loss must be."""
+"""Factor by which another type's loss must be lower."""
 LEARNED_SHARE = 0.5
 """Share of its target's mean square that the other type's loss must be below: predicting zero, as a model of random
 weights about does, is a loss of 1 of it."""

@@ -1,4 +1,4 @@
-"""Write the YAML that A1111 reads beside a checkpoint of Stable Diffusion 1.x or 2.x with v-prediction.
+"""Write the YAML that A1111 reads next to a checkpoint of Stable Diffusion 1.x or 2.x with v-prediction.
 
 Without it A1111 guesses epsilon for 1.x. SDXL needs none: its `v_pred` tensor is enough.
 Source: configs/v1-inference.yaml of CompVis/stable-diffusion, v2-inference-v.yaml of Stability-AI/stablediffusion.

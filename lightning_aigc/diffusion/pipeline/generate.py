@@ -28,7 +28,7 @@ IMAGE_REMEDIES = {
     "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
     "at the image of step 0",
 }
-"""What to change when images are broken."""
+"""Remedies for broken images."""
 
 
 class TimeLimit:

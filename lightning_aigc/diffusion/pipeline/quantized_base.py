@@ -1,4 +1,4 @@
-"""Pack a pipeline's frozen denoiser and text encoders; check that a checkpoint was trained beside the same bytes."""
+"""Pack a pipeline's frozen denoiser and text encoders; check that a checkpoint was trained with the same bytes."""
 
 from __future__ import annotations
 
@@ -162,12 +162,12 @@ def with_full_precision(components: Components, source: Components) -> Iterator[
 
 
 def checkpoint_entry(packed: PackedBase) -> dict[str, str]:
-    """What a checkpoint says about the base that its weights were trained beside."""
+    """A checkpoint's entry about the base that its weights were trained with."""
     return {"kind": packed.kind, "digest": packed.digest}
 
 
 def check_same_base(checkpoint: Mapping[str, Any], packed: PackedBase | None) -> None:
-    """Raise ModelError if a checkpoint was trained beside a base of the same kind with other bytes."""
+    """Raise ModelError if a checkpoint was trained with a base of the same kind with other bytes."""
     saved = checkpoint.get(CHECKPOINT_KEY)
     if saved and packed is not None and saved["kind"] == packed.kind and saved["digest"] != packed.digest:
         raise ModelError(

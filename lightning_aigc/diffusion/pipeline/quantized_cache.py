@@ -18,7 +18,7 @@ from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 Packing = Callable[[Layer, Format], PackedWeight]
 """Makes a layer's packed weight."""
 FORMAT = 1
-"""Of the packed bytes; a change of how weights are packed must raise it."""
+"""Version of the packed bytes; raise it when the packing of weights changes."""
 WORTH_IT = 100_000_000
 """Numbers of a base from which packing takes longer than reading a cache."""
 
@@ -72,5 +72,5 @@ def content_key(weight: Tensor, kind: Format) -> str:
 
 
 def packing_for(numbers: int, folder: Path | None = None) -> Packing | None:
-    """How to pack a base of so many numbers: through the cache, or None where that would not be quicker."""
+    """Packing through the cache for a base of `numel` numbers; None where the cache would not be faster."""
     return PackedCache(folder or default_folder()).pack if numbers >= WORTH_IT else None

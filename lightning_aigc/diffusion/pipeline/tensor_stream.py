@@ -33,7 +33,7 @@ class DeferredTensor:
 def write_tensors(
     path: Path, tensors: Mapping[str, DeferredTensor], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Write a safetensors file atomically; host memory holds one tensor at a time, beside the model's.
+    """Write a safetensors file atomically; host memory holds one tensor at a time, in addition to the model.
 
     metadata: entries of the header.
     Raises: ModelError if the disk is full or the folder cannot be written.

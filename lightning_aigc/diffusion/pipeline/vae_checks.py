@@ -1,4 +1,4 @@
-"""What an autoencoder does to your own images: the error of a round trip, and whether float16 could hold it.
+"""Checks of an autoencoder with the user's images: round-trip error, and whether float16 could hold it.
 
 Legend: N images, H and W their size.
 """

@@ -27,7 +27,7 @@ ADAPTER = "lora"
 
 
 class LoRASampler:
-    """The base model of a run's `model.init_args`, loaded as the run did, with a LoRA file's weights beside it.
+    """The base model of a run's `model.init_args`, loaded as the run did, with a LoRA file's weights.
 
     Args:
         arguments: The run's `model.init_args`.

@@ -1,4 +1,4 @@
-"""Which findings are news: new ones, those that have become worse, and those that come back."""
+"""AlertTracker: selects new findings, findings that became worse, and findings that came back."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CheckName = str
 
 @dataclass(frozen=True)
 class Policy:
-    """How a check's findings become alerts."""
+    """Rules that turn a check's findings into alerts."""
 
     confirm: int = 1
     """Looks in a row from which a finding has its own level; below, it is an info."""
@@ -27,7 +27,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found wrong with one layer at one step."""
+    """A fault of one layer at one step, found by a check."""
 
     check: CheckName
     layer: str

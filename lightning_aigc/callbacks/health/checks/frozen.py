@@ -62,7 +62,7 @@ class FrozenSamples:
 
     @torch.no_grad()
     def changed(self) -> Tensor | None:
-        """Which have changed since the last samples, bool [P] on the device; None without frozen parameters."""
+        """Flags of changed parameters since the last samples, bool [P] on the device; None without frozen ones."""
         now = self._take()
         if now is None or self._kept is None:
             return None

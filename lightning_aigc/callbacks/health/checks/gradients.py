@@ -129,7 +129,7 @@ def _missing(name: str, level: Level) -> Finding:
 
 
 def _is_beside_a_weight(name: str, gradients: Mapping[str, float], above: float) -> bool:
-    """Whether it is a bias, and the gradient of the weight beside it has a norm above `above`.
+    """Whether it is a bias, and the gradient of its layer's weight has a norm above `above`.
 
     A normalisation behind a bias, a softmax over keys or a difference of two outputs cancels the bias's gradient.
     """

@@ -1,4 +1,4 @@
-"""What a check is: it reads a step's numbers and returns findings."""
+"""Interface of a check: it reads a step's numbers and returns findings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_aigc.callbacks.health.step_reading import StepReading
 
 @dataclass(frozen=True)
 class Findings:
-    """What a check found, and where it looked: an earlier finding there that is not among these has ended."""
+    """A check's findings and the layers that it examined; an earlier finding there that is absent now has ended."""
 
     found: Sequence[Finding]
     checked: Collection[CheckName]

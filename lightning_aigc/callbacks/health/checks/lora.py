@@ -1,4 +1,4 @@
-"""What only a LoRA has: a B that stays zero, a B far larger than A, and a change larger than the base weight."""
+"""Checks of a LoRA: a B that stays zero, a B far larger than A, and a change larger than the base weight."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_pairs(stats: ParameterStats, taken_steps: int, limits: HealthThreshold
 
 
 class LoRADeltas:
-    """The change that each LoRA layer adds to its base weight: scale * B @ A beside W."""
+    """The change that each LoRA layer adds to its base weight: scale * B @ A, and W."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: dict[str, tuple[nn.Module, str]] = {}

@@ -1,4 +1,4 @@
-"""How far a step moves the weights: too far, hardly, or not at all."""
+"""Checks of the change of the weights by a step: too large, tiny, or zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_aigc.callbacks.health.step_reading import StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 USUAL_RATIO = 3e-3
-"""What a step of a healthy training changes a matrix by."""
+"""Relative change of a matrix by one step of a healthy training."""
 
 
 class UpdateCheck(Check):
@@ -49,7 +49,7 @@ class UpdateCheck(Check):
         )
         rise = history.stage.rise
         if history.farthest is not None and rise > reading.limits.loss_ratio:
-            # The weights have grown with the steps, so that the next ones look small beside them.
+            # The weights have grown with the steps, so that the next ones look small relative to them.
             found = [each for each in found if each.level not in ("warning", "error") or each.check != "update_ratio"]
             found.append(_ruinous(*history.farthest, rise, reading.remedies))
         else:

@@ -74,7 +74,7 @@ class History:
         return self._sorted[half] if len(self._sorted) % 2 else (self._sorted[half - 1] + self._sorted[half]) / 2
 
     def z(self, value: float) -> float:
-        """How many robust standard deviations a value lies above the median; 0 while the history is short."""
+        """Robust standard deviations of a value above the median; 0 while the history is short."""
         if len(self._logs) < self.shortest or not math.isfinite(value) or value <= 0:
             return 0.0
         middle = self._middle()

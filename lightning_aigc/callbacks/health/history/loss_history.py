@@ -25,7 +25,7 @@ class LossSpike:
     layer: str
     loss: float
     median: float
-    """Of the losses before it."""
+    """Median of the earlier losses."""
 
 
 class LossHistory:
@@ -48,7 +48,7 @@ class LossHistory:
 
         Args:
             losses: One for each example, or one for the step where `timesteps` is None.
-            is_fitted: Whether they are so small beside the first losses that a jump does no harm.
+            is_fitted: Whether they are so small relative to the first losses that a jump does no harm.
 
         Returns: the spikes among them, and the layers that they belong to.
         """

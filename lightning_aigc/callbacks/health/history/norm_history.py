@@ -15,7 +15,7 @@ MOST_LOOKS = 240
 
 
 class NormHistory:
-    """Gradient norms by look and layer, and the losses beside them."""
+    """Gradient norms by look and layer, and the losses of the same steps."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

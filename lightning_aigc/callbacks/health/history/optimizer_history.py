@@ -37,7 +37,7 @@ class OptimizerHistory:
         """The parameters whose gradients are read."""
         self.samples: WeightSamples | None = None
         self.ratios: Tensor | None = None
-        """How far the last step moved each weight, still on the device."""
+        """Relative change of each weight by the last step, still on the device."""
         self.moving: list[bool] = []
         """Whether each sampled weight had a gradient at that step, where it was sampled."""
         self.farthest: tuple[float, str] | None = None
@@ -103,7 +103,7 @@ class WeightSamples:
     """Entries of every matrix before a step, and how far the step moved them.
 
     Vectors (biases, norms' affine) start at zero or one and say little. Weights that start at zero, such as a LoRA's B,
-    have no ratio: their first step is infinitely large beside them. One that starts near zero, such as a class token,
+    have no ratio: their first step is infinitely large relative to them. One that starts near zero, such as a class token,
     is measured by the usual size of a weight with its inputs.
     """
 
