@@ -38,9 +38,9 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each string that stands alone as a statement."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         for statement in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.lineno, statement.value.value.strip()
+            text = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield statement.lineno, text.value.strip()
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

@@ -21,7 +21,7 @@ from lightning_aigc.sharding.shards import to_shards
 
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 PER_RANK_KEYS = ("callbacks",)
-"""Keys of Lightning's checkpoint whose values may differ between ranks, in addition to those of plugins and data modules."""
+"""Keys of Lightning's checkpoint, but for plugins and data modules, whose values may differ between ranks."""
 
 
 def check_strategy(trainer: Trainer) -> None:

@@ -66,7 +66,7 @@ def read_torch_file(path: Path, map_location: Any) -> Any:
     """
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(
-            f"{path} points at {path.readlink()}, which was never written completely; take the newest checkpoint next to it"
+            f"{path} points at {path.readlink()}, which was not written completely; take the newest other checkpoint"
         )
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")

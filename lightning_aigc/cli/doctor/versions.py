@@ -83,7 +83,7 @@ def judge_cann(torch_npu: str, cann: str | None) -> Verdict:
 
 
 def judge_tritons(installed_names: Iterable[str]) -> Verdict | None:
-    """Report triton installed with triton-ascend: both install the folder `triton`, so the later one overwrote the other."""
+    """Report triton next to triton-ascend: both install the folder `triton`, so the later one replaced the other."""
     if {"triton", "triton-ascend"} <= set(installed_names):
         return "problem", (
             "triton and triton-ascend are both installed, and share the folder triton/: the later one broke the other."

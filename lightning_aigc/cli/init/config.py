@@ -1,4 +1,4 @@
-"""Write a shipped config with other values: keys, order and comments stay, each new value has its reason on its line."""
+"""Write a shipped config with other values: keys, order and comments stay, each new value has its reason."""
 
 from __future__ import annotations
 

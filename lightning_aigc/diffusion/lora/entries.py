@@ -1,6 +1,6 @@
 """Group the entries of a LoRA file by layer, whichever program wrote it.
 
-A name is a component's prefix, the module and a suffix. Prefixes, other than diffusers' and sd-scripts' own: `transformer.
+A name is a component's prefix, the module and a suffix. Prefixes, except diffusers' and sd-scripts' own: `transformer.
 base_model.model.` (SimpleTuner, peft), `_orig_mod.` (torch.compile), `diffusion_model.` and `text_encoders.` (ComfyUI,
 ai-toolkit), `lora_transformer_` (OneTrainer), `lycoris_` (SimpleTuner's LyCORIS), `clip_l.` and `clip_g.` (OMI).
 """

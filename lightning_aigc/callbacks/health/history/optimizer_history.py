@@ -103,7 +103,7 @@ class WeightSamples:
     """Entries of every matrix before a step, and how far the step moved them.
 
     Vectors (biases, norms' affine) start at zero or one and say little. Weights that start at zero, such as a LoRA's B,
-    have no ratio: their first step is infinitely large relative to them. One that starts near zero, such as a class token,
+    have no ratio: their first step is infinitely large against them. One that starts near zero, such as a class token,
     is measured by the usual size of a weight with its inputs.
     """
 
