@@ -32,7 +32,7 @@ class AdaptiveLR(Callback):
     high is lowered, a rate too low is raised, and without evidence against it the configured rate is kept. Later, a
     peak of the gradient norm multiplies the rate by `recovery_factor`; the rate recovers in `recovery_steps`, without
     another cut until then. A loss that diverges lowers the rate found itself, and so does harm, down to the configured
-    rate: `val_loss` above the untrained model's, a guard's images clearly below step 0, a LoRA that is large against the
+    rate: `val_loss` above the untrained model's, a guard's images clearly below step 0, a LoRA that is large against
     weights. The schedule is never written to.
 
     Args:
