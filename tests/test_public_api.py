@@ -53,16 +53,9 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "AddsToReport", "BringsSnapshots", "CachesCaptions", "CountsTokens", "CountsWrittenFiles",
-        "DeclaresSnapshotArguments", "DescribesTrainingData", "DrawsPrompts",
-        "EncodesCaptions", "HasAveragedWeights", "HasDeferredSnapshotKeys", "HasExampleBatch", "HasHeldOutBatches",
-        "HasImageRemedies", "HasNoiseSchedule", "HasOutputName", "HasPackedBase", "HasPictureSizes",
-        "HasPipelineParts",
-        "HasReferenceImages", "HasShardedTensors", "HasSnapshotState", "HasTrainBatchSize", "HasValidationPrompts",
-        "MeasuresSync",
-        "ProtectsGradients", "ReportsExampleLosses", "SamplesWithConditions", "SavesLoRA", "SavesModel",
-        "ScoresImages", "SeesSampleImages", "SupportsControlCheck",
-        "SupportsSampling", "WritesFinalFiles",
+        "CachesCaptions", "CountsTokens", "DescribesTrainingData", "HasExampleBatch", "HasHeldOutBatches",
+        "HasOutputName", "HasPackedBase", "HasReferenceImages", "HasShardedTensors", "HasSnapshotState",
+        "HasValidationPrompts", "ProtectsGradients", "SavesLoRA", "SavesModel", "SupportsSampling",
     ],
 }  # fmt: skip
 """The public classes and functions of modules that are typed by their own name."""

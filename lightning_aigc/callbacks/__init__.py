@@ -1,4 +1,4 @@
-"""Lightning callbacks; each works on any LightningModule."""
+"""Lightning callbacks, one file each."""
 
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.callbacks.clip_convergence_guard import CLIPConvergenceGuard

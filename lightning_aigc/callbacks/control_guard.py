@@ -9,21 +9,35 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
-from lightning_aigc.protocols import HasHeldOutBatches, HasOutputName, SavesModel, SupportsControlCheck
+from lightning_aigc.protocols import HasHeldOutBatches, HasOutputName, SavesModel
 from lightning_aigc.rng import isolate_rng
 
 APPEARED_STDERRS = 4.0
 """Standard errors by which the paired difference must be above zero."""
 APPEARED_SHARE = 0.02
 """Share of the loss that another condition must cost; less is a difference that no image shows."""
+
+
+@runtime_checkable
+class SupportsControlCheck(Protocol):
+    """Compares the loss with right conditions to that with another image's, for ControlGuard."""
+
+    def control_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with all that frozen parts compute, so that checks of it take two forwards."""
+        ...
+
+    def control_losses(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Return the losses [B] with the right and with another image's condition, at fixed noise."""
+        ...
 
 
 class ControlGuard(Callback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,12 +16,25 @@ from lightning_aigc.callbacks.sampling.sheet import draw_sheet
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import EdgeFidelity, canny
-from lightning_aigc.protocols import HasHeldOutBatches, SamplesWithConditions
+from lightning_aigc.protocols import HasHeldOutBatches
 from lightning_aigc.rng import isolate_rng
 
 TITLE = "Edges: condition, result, its edges, original"
 SHEETS = "edge_report"
 """The folder of the sheets, below the run's."""
+
+
+@runtime_checkable
+class SamplesWithConditions(Protocol):
+    """Draws images from conditions, for EdgeReport."""
+
+    def conditioning(self, batch: dict[str, Any]) -> Tensor:
+        """Return the batch's conditions, [B, C, H, W] in 0..1."""
+        ...
+
+    def round_trip(self, pixels_B3HW: Tensor) -> Tensor:
+        """Return pixels in -1..1 as the autoencoder gives them back, [B, 3, H, W] in 0..1 on the CPU."""
+        ...
 
 
 class EdgeReport(Callback):

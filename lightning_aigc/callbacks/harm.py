@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_aigc.callbacks.fine_tune.ranks import adapter_size
-from lightning_aigc.protocols import ScoresImages
 from lightning_aigc.report.paired_scores import improvement
 
 CLEAR = 2.0
 """Standard errors by which a check must lie below step 0."""
 LARGEST_ADAPTER = 0.5
 """Norm of an adapter's change of the weights over the weights' own norm."""
+
+
+@runtime_checkable
+class ScoresImages(Protocol):
+    """Scores images while training; AdaptiveLR lowers a raised rate where they get worse."""
+
+    checks: list[Any]
+    """Scores of each check, `report.paired_scores.Check`."""
+    metric: str
 
 
 class HarmWatch:

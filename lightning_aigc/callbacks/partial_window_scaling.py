@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_aigc.accumulation import effective_batch_size, scale_to_mean
-from lightning_aigc.protocols import HasTrainBatchSize
+
+
+@runtime_checkable
+class HasTrainBatchSize(Protocol):
+    """Has a batch size per rank."""
+
+    train_batch_size: int
 
 
 class PartialWindowScaling(Callback):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
+from torch import Tensor
 
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
@@ -17,8 +19,18 @@ from lightning_aigc.callbacks.sampling.png import log_picture, write_png
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
-from lightning_aigc.protocols import SeesSampleImages
 from lightning_aigc.rng import isolate_rng
+
+
+@runtime_checkable
+class SeesSampleImages(Protocol):
+    """Receives SampleGrid's images, on rank zero only, so it must not start a collective."""
+
+    def on_sample_images(
+        self, trainer: Any, pl_module: Any, images_N3HW: Tensor, prompts: Sequence[str], step: int
+    ) -> None:
+        """Receive the images of one step."""
+        ...
 
 
 class SampleGrid(Callback):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import yaml
@@ -16,7 +16,6 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
-from lightning_aigc.protocols import DeclaresSnapshotArguments, WritesFinalFiles
 from lightning_aigc.secrets import redact
 from lightning_aigc.sharding.own_class import own_class
 
@@ -30,6 +29,25 @@ TRAINER_KEYS = (
     "plugins",
 )
 MISSING = "(not set)"
+
+
+@runtime_checkable
+class WritesFinalFiles(Protocol):
+    """Writes files at the end of a run; until they exist, ExactSnapshot does not count the run as finished."""
+
+    def final_files(self, trainer: Any, pl_module: Any) -> Sequence[Path]:
+        """Return their paths."""
+        ...
+
+
+@runtime_checkable
+class DeclaresSnapshotArguments(Protocol):
+    """Lists the hyperparameters that do not change the bits of a training, such as the folder of previews.
+
+    ExactSnapshot ignores these when it compares the configuration of a resumed run with the snapshot's.
+    """
+
+    snapshot_ignored_arguments: frozenset[str]
 
 
 def training_config(trainer: Trainer, module: LightningModule, data: Any = None) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class ImageCaptionData(LightningDataModule):
         """Whether conditions are files that the user gave."""
         return self.index().has_conditions
 
-    def picture_sizes(self) -> list[tuple[int, int]]:
+    def image_sizes(self) -> list[tuple[int, int]]:
         """Each (width, height) of the buckets in use and of held-out images."""
         index = self.index()
         held_out = {(s.placement.width, s.placement.height) for s in index.validation}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,10 +28,19 @@ from lightning_aigc.callbacks.sampling.pairs import (
 )
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
-from lightning_aigc.protocols import DescribesTrainingData, EncodesCaptions, HasReferenceImages
+from lightning_aigc.protocols import DescribesTrainingData, HasReferenceImages
 from lightning_aigc.report.record import FineTuneFinding, FineTuneResult
 
 FILE = "fine_tune.json"
+
+
+@runtime_checkable
+class EncodesCaptions(Protocol):
+    """Encodes captions, for FineTuneCheck."""
+
+    def encode_captions(self, captions: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return embeddings by batch key, among them `prompt_embeds` [B, T, D]."""
+        ...
 
 
 class FineTuneCheck(Callback):

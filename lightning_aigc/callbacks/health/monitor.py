@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,7 +28,7 @@ from lightning_aigc.callbacks.health.step_reading import StepInputs
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.protocols import HasNoiseSchedule, HasSnapshotState
+from lightning_aigc.protocols import HasSnapshotState
 from lightning_aigc.sharding.own_class import own_class
 
 OnError = Literal["warn", "stop", "skip_step"]
@@ -38,6 +38,13 @@ EARLY_LOOK = 2
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 
 _log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
+
+
+@runtime_checkable
+class HasNoiseSchedule(Protocol):
+    """Has a noise schedule with a number of timesteps."""
+
+    num_train_timesteps: int
 
 
 class GradientHealthMonitor(Callback):

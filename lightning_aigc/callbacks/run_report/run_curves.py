@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc.callbacks.step_curve import StepCurve
-from lightning_aigc.protocols import MeasuresSync
 from lightning_aigc.report.record import Curve
 
 NAMES = ("loss", "lr", "val_loss", "sync_mb", "sync_ratio")
+
+
+@runtime_checkable
+class MeasuresSync(Protocol):
+    """Measures how gradients travel between the ranks, for RunReport's curves."""
+
+    def sync_metrics(self) -> Mapping[str, float]:
+        """Return the last step's numbers by the names that loggers get; empty where nothing was sent."""
+        ...
 
 
 class RunCurves:

@@ -6,19 +6,28 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_aigc.callbacks.saving.save_lora import SaveLoRA
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.errors import SnapshotError
-from lightning_aigc.protocols import AddsToReport, DescribesTrainingData
+from lightning_aigc.protocols import DescribesTrainingData
 from lightning_aigc.report.record import LoRAFile, RunRecord, Snapshots
 
 CONFIG_FILE = "config.yaml"
 SHARED = ("figures", "result_files", "sheets")
 """Fields of the record that several callbacks add to."""
+
+
+@runtime_checkable
+class AddsToReport(Protocol):
+    """Has results for RunReport's page: callbacks, and strategies."""
+
+    def report_entries(self) -> Mapping[str, Any]:
+        """Return fields of `report.record.RunRecord` by name, such as `guard`. Starts no collective."""
+        ...
 
 
 def record_of(trainer: Trainer, pl_module: LightningModule) -> RunRecord:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from lightning_aigc.errors import ImageWarning
 from lightning_aigc.metrics.image_problems import ImageProblem, Problem, find_image_problems
-from lightning_aigc.protocols import HasImageRemedies
 
 __all__ = ["REMEDIES", "ImageProblem", "check_images"]
 
@@ -20,6 +21,14 @@ REMEDIES: dict[Problem, str] = {
     "image of step 0",
 }
 _NAMES_SHOWN = 3
+
+
+@runtime_checkable
+class HasImageRemedies(Protocol):
+    """Says what to change when its images are broken, in its own config keys."""
+
+    image_remedies: Mapping[Any, str]
+    """By problem: `not finite`, `black`, `constant`."""
 
 
 def check_images(images_N3HW: Tensor, names: list[str] | None = None, module: object = None) -> list[ImageProblem]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule
 
-from lightning_aigc.protocols import HasAveragedWeights
 from lightning_aigc.sharding.layout import is_sharded
 from lightning_aigc.sharding.whole_weights import whole_on_host, whole_weights
+
+
+@runtime_checkable
+class HasAveragedWeights(Protocol):
+    """Has an average of its weights, to be sampled and saved in their place."""
+
+    def averaged_weights(self) -> AbstractContextManager[object]:
+        """Swap in the average until the block ends."""
+        ...
 
 
 @contextmanager

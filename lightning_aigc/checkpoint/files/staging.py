@@ -12,7 +12,7 @@ import threading
 import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_aigc.devices import accelerator_module
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.host_state import host_bytes
-from lightning_aigc.protocols import HasDeferredSnapshotKeys
 from lightning_aigc.sharding.local_parts import local_part
 
 SLAB = 64 * 2**20
@@ -29,6 +28,16 @@ SLAB = 64 * 2**20
 SMALLEST_SLAB = 2**16
 NICE = 10
 """With no core to spare, training kept 0.84 of its speed during a write, and 0.50 without this."""
+
+
+@runtime_checkable
+class HasDeferredSnapshotKeys(Protocol):
+    """Lists checkpoint keys whose tensors change only in `optimizer_step` or later, not in forward or backward.
+
+    A snapshot copies these during the next batch instead of before it.
+    """
+
+    deferred_snapshot_keys: Sequence[str]
 
 
 class HostBuffer:

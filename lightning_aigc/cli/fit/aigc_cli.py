@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 import yaml
@@ -32,10 +32,18 @@ from lightning_aigc.cli.fit.run_banner import where_to_look
 from lightning_aigc.cli.fit.traceback_file import bug_within
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
-from lightning_aigc.protocols import BringsSnapshots
 from lightning_aigc.secrets import redact, redact_text, refuse_hidden
 
 KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry", UNTRAINED)  # keywords for ckpt_path
+
+
+@runtime_checkable
+class BringsSnapshots(Protocol):
+    """Adds ExactSnapshot in `configure_callbacks`, so that the command line does not."""
+
+    def brings_snapshots(self, trainer: Any) -> bool:
+        """Whether it adds ExactSnapshot for this Trainer."""
+        ...
 
 
 class AIGCArgumentParser(LightningArgumentParser):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -14,15 +14,30 @@ from lightning_aigc.diffusion.objectives.flow import Flow
 from lightning_aigc.diffusion.pipeline.vae_checks import describe_vae
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.protocols import (
-    CountsWrittenFiles,
     HasExampleBatch,
     HasPackedBase,
-    HasPipelineParts,
     HasReferenceImages,
 )
 from lightning_aigc.quantization.frozen import stored_bytes
 
 PICTURES_ROUND_TRIPPED = 4
+
+
+@runtime_checkable
+class CountsWrittenFiles(Protocol):
+    """Counts the files that it writes, for the dry run."""
+
+    def files_written(self) -> tuple[int, int, str]:
+        """Return the files that this process wrote, their bytes, and the folder that holds them."""
+        ...
+
+
+@runtime_checkable
+class HasComponents(Protocol):
+    """Keeps the parts of its pipeline, frozen ones among them, out of the module tree."""
+
+    components: Any
+    """With `vae` and `text_encoders`; None before they are loaded."""
 
 
 def dry_run_trainer_arguments() -> dict[str, Any]:
@@ -42,7 +57,7 @@ class DryRun(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         print(memory_table(pl_module))
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        parts: Any = pl_module.components if isinstance(pl_module, HasPipelineParts) else None
+        parts: Any = pl_module.components if isinstance(pl_module, HasComponents) else None
         if parts is not None and isinstance(data, HasReferenceImages):
             print("\n".join(describe_vae(parts.vae, data.reference_images(PICTURES_ROUND_TRIPPED), parts.family)))
         objective = getattr(pl_module, "objective", None)
@@ -101,6 +116,6 @@ def memory_table(module: LightningModule) -> str:
 
 def all_parameters(module: nn.Module) -> list[nn.Parameter]:
     """A module's parameters, with those of frozen parts that it keeps out of its module tree, each once."""
-    parts: Any = module.components if isinstance(module, HasPipelineParts) else None
+    parts: Any = module.components if isinstance(module, HasComponents) else None
     outside: list[nn.Module] = [parts.vae, *parts.text_encoders] if parts is not None else []
     return list({id(p): p for m in (module, *outside) for p in m.parameters()}.values())

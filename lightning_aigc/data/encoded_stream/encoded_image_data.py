@@ -156,7 +156,7 @@ class EncodedImageData(LightningDataModule):
         """Metadata on the training images for a LoRA file, by the field names of `LoRAMetadata`."""
         return {**self.manifest(self.shards_dir).facts, "train_batch_size": self.train_batch_size}
 
-    def picture_sizes(self) -> list[tuple[int, int]]:
+    def image_sizes(self) -> list[tuple[int, int]]:
         """Each (width, height) of the shards, those of `validation_shards_dir` among them."""
         folders = [folder for folder in (self.shards_dir, self.validation_shards_dir) if folder is not None]
         return sorted({size for folder in folders for size in self.manifest(folder).buckets()})

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.errors import ModelError
-from lightning_aigc.protocols import HasPictureSizes
+
+
+@runtime_checkable
+class HasImageSizes(Protocol):
+    """A data module that knows its images' sizes before the first batch."""
+
+    def image_sizes(self) -> Sequence[tuple[int, int]]:
+        """Return each (width, height) of training and held-out images in pixels."""
+        ...
+
+    def size_remedy(self, step: int) -> str:
+        """Return what to set so that all sides are multiples of `step`, for an error message."""
+        ...
 
 
 def check_image_sizes(components: Components, data: object) -> None:
     """Raise ModelError for a size of the data, held-out images among them, that the denoiser cannot take."""
-    if not isinstance(data, HasPictureSizes):
+    if not isinstance(data, HasImageSizes):
         return
     family = components.family
-    sizes = data.picture_sizes()
+    sizes = data.image_sizes()
     step, side = family.size_step(components.denoiser, components.vae), family.pixels_per_latent(components.vae)
     odd = [(width, height) for width, height in sizes if width % step or height % step]
     if odd:

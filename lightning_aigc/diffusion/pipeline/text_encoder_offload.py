@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,9 +19,18 @@ from lightning_aigc.data.captions.text_padding import stack_padded, without_padd
 from lightning_aigc.devices import accelerator_module
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
-from lightning_aigc.protocols import CachesCaptions, DrawsPrompts
+from lightning_aigc.protocols import CachesCaptions
 
 CPU = torch.device("cpu")
+
+
+@runtime_checkable
+class DrawsPrompts(Protocol):
+    """A callback that draws images."""
+
+    def prompts_drawn(self, trainer: Any) -> Sequence[str]:
+        """Return the prompts that it will draw, which are encoded while the text encoders are in memory."""
+        ...
 
 
 class StoredTexts:

@@ -5,17 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightning_aigc.callbacks.health.history.history import History
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
-from lightning_aigc.protocols import ReportsExampleLosses
 
 SHIFTED_LOSSES = (5, 9, 13)
 """Numbers of last losses whose median shows a lasting rise that single losses hide in their spread."""
+
+
+@runtime_checkable
+class ReportsExampleLosses(Protocol):
+    """Has the per-example losses and timesteps of the last batch, both [B]."""
+
+    last_example_losses: Tensor | None
+    last_timesteps: Tensor | None
 
 
 @dataclass(frozen=True)

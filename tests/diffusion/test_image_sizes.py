@@ -31,7 +31,7 @@ class KnownSizes:
     def __init__(self, *sizes: tuple[int, int]) -> None:
         self.sizes = sizes
 
-    def picture_sizes(self) -> list[tuple[int, int]]:
+    def image_sizes(self) -> list[tuple[int, int]]:
         return list(self.sizes)
 
     def size_remedy(self, step: int) -> str:
