@@ -11,7 +11,11 @@ from lightning_aigc import __version__
 
 project = author = "lightning_aigc"
 version = release = __version__
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the arguments' text tells more
+autodoc_inherit_docstrings = False
+napoleon_google_docstring = True
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 html_theme = "furo"  # light and dark, readable on a phone, nothing from a font server

@@ -45,6 +45,11 @@ class AdaptiveLR(Callback):
         max_raise: how far above the configured rate the search may go.
 
     Logs `adaptive_lr/factor` and `adaptive_lr/lr`, the rate that was used, every `log_every_n_steps`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import AdaptiveLR
+        >>> trainer = Trainer(callbacks=[AdaptiveLR(search="auto", max_raise=5.0)])
     """
 
     def __init__(

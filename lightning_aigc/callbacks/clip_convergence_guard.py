@@ -58,6 +58,11 @@ class CLIPConvergenceGuard(Callback):
         clip_pretrained: weights of that model: an open_clip tag or a local file.
         reference_images: how many training images clip_i compares with, from the data module's `reference_images`.
         directory: where the grids go; `<default_root_dir>/guard` where None.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import CLIPConvergenceGuard
+        >>> trainer = Trainer(callbacks=[CLIPConvergenceGuard(every_n_steps=250, patience=750, clip_model="embedded:clip")])
     """
 
     def __init__(

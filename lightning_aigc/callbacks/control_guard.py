@@ -57,6 +57,11 @@ class ControlGuard(Callback):
         save_best: Whether the weights of the best gap are written as `<output_name>_best`.
 
     Raises: ConfigError for numbers out of range, or a model or data without these methods.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import ControlGuard
+        >>> trainer = Trainer(callbacks=[ControlGuard(every_n_steps=250)])
     """
 
     def __init__(

@@ -51,6 +51,11 @@ class EdgeReport(Callback):
         shown: Images on the sheet.
         tolerance: Pixels by which an edge may be moved.
         seed: Seed of the first image.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import EdgeReport
+        >>> trainer = Trainer(callbacks=[EdgeReport(num_images=8)])
     """
 
     def __init__(

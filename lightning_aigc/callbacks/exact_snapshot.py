@@ -31,6 +31,11 @@ class ExactSnapshot(Callback):
         directory: Where they go; unset means `<default_root_dir>/snapshots`.
 
     Raises: ConfigError that names the wrong argument.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import ExactSnapshot
+        >>> trainer = Trainer(callbacks=[ExactSnapshot(every_n_steps=500, keep_last=2)])
     """
 
     callback_order = FIRST  # so that copies are complete before another callback writes a weight

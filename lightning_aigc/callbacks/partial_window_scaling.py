@@ -24,6 +24,11 @@ class PartialWindowScaling(Callback):
     Lightning divides every loss by `accumulate_grad_batches`, also in an epoch's last window, which may have fewer
     micro-batches; its step is then too small. The gradient is scaled before clipping, and full windows keep their bits.
     The log says the effective batch size at the start.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import PartialWindowScaling
+        >>> trainer = Trainer(callbacks=[PartialWindowScaling()])
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -18,6 +18,11 @@ class RunProgress(ProgressBar):
 
     Args:
         refresh_every_n_steps: Optimizer steps between two updates of the metrics, which wait for the device.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import RunProgress
+        >>> trainer = Trainer(callbacks=[RunProgress()])
     """
 
     def __init__(self, refresh_every_n_steps: int = 1) -> None:

@@ -50,6 +50,11 @@ class SampleGrid(Callback):
         seed: the first seed, where `seeds` is None.
         columns: images in a row; as many as there are seeds where None.
         directory: where the PNGs go; `<default_root_dir>/samples` where None.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import SampleGrid
+        >>> trainer = Trainer(callbacks=[SampleGrid(prompts=["a zorp mug"], every_n_steps=100)])
     """
 
     def __init__(

@@ -19,6 +19,11 @@ class StallWatch(Callback):
 
     Args:
         after_s: Seconds without a finished batch before the report; null is a third of the timeout of collectives.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import StallWatch
+        >>> trainer = Trainer(callbacks=[StallWatch(after_s=600)])
     """
 
     def __init__(self, after_s: float | None = None) -> None:

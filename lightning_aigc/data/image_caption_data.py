@@ -91,6 +91,16 @@ class ImageCaptionData(LightningDataModule):
         prefetch_factor: Batches that each worker prepares ahead.
         max_image_pixels: Larger images are rejected before they are decoded.
         seed: Seed of everything that is random in the data.
+
+    Example:
+        >>> data = ImageCaptionData("embedded:brand", resolution=64, train_batch_size=4, trigger_word="zorp", num_workers=0)
+        >>> data.setup("fit")
+        data: embedded:brand
+          images    504 found, 504 used, 0 rejected
+        ...
+        >>> batch = next(iter(data.train_dataloader()))
+        >>> tuple(batch["pixel_values"].shape), len(batch["captions"])
+        ((4, 3, 64, 64), 4)
     """
 
     snapshot_ignored_arguments = frozenset(

@@ -2,3 +2,7 @@
 
 Nothing here imports torch; altair and vl-convert are imported when a page is made.
 """
+
+from lightning_aigc.report.record import RunRecord
+
+__all__ = ["RunRecord"]

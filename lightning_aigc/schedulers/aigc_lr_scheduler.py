@@ -19,18 +19,6 @@ from lightning_aigc.schedulers.rate_control import Change, RateSettings
 class AIGCLRScheduler(LRScheduler):
     """A schedule that finds its own learning rate and lowers it at peaks of the gradient norm.
 
-    ```python
-    scheduler = AIGCLRScheduler(optimizer, base_lr=1e-4, total_steps=1000)
-    scheduler.enable_convergence_monitor(metric="clip_similarity", patience=200)
-    for batch in loader:
-        loss(batch).backward()
-        optimizer.step()                                   # reads the gradients, then steps
-        scheduler.step(metrics={"clip_similarity": score()} if is_time else None)
-        optimizer.zero_grad()
-        if scheduler.should_stop_early():
-            break
-    scheduler.restore_best()
-    ```
     A search in the first 10 to 60 steps finds the rate, as in `callbacks.AdaptiveLR`, and replaces the warm-up.
     `optimizer.step()` reads the gradients, so clip before it, and the threshold applies to the clipped norm. A `loss`
     among the metrics of `step` is watched too: where it diverges, the rate that was found is lowered.
@@ -46,6 +34,22 @@ class AIGCLRScheduler(LRScheduler):
         total_steps: optimizer steps to the end of the decay; None never decays.
         decay: cosine or linear to zero, or constant.
         search: whether to search for the rate.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        >>> scheduler = AIGCLRScheduler(optimizer, base_lr=1e-2, warmup_steps=5, total_steps=100)
+        >>> scheduler.enable_convergence_monitor(metric="clip_similarity", patience=20)
+        >>> for step in range(100):
+        ...     loss = layer(torch.ones(8, 4)).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()  # reads the gradients, then steps
+        ...     scheduler.step(metrics={"clip_similarity": -float(loss)} if step % 10 == 9 else None)
+        ...     optimizer.zero_grad()
+        ...     if scheduler.should_stop_early():
+        ...         break
+        >>> scheduler.restore_best()
     """
 
     def __init__(

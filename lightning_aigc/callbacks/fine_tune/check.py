@@ -62,6 +62,11 @@ class FineTuneCheck(Callback):
         clip_model: The model that scores: an open_clip name, a local folder, or `embedded:clip`.
         clip_pretrained: Weights of that model: an open_clip tag or a local file.
         reference_images: Training images to compare with, from the data module's `reference_images`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import FineTuneCheck
+        >>> trainer = Trainer(callbacks=[FineTuneCheck(num_images=2, clip_model="embedded:clip")])
     """
 
     def __init__(

@@ -69,6 +69,11 @@ class GradientHealthMonitor(Callback):
             layer, or none (`off`); auto is by block where there is a logger.
 
     Raises: ConfigError that names the wrong argument.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import GradientHealthMonitor
+        >>> trainer = Trainer(callbacks=[GradientHealthMonitor(every_n_steps=10, on_error="skip_step")])
     """
 
     def __init__(

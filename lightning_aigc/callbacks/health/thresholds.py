@@ -13,7 +13,12 @@ from lightning_aigc.errors import ConfigError
 
 @dataclass(frozen=True)
 class HealthThresholds:
-    """Limits of the checks. Raises: ConfigError that names the field outside its range."""
+    """Limits of the checks. Raises: ConfigError that names the field outside its range.
+
+    Example:
+        >>> from lightning_aigc.callbacks import GradientHealthMonitor
+        >>> monitor = GradientHealthMonitor(thresholds=HealthThresholds(exploding_ratio=20.0))
+    """
 
     vanishing_norm: float = 1e-6
     """L2 norm of a parameter's gradient below which it vanishes."""

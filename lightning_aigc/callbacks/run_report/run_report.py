@@ -59,6 +59,11 @@ class RunReport(Callback):
         num_images: Images sampled for each set of prompts, in equal numbers for each prompt.
         seed: Seed of the first image.
         images_shown: Images of each prompt in the report.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import RunReport
+        >>> trainer = Trainer(callbacks=[RunReport(clip_model="embedded:clip", num_images=8)])
     """
 
     callback_order = LATE  # reads rates after AdaptiveLR set them, and the end after the guard's last check

@@ -21,6 +21,11 @@ class SaveLoRA(SaveResult):
     Args:
         every_n_steps: Optimizer steps between the files on the way; 0 writes the last one only.
         output_name: Name without ending; unset means the module's `output_name`, or lora.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import SaveLoRA
+        >>> trainer = Trainer(callbacks=[SaveLoRA(every_n_steps=500)])
     """
 
     unnamed = "lora"

@@ -21,6 +21,11 @@ class SaveModel(SaveResult):
     Args:
         every_n_steps: Optimizer steps between the files on the way, each as large as the model; 0 writes the last only.
         output_name: Name without ending; unset means the module's `output_name`, or model.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import SaveModel
+        >>> trainer = Trainer(callbacks=[SaveModel(every_n_steps=500)])
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -45,6 +45,9 @@ class EncodedImageData(LightningDataModule):
         pin_memory: Copy batches to pinned memory; unset does so with an accelerator.
         prefetch_factor: Batches that each worker prepares ahead.
         seed: Seed of order, flips and dropout.
+
+    Example:
+        >>> data = EncodedImageData("shards")  # written by `lightning encode -c my.yaml -o shards`
     """
 
     has_images = False

@@ -35,6 +35,14 @@ class ControlNetSampler:
         controlnet: A ControlNet's folder.
 
     Raises: ModelError for a model that cannot be loaded, or a ControlNet of another base.
+
+    Example:
+        >>> from lightning_aigc.diffusion import DiffusionControlNet
+        >>> _ = DiffusionControlNet("embedded:sd").save_model("edges.safetensors")
+        >>> arguments = {"pretrained_model_name_or_path": "embedded:sd", "conditions": "canny"}
+        >>> sampler = ControlNetSampler(arguments, "32-true", "cpu", Path("edges"))
+        >>> tuple(sampler.sample(["a red mug"], [0], torch.zeros(1, 3, 64, 64), num_inference_steps=2).shape)
+        (1, 3, 64, 64)
     """
 
     def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, controlnet: Path) -> None:

@@ -36,6 +36,11 @@ class LoRASampler:
         lora: A file in the kohya or diffusers layout; None for the base model alone.
 
     Raises: ModelError for a model or LoRA that cannot be loaded, or a LoRA of another base model.
+
+    Example:
+        >>> sampler = LoRASampler({"pretrained_model_name_or_path": "embedded:sd"}, "32-true", "cpu", lora=None)
+        >>> tuple(sampler.sample([("a red mug", 0)], num_inference_steps=2).shape)
+        (1, 3, 64, 64)
     """
 
     def __init__(self, arguments: Mapping[str, Any], precision: str, accelerator: str, lora: Path | None) -> None:
