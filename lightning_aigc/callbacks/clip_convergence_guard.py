@@ -62,7 +62,8 @@ class CLIPConvergenceGuard(Callback):
     Example:
         >>> from lightning.pytorch import Trainer
         >>> from lightning_aigc.callbacks import CLIPConvergenceGuard
-        >>> trainer = Trainer(callbacks=[CLIPConvergenceGuard(every_n_steps=250, patience=750, clip_model="embedded:clip")])
+        >>> guard = CLIPConvergenceGuard(every_n_steps=250, patience=750, clip_model="embedded:clip")
+        >>> trainer = Trainer(callbacks=[guard])
     """
 
     def __init__(

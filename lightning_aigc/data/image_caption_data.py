@@ -93,7 +93,7 @@ class ImageCaptionData(LightningDataModule):
         seed: Seed of everything that is random in the data.
 
     Example:
-        >>> data = ImageCaptionData("embedded:brand", resolution=64, train_batch_size=4, trigger_word="zorp", num_workers=0)
+        >>> data = ImageCaptionData("embedded:brand", resolution=64, train_batch_size=4, num_workers=0)
         >>> data.setup("fit")
         data: embedded:brand
           images    504 found, 504 used, 0 rejected
