@@ -30,10 +30,10 @@ def test_the_table_of_the_page_is_printed_from_the_rows_and_marks_every_figure()
 
 
 def test_the_memory_levels_are_those_that_init_writes() -> None:
-
-    from lightning_aigc.cli.init.cards import CONFIGS, MEMORY
+    from lightning_aigc.diffusion.families import FAMILIES
 
     for (model, card), (config, level) in RUNS.items():
         if card != "6 GB":
             key = ("sdxl" if model == "sdxl" else "sd", card.replace(" ", "").casefold())
-            assert (CONFIGS[key], MEMORY[key][0]) == (config, level)
+            row = FAMILIES[key[0]].cards[key[1]]
+            assert (row.config, row.memory) == (config, level)
