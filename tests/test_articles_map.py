@@ -65,7 +65,7 @@ def exists(name: str) -> bool:
     if name in ("--trainer.strategy npu_sparse", *SYNCS, *STAGES):
         return "npu_sparse" in SYNCS
     if name == "--resume":
-        return "--resume" in (ROOT / "lightning_aigc" / "cli" / "aigc_cli.py").read_text()
+        return "--resume" in (ROOT / "lightning_aigc" / "cli" / "fit" / "aigc_cli.py").read_text()
     arguments = {
         field for shown in (Alert, StepReport) for field in dir(shown) + list(inspect.signature(shown).parameters)
     }
