@@ -129,7 +129,7 @@ def test_an_unedited_config_is_one_sentence_before_anything_is_read(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning"])
-    for reads in ("diffusion.components.load_components", "metrics.clip_model.CLIPModel.__init__"):
+    for reads in ("diffusion.training.module.load_components", "metrics.clip_model.CLIPModel.__init__"):
         monkeypatch.setattr(f"lightning_aigc.{reads}", never)
     with pytest.raises(SystemExit) as stop:
         main(["fit", "-c", str(path), "--trainer.accelerator=cpu", "--dry_run"])

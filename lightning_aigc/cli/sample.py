@@ -9,7 +9,7 @@ from typing import Any
 from lightning_aigc.errors import ConfigError
 
 NO_LORA = "none"
-CONTROLNETS = ("DiffusionControlNet", "DiffusionControlNet")
+CONTROLNETS = ("DiffusionControlNet", "ControlNetTraining")
 """Classes whose runs draw what they are shown."""
 
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
         return draw_controlled(args, settings, prompts)
     if args.condition or args.controlnet:
-        raise ConfigError(f"--condition and --controlnet belong to runs of {' and '.join(CONTROLNETS)}; leave them out")
+        raise ConfigError(f"--condition and --controlnet belong to runs of {CONTROLNETS[0]}; leave them out")
     lora = settings.find_lora(args.lora)
 
     import torch

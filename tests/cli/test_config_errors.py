@@ -46,7 +46,7 @@ def mistake(command: Command, tmp_path: Path) -> Callable[..., str]:
 
 
 ON_THE_LINE = {
-    "a wrong key": ("--model.init_args.rnak=3", "StableDiffusionLoRA has no key 'rnak'; did you mean rank?"),
+    "a wrong key": ("--model.init_args.rnak=3", "DiffusionLoRA has no key 'rnak'; did you mean rank?"),
     "a wrong key of the trainer": ("--trainer.max_stpes=3", "'trainer.max_stpes'; did you mean trainer.max_steps?"),
     "a wrong block": ("--modle.init_args.rank=3", "no key 'modle'; did you mean model?"),
     "a wrong class": ("--model.class_path=StableDifusionLoRA", "did you mean StableDiffusionLoRA?"),
@@ -57,12 +57,11 @@ ON_THE_LINE = {
     ),
     "a key of the other block": (
         "--model.init_args.resolution=512",
-        "StableDiffusionLoRA has no key 'resolution'; it is data.init_args.resolution",
+        "DiffusionLoRA has no key 'resolution'; it is data.init_args.resolution",
     ),
     "a key of a sibling": (
-        "--model.init_args.timestep_sampling=mode",
-        "StableDiffusionLoRA has no key 'timestep_sampling', which DiffusionControlNet and DiffusionFineTuning and"
-        " DiffusionLoRA have; leave it out, or train with that class",
+        "--model.init_args.protect_edges=true",
+        "DiffusionLoRA has no key 'protect_edges', which DiffusionControlNet has; leave it out, or train with that",
     ),
     "a value that trips the parser": ("--seed_everything=?", "seed_everything: this value cannot be read"),
     "text for a whole number": (

@@ -94,7 +94,7 @@ def test_conditions_belong_to_controlnets(command: Command, run: Path, shown: li
     config["model"]["class_path"] = "StableDiffusionLoRA"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     done = command("sample", "-c", tmp_path, "--condition", shown[0])
-    assert done.code == 1 and "belong to runs of ControlNetTraining" in done.errors[0]
+    assert done.code == 1 and "belong to runs of DiffusionControlNet" in done.errors[0]
 
 
 # Beside a transformer -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_a_transformers_controlnet_trains_from_yaml_and_lightning_sample_draws_w
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model.pretrained_model_name_or_path", "embedded:sd"], "ControlNetTraining trains one of Stable Diffusion"),
+        (["--model.rank", "4"], "rank: 4 is for ControlNets of U-Nets, and this is Stable Diffusion 3"),
         (["--model.conditions", "folder"], "conditions: folder needs data.init_args.conditioning_data_dir"),
         (["--model.num_layers", "2"], "do not read 2 of a ControlNet's"),
     ],

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from fakes.commands import run_modules
 from fakes.few_pictures import few_of
-from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionLoRA
 
 Command = Callable[..., Any]
 DEMO = Path(__file__).parents[2] / "configs" / "sd_lora_demo.yaml"
@@ -187,7 +187,7 @@ def test_a_disk_that_gets_full_is_one_line(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number), "runs/mine/zorp.safetensors")
 
-    monkeypatch.setattr(StableDiffusionLoRA, "save_lora", full)
+    monkeypatch.setattr(DiffusionLoRA, "save_lora", full)
     said = command("fit", "-c", quick)
     assert said.code == 1
     assert len(said.errors) == 1

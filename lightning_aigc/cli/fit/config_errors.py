@@ -260,11 +260,18 @@ def _room(class_path: str) -> str:
 
 
 def _siblings(class_path: str | None) -> list[str]:
-    """The public classes of the package that a class is in; empty for a class of another project."""
+    """The public classes of the same room and Lightning base, without second names; empty for other projects."""
     if class_path is None or not class_path.startswith("lightning_aigc."):
         return []
-    room = _room(class_path)
-    return [f"{room}.{name}" for name in getattr(importlib.import_module(room), "__all__", ())]
+    room = importlib.import_module(_room(class_path))
+    own = getattr(room, class_path.rpartition(".")[2], None)
+    bases = [base for base in getattr(own, "__mro__", ()) if base.__module__.startswith("lightning.")]
+    public = {name: getattr(room, name) for name in getattr(room, "__all__", ())}
+    return [
+        f"{room.__name__}.{name}"
+        for name, cls in public.items()
+        if inspect.isclass(cls) and bases and issubclass(cls, bases[0]) and "__init__" in vars(cls)
+    ]
 
 
 def option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
