@@ -48,8 +48,6 @@ MODES: dict[str, dict[str, Any]] = {
     "sparse_int8 0.75": {"mode": "sparse_int8"},
     "sparse_int8 0.95": {"mode": "sparse_int8", "sparsity": 0.95},
     "sparse_int4 0.75": {"mode": "sparse_int4"},
-    "low_rank 16": {"mode": "low_rank", "rank": 16},
-    "int4, one step late": {"mode": "int4", "delay_one_step": True},
     "local 4": {"mode": "local", "local_steps": 4},
     "local 8": {"mode": "local"},
     "local 16": {"mode": "local", "local_steps": 16},

@@ -45,11 +45,10 @@ LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
 """Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
 LAUNCHES = {
     "bf16": 15, "int8": 22, "int4": 22, "int3": 22, "sparse": 28, "sparse_int8": 37, "sparse_int4": 37,
-    "ternary": 137, "two_four": 50, "low_rank": 50,
+    "ternary": 137, "two_four": 50,
 }  # fmt: skip
 """Kernels that a bucket takes on any number of ranks, counted as torch's operators and Triton's kernels; without Triton
-few-bit integers take about 140, and one more for each rank. low_rank's are for four matrices, and their QR is in truth
-many more."""
+few-bit integers take about 140, and one more for each rank."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Cost:
 def bytes_per_element(mode: str, job: Job) -> float:
     """Return the bytes that a compressible gradient entry is sent as, scales and indices included.
 
-    Raises: ConfigError for an unknown mode, or low_rank without `low_rank_elements`.
+    Raises: ConfigError for an unknown mode.
     """
     scale = SCALE_BITS / QUANTIZATION_BLOCK
     density, energy = 1 - job.sparsity, ENERGY_BYTES / ENERGY_BLOCK
@@ -84,10 +83,6 @@ def bytes_per_element(mode: str, job: Job) -> float:
     if traits.value_bits is not None:
         quantized = (traits.value_bits + scale) / 8
         return density * quantized + energy if traits.is_block_sparse else quantized
-    if mode == "low_rank":
-        if job.low_rank_elements is None:
-            raise ConfigError("low_rank depends on the matrices' shapes; give low_rank_elements, or a config to count")
-        return FP32_BYTES * job.low_rank_elements / max(job.compressible, 1)
     return {
         "dense": FP32_BYTES,
         "bf16": BF16_BYTES,

@@ -11,7 +11,7 @@ from typing import Literal
 
 Mode = Literal[
     "auto", "dense", "bf16", "int8", "int4", "int3", "ternary",
-    "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
+    "sparse", "sparse_int8", "sparse_int4", "two_four", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
 Average = Literal["float32", "int8", "int4", "int3"]
@@ -32,7 +32,7 @@ class ModeTraits:
     is_exact: bool = False
     """Whether it loses nothing, so that it keeps no residual and compresses nothing."""
     is_flat: bool = False
-    """Whether it reduces over all ranks at once, also where there are many nodes: it needs whole parameters."""
+    """Whether it reduces over all ranks at once, also where there are many nodes."""
 
 
 MODES: dict[str, ModeTraits] = {
@@ -46,7 +46,6 @@ MODES: dict[str, ModeTraits] = {
     "sparse_int8": ModeTraits(value_bits=8, is_block_sparse=True, needs_dense_first_step=True),
     "sparse_int4": ModeTraits(value_bits=4, is_block_sparse=True, needs_dense_first_step=True),
     "two_four": ModeTraits(needs_dense_first_step=True),
-    "low_rank": ModeTraits(is_flat=True),
     "local": ModeTraits(is_exact=True, is_flat=True),
 }
 """Every mode but `auto`, which chooses among them."""

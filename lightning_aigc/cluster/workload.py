@@ -41,8 +41,6 @@ class Job:
     """Parameters that are not trained; they cost memory alone."""
     frozen_bytes: float = BF16_BYTES
     sparsity: float = 0.75
-    low_rank_elements: float | None = None
-    """Sum of rank x (rows + columns) over the compressed matrices; without it low_rank is not modelled."""
     local_steps: int = 8
     average_bits: int | None = None
     """local: bits of a value in an average; None is float32."""

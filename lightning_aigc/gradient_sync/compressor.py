@@ -228,11 +228,6 @@ class GradientCompressor:
             self._watchdog.progress(self._finite_steps)
         return finite or self._scaler is not None
 
-    def settle(self) -> bool:
-        """Do as `finish_step`, which is its name now."""
-        warnings.warn("GradientCompressor.settle is now finish_step", FutureWarning, stacklevel=2)
-        return self.finish_step()
-
     def _average_after_steps(self, sync: Sync, optimizer: torch.optim.Optimizer | None) -> None:
         if sync.has_rank_local_parameters and optimizer is not None:
             self._removable.append(optimizer.register_step_post_hook(lambda *_: sync.after_optimizer_step()))

@@ -53,11 +53,17 @@ class Dense(BucketSync):
         return self.report
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mode": "dense", "step": self.step, "owed": {}, "reduction": {}, "world_size": self.groups.world_size}
+        return {
+            "mode": "dense",
+            "step": self.step,
+            "residuals": {},
+            "reduction": {},
+            "world_size": self.groups.world_size,
+        }
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:
         self.step = int(states[0]["step"])
-        if any(part["values"].any() for state in states for part in state["owed"].values()):
+        if any(part["values"].any() for state in states for part in state["residuals"].values()):
             return ["the checkpoint's run compressed gradients; its residuals are dropped by mode dense"]
         return []
 

@@ -180,13 +180,12 @@ class _Running:
 class StreamExecutor(InlineExecutor):
     """Queues all works on a side stream of an accelerator, where waiting for a collective does not block the host.
 
-    The stream of the backward pass waits for the side stream after the last work, or where `delayed`, in `finish`.
+    The stream of the backward pass waits for the side stream after the last work.
     Events on both streams measure the times, and are read when the host has waited for both anyway.
     """
 
-    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, delayed: bool) -> None:
+    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device) -> None:
         super().__init__(explain)
-        self._is_delayed = delayed
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self._stream = self._module.Stream(device=device)
@@ -200,7 +199,7 @@ class StreamExecutor(InlineExecutor):
         with self._module.stream(self._stream):
             error = _run(work, self._clock, self._explain)
         self._spans.append((start, self._now_on(self._stream)))
-        if last and not self._is_delayed:
+        if last:
             current.wait_stream(self._stream)
         done(error)
 
@@ -224,12 +223,12 @@ class StreamExecutor(InlineExecutor):
 
 
 def make_executor(
-    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool, delayed: bool
+    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool
 ) -> InlineExecutor:
     """Return the executor for a device; `explain` turns the error of a collective into one that says where to look."""
     if not overlap:
         return InlineExecutor(explain)
-    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device, delayed=delayed)
+    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device)
 
 
 def _run(work: Work, clock: Clock, explain: Callable[[BaseException], SyncError]) -> SyncError | None:

@@ -17,7 +17,6 @@ from lightning_aigc.gradient_sync.dense import Dense
 from lightning_aigc.gradient_sync.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.model_checks import refuse_complex
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.powersgd import advice
 from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
 
@@ -58,7 +57,4 @@ def make_sync(
         return Dense(groups), mode, why
     if mode == "local":
         return LocalSGD(trained, options, groups), mode, why
-    sync = GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale)
-    if mode == "low_rank":
-        why += advice(sync.units, options.rank)
-    return sync, mode, why
+    return GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale), mode, why

@@ -136,7 +136,7 @@ class LocalSGD(BucketSync):
 
     def _summing(self) -> Generator[Any, None, Tensor]:
         """Return the mean way of the ranks from the anchor."""
-        total_N, _ = yield from self._reduction.reduce(self._unit, self._owed_and_moved(), self.groups.everyone)
+        total_N, _ = yield from self._reduction.reduce(self._unit, self._residual_and_moved(), self.groups.everyone)
         self.residuals.commit()
         return total_N
 
@@ -185,7 +185,7 @@ class LocalSGD(BucketSync):
         ratio = sum(sent.values()) / dense_ring_bytes(self._numel, self.groups.world_size) / steps
         self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
 
-    def _owed_and_moved(self) -> Tensor:
+    def _residual_and_moved(self) -> Tensor:
         """Return this rank's share of the mean way from the anchor, with its residual, as one vector."""
         if self.residuals.units:
             e_N = self.residuals.next_of(self._unit).copy_(self.residuals.of(self._unit))
@@ -201,7 +201,7 @@ class LocalSGD(BucketSync):
             "mode": "local",
             "step": self.step,
             "since_average": self._steps_since_average,
-            "owed": self.residuals.by_name(),
+            "residuals": self.residuals.by_name(),
             "world_size": self.groups.world_size,
             "reduction": to_cpu({"anchor": self._anchor, "momentum": self._momentum}, clone=True),
             **flight,
@@ -228,9 +228,9 @@ class LocalSGD(BucketSync):
                     tensor.copy_(state["reduction"][kind][name])
         self._load_flight(states)
         if len(states) == self.groups.world_size:
-            self.residuals.load_residuals([states[self.groups.rank]["owed"]], 1.0)
+            self.residuals.load_residuals([states[self.groups.rank]["residuals"]], 1.0)
         else:
-            self.residuals.load_residuals([each["owed"] for each in states], 1 / self.groups.world_size)
+            self.residuals.load_residuals([each["residuals"] for each in states], 1 / self.groups.world_size)
         return []
 
     def _load_flight(self, states: Sequence[dict[str, Any]]) -> None:

@@ -10,7 +10,6 @@ from lightning_aigc.cluster.modes import MODES
 from lightning_aigc.gradient_sync.block_sparse import BlockSparse, layer_of_each_block
 from lightning_aigc.gradient_sync.flat_units import FlatUnit, Kind
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.powersgd import PowerSGD
 from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
 from lightning_aigc.gradient_sync.quantization import BlockQuantizer
 from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction, Uncompressed
@@ -39,8 +38,6 @@ def _of_values(
         return BFloat16()
     if mode == "ternary":
         return Ternary(device)
-    if mode == "low_rank":
-        return PowerSGD(units, options.rank, device)
     start = {unit.index: own_shard(unit, groups)[0] for unit in units}
     length = {unit.index: own_shard(unit, groups)[1] for unit in units}
     if mode == "two_four":

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, MODES, SPARSE_MODES, Average, Mode
+from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, SPARSE_MODES, Average, Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
 SERVES: dict[str, tuple[str, ...]] = {
     "sparsity": SPARSE_MODES,
     "layer_wise_adaptive": SPARSE_MODES,
-    "rank": ("low_rank",),
     "local_steps": ("local",),
     "average": ("local",),
     "overlap_average": ("local",),
@@ -55,11 +54,6 @@ class SyncOptions:
     """MB of float32 gradient that are reduced together; DDP's buckets are as large."""
     overlap: bool = True
     """Whether gradients travel while backward runs on."""
-    delay_one_step: bool = False
-    """Apply each gradient one step late, so that it may travel through a whole step. Costs quality: it raised a small
-    denoiser's loss by 23 %."""
-    rank: int = 16
-    """low_rank: columns of the factors."""
     local_steps: int = 8
     """local: optimizer steps between two averages of the parameters."""
     average: Average = "float32"
@@ -100,13 +94,11 @@ class SyncOptions:
         for name in ("warmup_steps", "checksum_every_n_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("bucket_mb", "rank", "local_steps", "outer_learning_rate"):
+        for name in ("bucket_mb", "local_steps", "outer_learning_rate"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
-        if self.delay_one_step and (self.mode == "auto" or MODES[self.mode].is_exact):
-            raise ConfigError(f"delay_one_step wants a mode that compresses, got mode={self.mode!r}")
         self.protection()
 
     def protection(self, names: Iterable[str] = ()) -> GradientProtection:

@@ -18,8 +18,7 @@ class StepReport:
     ratio: float
     """Bytes sent, but for those inside a node, over those of a dense float32 ring on as many ranks or nodes."""
     exposed_ms: float
-    """How long the step waited: from the moment its last gradient was ready until everything had been added up. With
-    `delay_one_step` from the next step's first gradient."""
+    """How long the step waited: from the moment its last gradient was ready until everything had been added up."""
     share_hidden: float
     """Of the time that sync took, the share that nothing waited for."""
     finite: bool

@@ -9,12 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.cluster.modes import MODES
-from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.block_sparse import BlockSparse
-from lightning_aigc.gradient_sync.delayed import DelayedSums
 from lightning_aigc.gradient_sync.early_choice import EarlyChoice
-from lightning_aigc.gradient_sync.executors import Work, make_executor
+from lightning_aigc.gradient_sync.executors import make_executor
 from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
 from lightning_aigc.gradient_sync.hook import CommunicationHook, UnitGradients
 from lightning_aigc.gradient_sync.mode_reductions import make_reductions
@@ -28,7 +26,7 @@ from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
 from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
 
 STATE_VERSION = 1
-"""Of what `state_dict` returns, whose keys keep their first names: `owed` has residuals, `late` delayed sums."""
+"""Version of the dictionary that `state_dict` returns."""
 
 MOST_DESCRIBED = 4
 
@@ -53,11 +51,6 @@ class GradientSync(Sync):
         Raises: ConfigError for options that do not fit the parameters.
         """
         super().__init__(groups)
-        if options.delay_one_step and find_unused:
-            raise ConfigError(
-                "delay_one_step wants a gradient for every parameter in each step, got DDP with find_unused_parameters "
-                "or static_graph: a delayed gradient would be dropped where its parameter goes unused"
-            )
         self.options = options
         self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self.device = self.parameters[0][1].device
@@ -68,13 +61,10 @@ class GradientSync(Sync):
         self.residuals = Residuals(compressed, groups, self.device, error_feedback=options.error_feedback)
         unused = UnusedParameters(compressed, groups, self.device) if find_unused else None
         self.reducer = UnitReducer(groups, reductions, self.residuals, unused, self.device, loss_scale)
-        self.delayed = DelayedSums(self.units, self.device) if options.delay_one_step else None
         chosen = [unit for unit in compressed if unit.kind == "values"]
         self.early_choice = EarlyChoice(self.parameters, chosen, groups, self.residuals, loss_scale)
         self.hook = CommunicationHook(self.units, self.parameters, groups.rank, self)
-        self.executor = make_executor(
-            self._explain, self.device, overlap=options.overlap, delayed=options.delay_one_step
-        )
+        self.executor = make_executor(self._explain, self.device, overlap=options.overlap)
         self._meter = StepMeter(groups, sum(p.numel() for _, p in self.parameters))
         self._is_finished = True
         self._failed: SyncError | None = None
@@ -103,41 +93,23 @@ class GradientSync(Sync):
 
     def reduce_units(self, complete: Sequence[UnitGradients], *, last: bool) -> None:
         """Start to reduce units; with the last bucket there is at least one, which its own parameters complete."""
-        if last and self.delayed is None:
+        if last:
             self.executor.wanted()
         for i, collected in enumerate(complete):
             is_last = last and i == len(complete) - 1
             self._submitted[collected.unit.index] = collected.unit
-            if self.delayed is None:
-                self.executor.submit(self.reducer.reduce(collected), self._releasing(collected), last=is_last)
-            else:
-                self._reduce_delayed(collected, self.delayed, last=is_last)
+            self.executor.submit(self.reducer.reduce(collected), self._releasing(collected), last=is_last)
 
     def end_backward(self) -> None:
-        if self.delayed is None:
-            self.executor.finish()
+        self.executor.finish()
         if self._failed is not None:
             raise self._failed
 
-    def _reduce_delayed(self, collected: UnitGradients, sums: DelayedSums, *, last: bool) -> None:
-        """Apply what the last step's gradients came to, and start to reduce this step's."""
-        flat = self.reducer.flatten(collected)
-        sums.keep(flat)
-        self.reducer.write_back(collected, sums.delayed(collected.unit))
-        collected.release()
-
-        def work() -> Work:
-            total = yield from self.reducer.add_up(collected, flat)
-            sums.set_pending(collected.unit, total)
-
-        self.executor.submit(work(), self._releasing(collected, holds_buckets=False), last=last)
-
-    def _releasing(self, collected: UnitGradients, *, holds_buckets: bool = True) -> Callable[[SyncError | None], None]:
+    def _releasing(self, collected: UnitGradients) -> Callable[[SyncError | None], None]:
         def done(error: SyncError | None) -> None:
             self._note_failure(error)
             self._submitted.pop(collected.unit.index, None)
-            if holds_buckets:
-                collected.release()
+            collected.release()
 
         return done
 
@@ -172,18 +144,14 @@ class GradientSync(Sync):
         """End the step and say how it went; None before the first one.
 
         What the step changed is kept if every rank's gradients were finite, else rolled back. All ranks have the same
-        sums and decide alike. Waits for the step's gradients, unless they are delayed: then the report is on those that
-        were applied.
+        sums and decide alike. Waits for the step's gradients.
         """
-        if self.delayed is None:
-            self._finish()
+        self._finish()
         return self.report
 
     def _finish(self) -> None:
         if self._is_finished or self.hook.is_within_step:
             return
-        if self.delayed is not None:
-            self.executor.wanted()
         self.executor.finish()
         if self._failed is not None:
             raise self._failed
@@ -197,14 +165,12 @@ class GradientSync(Sync):
             self.reduction.rollback()
             self.residuals.rollback()
             self.skipped_steps += 1
-        if self.delayed is not None:
-            self.delayed.advance()
         self.report = self._meter.report(self.executor.times(), finite=finite)
 
     # State by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and delayed sums by parameter name, and the mode's own state."""
+        """Return this rank's residuals by parameter name, and the mode's own state."""
         self._finish()
         return {
             "version": STATE_VERSION,
@@ -213,8 +179,7 @@ class GradientSync(Sync):
             "mode": self.options.mode,
             "step": self.step,
             "accumulating": self.early_choice.is_accumulating,
-            "owed": self.residuals.by_name(),
-            "late": {} if self.delayed is None else self.delayed.by_name(),
+            "residuals": self.residuals.by_name(),
             "reduction": self.reduction.state_dict(),
         }
 
@@ -231,9 +196,9 @@ class GradientSync(Sync):
         same = len(states) == self.groups.world_size and not self.needs_all_states(states[0])
         own = states[self.groups.rank if same else 0]
         if same:
-            self.residuals.load_residuals([own["owed"]], 1.0)
+            self.residuals.load_residuals([own["residuals"]], 1.0)
         else:
-            self.residuals.load_residuals([state["owed"] for state in states], 1 / self.groups.between.size)
+            self.residuals.load_residuals([state["residuals"] for state in states], 1 / self.groups.between.size)
             notes.append(
                 f"{len(states)} ranks saved and {self.groups.world_size} go on, on other nodes or in other numbers: "
                 "their residuals are shared out evenly, their sum unchanged; the run is not bit for bit the same"
@@ -244,11 +209,8 @@ class GradientSync(Sync):
             self.reduction.load_state_dict(own["reduction"])
         else:
             notes.append(f"the checkpoint was written in mode {states[0]['mode']}, this run is in {self.options.mode}")
-        if self.delayed is not None and own.get("late"):
-            finite = self.delayed.load_sums(own["late"])
-            self.report = StepReport(dict.fromkeys(self.groups.traffic.sent, 0.0), 0.0, 0.0, 0.0, finite)
         names = [entry.name for unit in self.residuals.units for entry in unit.entries]
-        missing = [name for name in names if name not in states[0]["owed"]]
+        missing = [name for name in names if name not in states[0]["residuals"]]
         if missing and same and self.groups.inside is None:
             notes.append(
                 f"{len(missing)} parameters are not in the checkpoint's sync state and start without a residual"

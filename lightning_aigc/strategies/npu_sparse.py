@@ -62,9 +62,6 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         hierarchical: whether ranks of a node first add up among themselves; auto where nodes are alike.
         bucket_mb: MB of float32 gradient that travel together.
         overlap: whether gradients travel while backward runs on.
-        delay_one_step: apply each gradient one step late. Hides slow links and costs quality: a small
-            denoiser's loss rose by 23 %.
-        rank: low_rank: columns of the factors.
         local_steps: local: optimizer steps between two averages of the parameters.
         average: local: how averages travel: float32, int8, int4 or int3.
         overlap_average: local: step on while an average travels, and take it two steps later.
@@ -95,8 +92,6 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         hierarchical: bool | Literal["auto"] = "auto",
         bucket_mb: float = 25.0,
         overlap: bool = True,
-        delay_one_step: bool = False,
-        rank: int = 16,
         local_steps: int = 8,
         average: Average = "float32",
         overlap_average: bool = False,

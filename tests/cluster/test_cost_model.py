@@ -42,12 +42,6 @@ def test_protected_parameters_are_sent_uncompressed_and_small_ones_in_eight_bits
     assert mixed == pytest.approx(plain * 0.89 + (4 * 0.1 + 1.0625 * 0.01) * N)
 
 
-def test_low_rank_sends_its_factors() -> None:
-    assert sent_bytes("low_rank", job(low_rank_elements=5000), Shape(1, 2)) == (pytest.approx(4 * 5000), 0)
-    with pytest.raises(ConfigError, match="low_rank_elements"):
-        sent_bytes("low_rank", job(), Shape(1, 2))
-
-
 def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
     inside, between = sent_bytes("int8", SD15, Shape(48, 8))
     assert inside == pytest.approx(2 * 7 / 8 * 4 * 859.5e6)
@@ -56,7 +50,7 @@ def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
 
 @pytest.mark.parametrize("mode", FLAT_MODES)
 def test_modes_that_know_no_nodes_send_one_ring_over_all_ranks(mode: str) -> None:
-    some = job(low_rank_elements=N / 10)
+    some = job()
     alike, _ = sent_bytes(mode, some, Shape(1, 16))
     inside, between = sent_bytes(mode, some, Shape(4, 4))
     assert inside + between == pytest.approx(alike)
@@ -136,7 +130,7 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
     triton = Triton()
     monkeypatch.setattr(op, "_implementation", lambda values: triton)
     parameters = [(f"layer{i}", torch.nn.Parameter(torch.zeros(256, 256))) for i in range(4)]
-    groups = EchoingGroups(8, 1 if mode == "low_rank" else 2, rank=3)
+    groups = EchoingGroups(8, 2, rank=3)
     sync = GradientSync(parameters, SyncOptions(mode=mode, overlap=False), groups)
     sync.reducer.on_cpu = False
     for _ in range(2):  # the first of a sparse mode is dense

@@ -62,8 +62,8 @@ def test_sums_and_residuals_are_those_of_a_flat_vector(
     skipped = slice(len(SHAPES), 2 * len(SHAPES))
     assert any(not each.isfinite().all() for each in direct[skipped]), "a loss scaler must find what is not finite"
     assert direct_state["step"] == flat_state["step"] == 2
-    for name, kept in flat_state["owed"].items():
-        assert torch.equal(direct_state["owed"][name]["values"], kept["values"]), name
+    for name, kept in flat_state["residuals"].items():
+        assert torch.equal(direct_state["residuals"][name]["values"], kept["values"]), name
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])

@@ -66,7 +66,7 @@ def test_a_training_in_pieces_is_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 EXCHANGES = [
-    *[({"mode": mode}, True) for mode in ("int8", "ternary", "sparse", "low_rank")],
+    *[({"mode": mode}, True) for mode in ("int8", "ternary", "sparse")],
     *[({"mode": mode}, False) for mode in ("dense", "bf16")],
     ({"mode": "local", "local_steps": 1}, False),
     ({"mode": "local", "local_steps": 1, "average": "int3"}, True),

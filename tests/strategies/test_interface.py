@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
-import pytest
 import torch
 from torch import nn
 
 from fakes.echoing_groups import EchoingGroups
-from lightning_aigc.gradient_sync import GradientCompressor
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.dense import Dense
 from lightning_aigc.gradient_sync.local_sgd import LocalSGD
@@ -64,12 +60,3 @@ def test_local_sgd_averages_every_so_many_steps() -> None:
 def test_a_hierarchical_state_is_read_from_all_ranks_by_the_modes_that_have_residuals() -> None:
     needed = {mode: sync.needs_all_states({"ranks_inside": 2}) for mode, sync in make_syncs().items()}
     assert needed == {"int3": True, "dense": False, "local": False}
-
-
-def test_settle_is_the_old_name_of_finish_step() -> None:
-    compressor = GradientCompressor()
-    with pytest.warns(FutureWarning, match="settle is now finish_step"):
-        assert compressor.settle() is False  # no backward pass was synced
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert compressor.finish_step() is False
