@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
-from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.transport.collectives import Traffic, dense_ring_bytes
+from lightning_aigc.gradient_sync.units import FlatUnit, make_units
 
 RANKS = 4
 

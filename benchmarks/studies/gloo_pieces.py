@@ -26,8 +26,13 @@ from torch import Tensor
 
 from benchmarks.common.rows import keep_row
 from benchmarks.gradient_sync.two_hosts import DEVICE, HOSTS, enter, two_hosts
-from lightning_aigc.gradient_sync.collectives import all_gather
-from lightning_aigc.gradient_sync.paced_exchange import IN_FLIGHT, PIECE_BYTES, PacedExchanges, paced_where_slow
+from lightning_aigc.gradient_sync.transport.chunked_exchange import (
+    IN_FLIGHT,
+    PIECE_BYTES,
+    PacedExchanges,
+    paced_where_slow,
+)
+from lightning_aigc.gradient_sync.transport.collectives import all_gather
 
 ROW_MB = (1, 3, 6)
 """MB that each rank sends to the other: a unit of 25 MB of gradients is 1.4 in three bits, 3.1 in eight."""

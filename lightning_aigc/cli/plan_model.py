@@ -80,7 +80,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
 
     from lightning_aigc.cli.aigc_cli import AIGCArgumentParser
     from lightning_aigc.cli.dry_run import all_parameters
-    from lightning_aigc.gradient_sync.flat_units import is_small
+    from lightning_aigc.gradient_sync.units import is_small
 
     parser = AIGCArgumentParser()
     parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)

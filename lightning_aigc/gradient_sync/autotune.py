@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from lightning_aigc.cluster.modes import Mode, worthwhile_mode
-from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
-from lightning_aigc.gradient_sync.flat_units import FlatUnit
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction
+from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction
+from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit
 
 TRIAL_VALUES = 1 << 20
 """About how many values the vector has: 4 MB, enough for a link's bandwidth to show."""

@@ -20,10 +20,10 @@ from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, mode_of_words, without_effect
-from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT
-from lightning_aigc.gradient_sync.replica_check import check_equal
-from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, default_after_s
-from lightning_aigc.gradient_sync.step_report import StepReport, describe
+from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT
+from lightning_aigc.gradient_sync.watch.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s
+from lightning_aigc.gradient_sync.watch.step_report import StepReport, describe
 
 log = logging.getLogger(__name__)
 

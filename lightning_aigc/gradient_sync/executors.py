@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_aigc.gradient_sync.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.sync_error import SyncError
 
 Work = Generator[Any, None, None]
 """Yields the collectives it has started, and goes on when the last of them is done."""

@@ -13,12 +13,12 @@ from lightning_aigc.cluster.modes import FLAT_MODES, Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.autotune import choose_mode, measure_modes
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.dense import Dense
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.model_checks import refuse_complex
+from lightning_aigc.gradient_sync.modes.dense import Dense
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
+from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 
 
 def make_sync(

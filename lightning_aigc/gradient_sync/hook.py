@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_aigc.gradient_sync.flat_units import FlatUnit
-from lightning_aigc.gradient_sync.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.sync_error import SyncError
+from lightning_aigc.gradient_sync.units import FlatUnit
 
 
 class BucketFuture:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.flat_units import FlatUnit
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit, own_shard
 
 
 class Residuals:

@@ -10,20 +10,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.cluster.modes import MODES
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.block_sparse import BlockSparse
-from lightning_aigc.gradient_sync.early_choice import EarlyChoice
 from lightning_aigc.gradient_sync.executors import make_executor
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
 from lightning_aigc.gradient_sync.hook import CommunicationHook, UnitGradients
-from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.block_selection import EarlyChoice
+from lightning_aigc.gradient_sync.modes.block_sparse import BlockSparse
+from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.reductions import Reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Reduction
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.step_report import StepMeter, StepReport
-from lightning_aigc.gradient_sync.sync_error import SyncError, explain
-from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
-from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.transport.sync_error import SyncError, explain
+from lightning_aigc.gradient_sync.unit_reducer import UnitReducer, UnusedParameters
+from lightning_aigc.gradient_sync.units import FlatUnit, make_units
+from lightning_aigc.gradient_sync.watch.step_report import StepMeter, StepReport
 
 STATE_VERSION = 1
 """Version of the dictionary that `state_dict` returns."""

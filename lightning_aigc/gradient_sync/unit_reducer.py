@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.direct_quantized import DirectUnit
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, Kind, view_of
 from lightning_aigc.gradient_sync.hook import UnitGradients
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Quantized, Reduction
+from lightning_aigc.gradient_sync.modes.direct_quantized import DirectUnit
+from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit, Kind, entry_of_each_block, own_shard, view_of
 
 
 class UnitReducer:
@@ -137,3 +136,35 @@ class UnitReducer:
     def _needs_own_buffer(self, unit: FlatUnit) -> bool:
         """Whether the unit needs its own buffer instead of the residual's next one."""
         return unit.uncompressed or self._groups.inside is not None
+
+
+class UnusedParameters:
+    """Keeps the residuals of parameters that no rank used in a step: DDP drops any gradient written for them."""
+
+    def __init__(self, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._entry_of_block = {unit.index: self._own_entries(unit).to(device) for unit in units}
+
+    def set_aside(
+        self, unit: FlatUnit, gradients: Mapping[str, Tensor], e_N: Tensor, *, on_cpu: bool
+    ) -> Generator[Any, None, Tensor | None]:
+        """Move the residuals of unused parameters out of e_N.
+
+        Returns: a vector like e_N to add to it afterwards; None where the host knows that nothing is unused, without
+            waiting for a device.
+        """
+        used = torch.stack([gradients[entry.name].count_nonzero() for entry in unit.entries]).to(torch.float32)
+        yield self._groups.everyone.all_reduce(used, "index")
+        unused = used == 0
+        if on_cpu and not unused.any():
+            return None
+        unused_K1 = unused[self._entry_of_block[unit.index]].view(-1, 1)
+        e_KB = e_N.view(-1, unit.alignment)
+        aside_KB = torch.where(unused_K1, e_KB, 0.0)
+        e_KB.masked_fill_(unused_K1, 0.0)
+        return aside_KB.view(-1)
+
+    def _own_entries(self, unit: FlatUnit) -> Tensor:
+        """Return the place in `entries` of each block that this rank compresses."""
+        start, length = own_shard(unit, self._groups)
+        return entry_of_each_block(unit)[start // unit.alignment : (start + length) // unit.alignment]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 BLOCKS = frozenset({"ResnetBlock2D", "BasicTransformerBlock"})
 """Block classes of a model that names none itself."""
@@ -56,7 +56,7 @@ def make_groups(root: nn.Module, joined: Collection[nn.Module] = ()) -> list[Gro
     inside_whole = {
         part
         for module in names
-        if module in blocks or own_class(module).__name__ in READ_INSIDE
+        if module in blocks or original_class(module).__name__ in READ_INSIDE
         for part in set(module.modules()) - {module}
     }
     parts = set(called_parts(root))
@@ -133,7 +133,7 @@ def split_by_dtype(group: Group) -> list[tuple[list[nn.Module], torch.dtype]]:
         for owner in owners:
             if {p.dtype for p in owner._parameters.values() if p in inside} != {dtype}:
                 raise ConfigError(
-                    f"{group.name or 'the model'} has a {own_class(owner).__name__} whose own parameters are of "
+                    f"{group.name or 'the model'} has a {original_class(owner).__name__} whose own parameters are of "
                     "several dtypes, and torch shards a module in one: give it one dtype, or use strategy zero_1"
                 )
         apart.append((owners, dtype))
@@ -147,13 +147,13 @@ def _innermost_blocks(root: nn.Module) -> set[nn.Module]:
     """
     named = [own for module in root.modules() if (own := getattr(module, "_no_split_modules", None))]
     classes = frozenset(name for names in named for name in names) or BLOCKS
-    of_classes = {module for module in root.modules() if own_class(module).__name__ in classes}
+    of_classes = {module for module in root.modules() if original_class(module).__name__ in classes}
     return {module for module in of_classes if not (set(module.modules()) - {module}) & of_classes}
 
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether the module is called: a ModuleList is not."""
-    return own_class(module).forward is not nn.Module.forward  # type: ignore[attr-defined]
+    return original_class(module).forward is not nn.Module.forward  # type: ignore[attr-defined]
 
 
 def _refuse_shared(names: dict[nn.Module, str], groups: list[Group]) -> None:

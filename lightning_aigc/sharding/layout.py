@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.sharding.fsdp_groups import fsdp_groups
+from lightning_aigc.sharding.full_parameters import free_without_backward, fsdp_groups
 from lightning_aigc.sharding.gloo_reduce_scatter import GlooReduceScatter
 from lightning_aigc.sharding.groups import (
     Group,
@@ -28,8 +28,7 @@ from lightning_aigc.sharding.groups import (
     modules_to_join,
     split_by_dtype,
 )
-from lightning_aigc.sharding.own_class import own_class
-from lightning_aigc.sharding.whole_weights import free_without_backward
+from lightning_aigc.sharding.original_class import original_class
 
 CALLED = {"AutoencoderKL": ("encode", "decode")}
 """Methods beside forward by which models of other libraries are called."""
@@ -63,13 +62,13 @@ def shard_model(
     blocks = block_count(root, groups)
     if not groups:
         raise ConfigError(
-            f"{own_class(root).__name__} has no trainable parameter to shard; set requires_grad on what is to be "
+            f"{original_class(root).__name__} has no trainable parameter to shard; set requires_grad on what is to be "
             "trained"
         )
     if mesh.size() > blocks:
         raise ConfigError(
             f"stage {stage} wants at least as many blocks as ranks, got {blocks} block(s) in "
-            f"{own_class(root).__name__} and {mesh.size()} ranks; use fewer devices, or strategy zero_1 or ddp "
+            f"{original_class(root).__name__} and {mesh.size()} ranks; use fewer devices, or strategy zero_1 or ddp "
             "for so small a model"
         )
     if stage == 2:
@@ -91,7 +90,7 @@ def shard_model(
         for owners, _ in split_by_dtype(group):
             fully_shard(owners, **settings)
         fully_shard(group.module, **settings)
-        for name in CALLED.get(own_class(group.module).__name__, ()):
+        for name in CALLED.get(original_class(group.module).__name__, ()):
             register_fsdp_forward_method(group.module, name)
     if not isinstance(root, FSDPModule):  # the groups have all of its parameters
         fully_shard(root, **settings)

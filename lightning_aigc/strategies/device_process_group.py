@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,39 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightning_aigc.cluster import env_settings
-from lightning_aigc.strategies.device_order import agree_on_order
-from lightning_aigc.strategies.parent_watch import watch_parent
-from lightning_aigc.strategies.roll_call import call_roll, open_store
+from lightning_aigc.strategies.rendezvous import agree_on_order, call_roll, open_store
+
+POLL_S = 0.5
+LAST_WORDS_S = 30.0
+"""For an error that is on its way, and a last snapshot, which waits for its ranks as long."""
+_watching: set[int] = set()
+
+
+def watch_parent(rank: int, last_words_s: float = LAST_WORDS_S) -> None:
+    """End this process `last_words_s` after its parent, in a thread; a second call does nothing.
+
+    NCCL and HCCL do not notice that a process is gone: a rank that Lightning started and that waits in a collective
+    would hold its device until the timeout of half an hour. Under torchrun and SLURM the launcher ends the ranks.
+    """
+    parent = os.getppid()
+    if os.getpid() in _watching:
+        return
+    _watching.add(os.getpid())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        print(
+            f"rank {rank}: the process of rank 0 that started this one has ended; this one ends within "
+            f"{last_words_s:g} s; look why in the log, and start again with --resume",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(last_words_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
 
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 SAY_AFTER_S = 30.0

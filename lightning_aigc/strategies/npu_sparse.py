@@ -21,15 +21,14 @@ from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, without_effect
-from lightning_aigc.gradient_sync.replica_check import check_equal
-from lightning_aigc.gradient_sync.step_report import describe
-from lightning_aigc.gradient_sync.sync_error import explain, is_of_a_collective
+from lightning_aigc.gradient_sync.transport.sync_error import explain, is_of_a_collective
+from lightning_aigc.gradient_sync.watch.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.step_report import describe
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.report.record import SyncResult
 from lightning_aigc.strategies.finite_step import skip_unless_finite
 from lightning_aigc.strategies.refused import refuse_optimizers
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
-from lightning_aigc.strategies.sync_metrics import log_step, sync_metrics
 from lightning_aigc.strategies.watched_ddp import WatchedDDPStrategy
 
 NAMES = {
@@ -332,3 +331,30 @@ class NPUSparseStrategy(WatchedDDPStrategy):
             self._sync.close()
             self._sync = None
         super().teardown()
+
+
+def sync_metrics(sync: Sync) -> dict[str, float]:
+    """Return the last step's bytes in MB by kind, its times, and how many steps were skipped; nothing before it."""
+    report = sync.report
+    if report is None:
+        return {}
+    numbers = {f"sync/{kind}_mb": sent / 1e6 for kind, sent in report.sent_bytes.items()}
+    return numbers | {
+        "sync/between_nodes_mb": report.between_nodes_bytes / 1e6,
+        "sync/ratio_to_dense": report.ratio,
+        "sync/exposed_ms": report.exposed_ms,
+        "sync/share_hidden": report.share_hidden,
+        "sync/skipped_steps": float(sync.skipped_steps),
+    }
+
+
+def log_step(module: Any, sync: Sync, optimizer_steps: int) -> None:
+    """Give the loggers of the module's Trainer the last step's numbers, every `log_every_n_steps`; 0 is never."""
+    trainer = module.trainer if module is not None else None
+    if trainer is None or sync.report is None:
+        return
+    every = trainer.log_every_n_steps
+    if not every or optimizer_steps % every:
+        return
+    for logger in trainer.loggers:
+        logger.log_metrics(sync_metrics(sync), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -69,7 +69,7 @@ def test_a_single_rank_sends_nothing_and_is_linear() -> None:
 
 
 def test_constants_are_the_compressors_own() -> None:
-    from lightning_aigc.gradient_sync import block_sparse, quantization
+    from lightning_aigc.gradient_sync.modes import block_sparse, quantization
 
     assert quantization.BLOCK == cost_model.QUANTIZATION_BLOCK
     assert 8 * quantization.SCALE_BYTES == cost_model.SCALE_BITS
@@ -80,9 +80,9 @@ def test_every_mode_that_compresses_has_a_reduction_with_the_bits_of_the_table()
     import torch
 
     from fakes.echoing_groups import EchoingGroups
-    from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+    from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
+    from lightning_aigc.gradient_sync.modes.reductions import Quantized, Uncompressed
     from lightning_aigc.gradient_sync.options import SyncOptions
-    from lightning_aigc.gradient_sync.reductions import Quantized, Uncompressed
 
     for mode, traits in MODES.items():
         reductions = make_reductions(SyncOptions(mode=mode), [], EchoingGroups(), torch.device("cpu"))  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_modes_are_those_that_can_be_chosen() -> None:
 
 
 def test_quantized_values_pack_to_the_modelled_bytes() -> None:
-    from lightning_aigc.gradient_sync.quantization import BlockQuantizer
+    from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
 
     for mode in QUANTIZED_MODES:
         bits = MODES[mode].value_bits

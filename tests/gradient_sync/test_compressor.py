@@ -15,7 +15,7 @@ from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncOptions, factory
 from lightning_aigc.gradient_sync.autotune import ModeTimings, choose_mode
-from lightning_aigc.gradient_sync.replica_check import bits_of, check_equal
+from lightning_aigc.gradient_sync.watch.replica_check import bits_of, check_equal
 
 FAST = ModeTimings(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
 SLOW = ModeTimings(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fakes.echoing_groups import EchoingGroups
-from lightning_aigc.gradient_sync.direct_quantized import pieces_of
-from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.hook import BucketFuture
+from lightning_aigc.gradient_sync.modes.direct_quantized import pieces_of
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
+from lightning_aigc.gradient_sync.units import make_units
 
 # Whole groups, and as many in each of two or four shards: a rank that echoes another's shard would fill its padding.
 SHAPES = {"first": (40, 32), "second": (64, 48), "third": (44, 64), "bias": (40,)}

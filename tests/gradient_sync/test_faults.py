@@ -20,7 +20,7 @@ from fakes import network
 from fakes.given_gradients import Given, Training, make_gradients, refusal
 from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync import SyncError
-from lightning_aigc.gradient_sync.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 
 SHAPES = {"first": (512, 384), "second": (512, 384), "third": (512, 384), "bias": (384,)}
 """590 000 values: a step takes a slow link a moment, so that a fault falls into it."""

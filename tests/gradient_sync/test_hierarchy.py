@@ -23,7 +23,7 @@ from fakes.given_gradients import (
     residuals_of,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync import process_groups
+from lightning_aigc.gradient_sync.transport import process_groups
 
 STEPS = range(5)
 WITH_RESIDUALS = [mode for mode in MODES if mode not in ("dense", "local", "ternary")]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_aigc.gradient_sync.quantization import BLOCK, BlockQuantizer
-from lightning_aigc.gradient_sync.reductions import in_two_hops
+from lightning_aigc.gradient_sync.modes.quantization import BLOCK, BlockQuantizer
+from lightning_aigc.gradient_sync.modes.reductions import in_two_hops
 from lightning_aigc_kernels.quantize_blocks import op, reference
 from lightning_aigc_kernels.quantize_blocks.layout import TINY
 from lightning_aigc_kernels.quantize_blocks.reference import CPU_CHUNK

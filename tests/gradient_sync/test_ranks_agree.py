@@ -26,8 +26,8 @@ from fakes.given_gradients import (
 )
 from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 
 STEPS = range(6)
 TINY = {"bucket_mb": 0.002, "sparsity_target": 0.6}

@@ -21,7 +21,7 @@ from fakes.given_gradients import Training
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor
-from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, default_after_s
+from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s
 from lightning_aigc_kernels.quantize_blocks import part_kernel
 
 AFTER_S = 1.0

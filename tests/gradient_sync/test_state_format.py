@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fakes.echoing_groups import EchoingGroups
-from lightning_aigc.gradient_sync.dense import Dense
 from lightning_aigc.gradient_sync.hook import BucketFuture
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.modes.dense import Dense
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 

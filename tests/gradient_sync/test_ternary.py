@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.ternary import BLOCK, LEVEL, THRESHOLD, TernaryQuantizer, hadamard
+from lightning_aigc.gradient_sync.modes.ternary import BLOCK, LEVEL, THRESHOLD, TernaryQuantizer, hadamard
 
 
 def packed(values_RN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

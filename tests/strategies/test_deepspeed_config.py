@@ -12,7 +12,7 @@ from lightning_aigc.cli import main
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.strategies import ZeROStrategy
-from lightning_aigc.strategies.deepspeed_config import import_file
+from lightning_aigc.strategies.deepspeed.config import import_file
 
 ARTICLE: dict[str, Any] = json.loads(Path(__file__).with_name("ds_config.json").read_text(encoding="utf-8"))
 """As the second article has it."""

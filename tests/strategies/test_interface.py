@@ -7,8 +7,8 @@ from torch import nn
 
 from fakes.echoing_groups import EchoingGroups
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.dense import Dense
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.modes.dense import Dense
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.protocols import HasSnapshotState

@@ -1,0 +1,140 @@
+"""Reductions: add up one flat vector over the ranks, exactly, in bfloat16, or in few-bit integers.
+
+A reduction is a generator: it yields each collective it has started and goes on when that is done, so that an executor
+decides what runs meanwhile. It is given e, this rank's share of the mean gradient plus its residual, and returns the
+sum over the ranks, the same bits on every rank, with a number that is finite when the sum is. What it did not send
+stays in e as the next residual: the sum of all e before equals the result plus the sum of all e after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
+from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
+from lightning_aigc.gradient_sync.units import FlatUnit
+
+Reducing = Generator[Any, None, tuple[Tensor, Tensor]]
+
+
+class Reduction(Protocol):
+    """How a mode reduces a unit. Its state, if it has any, changes in `commit` alone, when the step was finite."""
+
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing: ...
+
+    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
+        """Learn from a sum that was sent uncompressed, in a step of warm-up."""
+
+    def commit(self) -> None:
+        """Keep what the step changed."""
+
+    def rollback(self) -> None:
+        """Drop what the step changed: it was not finite."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Quantizer(Protocol):
+    """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`."""
+
+    multiple: int
+
+    def wire_bytes(self, length: int) -> int: ...
+
+    def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
+        """Write values_RN into wire_RB, and leave what was rounded off in values_RN."""
+
+    def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
+        """Write the values of wire_RB to out_RN. Returns: a number that is finite when every value is."""
+        ...
+
+    def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
+        """Add the values of all rows of wire_RB to out_N."""
+
+
+class Stateless:
+    """A reduction without state."""
+
+    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
+        pass
+
+    def commit(self) -> None:
+        pass
+
+    def rollback(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Uncompressed(Stateless):
+    """Sends everything in float32."""
+
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        total = e_N.clone()
+        yield group.all_reduce(total, unit.kind)
+        e_N.zero_()
+        return total, total.sum()
+
+
+class BFloat16(Stateless):
+    """Sends everything in bfloat16; partial sums round to it as well, and those roundings are lost."""
+
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        total = yield from in_bfloat16(e_N, group, unit.kind)
+        return total.float(), total.sum(dtype=torch.float32)
+
+
+class Quantized(Stateless):
+    """Sends blocks of few-bit integers in two hops, both with error feedback."""
+
+    def __init__(self, bits: int) -> None:
+        self.quantizer = BlockQuantizer(bits)
+
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        result = yield from in_two_hops(e_N, self.quantizer, group, unit.kind)
+        return result
+
+
+def in_bfloat16(e_N: Tensor, group: CountedGroup, kind: str = "values") -> Generator[Any, None, Tensor]:
+    """Return the sum in bfloat16; the rounding error stays in e_N."""
+    wire = e_N.bfloat16()
+    e_N.sub_(wire)
+    yield group.all_reduce(wire, kind)
+    return wire
+
+
+def in_two_hops(e_N: Tensor, quantizer: Quantizer, group: CountedGroup, kind: str = "values") -> Reducing:
+    """Each rank adds up one shard of the vector, which all ranks send it quantized, and sends the sum, quantized anew.
+
+    A rank's own shard is not quantized in the first hop: there e_N takes the error of the second, and so one vector
+    holds the residual of both hops. N must divide by the group's size times `quantizer.multiple`.
+    """
+    e_RN = e_N.view(group.size, -1)
+    nbytes = quantizer.wire_bytes(e_RN.shape[1])
+    out_RB, received_RB = (torch.empty(group.size, nbytes, dtype=torch.uint8, device=e_N.device) for _ in range(2))
+    others = [slice(0, group.rank), slice(group.rank + 1, group.size)]
+    for rows in others:
+        quantizer.encode_(e_RN[rows], out_RB[rows])
+    yield group.all_to_all(received_RB.view(-1), out_RB.view(-1), kind)  # no rank reads its own row
+
+    mine_1N = e_RN[group.rank : group.rank + 1]
+    for rows in others:
+        quantizer.add_rows_(received_RB[rows], mine_1N[0])
+    sum_1B = torch.empty(1, nbytes, dtype=torch.uint8, device=e_N.device)
+    quantizer.encode_(mine_1N, sum_1B)
+    yield group.all_gather(received_RB.view(-1), sum_1B.view(-1), kind)
+
+    total_RN = torch.empty_like(e_RN)
+    check = quantizer.decode(received_RB, total_RN)
+    return total_RN.view(-1), check

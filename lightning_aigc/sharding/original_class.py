@@ -1,0 +1,13 @@
+"""The class that a module was written as: torch's `fully_shard` gives a module a generated subclass."""
+
+from __future__ import annotations
+
+GENERATED = "torch.distributed.fsdp"
+
+
+def original_class(module: object) -> type:
+    """Return the object's class, or the one below it that `fully_shard` has not generated.
+
+    `fully_shard(ResnetBlock2D(...))` is a `FSDPResnetBlock2D`, a subclass of FSDPModule and ResnetBlock2D.
+    """
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith(GENERATED))
