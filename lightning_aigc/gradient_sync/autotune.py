@@ -32,7 +32,7 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
     """Time the modes. Collective; every rank gets the same numbers, the means of each rank's best."""
     everyone = groups.everyone
     group = CountedGroup(everyone.group, Traffic())  # bytes that are no gradients' do not count
-    group.paced = everyone.paced
+    group.chunked = everyone.chunked
     values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
     gradients = torch.randn(values, device=device)
     unit = FlatUnit(0, "values", entries=(), numel=values)

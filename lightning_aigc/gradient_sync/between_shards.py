@@ -120,7 +120,7 @@ class BetweenShards:
 
         return [hook_of(part) for part in self._parts]
 
-    def finish_step(self, *, finite: bool) -> None:
+    def end_step(self, *, finite: bool) -> None:
         """End a step, alike on all ranks: keep the residuals it left, or those from before it."""
         for part in self._parts:
             part.end_step(finite=finite)

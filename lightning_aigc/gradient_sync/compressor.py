@@ -19,7 +19,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, mode_of_words, without_effect
+from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, resolve_mode, unused_options
 from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s
@@ -90,7 +90,7 @@ class GradientCompressor:
             written["sparsity"] = f"sparsity_target={sparsity_target}"
         if strategy is not None:
             written["layer_wise_adaptive"] = f"{strategy=}"
-        mode, self._notes = mode_of_words(mode, written)
+        mode, self._notes = resolve_mode(mode, written)
         try:
             self.options = SyncOptions(
                 mode=mode,
@@ -102,7 +102,7 @@ class GradientCompressor:
         except TypeError as error:
             known = ", ".join(SyncOptions.__dataclass_fields__)
             raise ConfigError(f"{str(error).partition(' ')[2]}; SyncOptions has {known}") from None
-        self._notes += without_effect(self.options, written)
+        self._notes += unused_options(self.options, written)
         self.timeout = timeout
         self._stall_after_s = default_after_s(timeout) if stall_after_s is None else stall_after_s
         self._stall_folder = None if stall_folder is None else Path(stall_folder)
@@ -195,7 +195,7 @@ class GradientCompressor:
 
         self._removable.append(self._ddp.register_forward_pre_hook(before_forward, prepend=True))
         if self._sync is not None:
-            self._sync.set_early_choice(sync_mode == "overlap")
+            self._sync.set_early_selection(sync_mode == "overlap")
 
     def finish_step(self) -> bool:
         """End the sync of the backward pass, and say whether to step. Collective; call it after each backward.
@@ -211,7 +211,7 @@ class GradientCompressor:
         """
         if not self._is_synced:
             return False
-        report = None if self._sync is None else self._sync.finish_step()
+        report = None if self._sync is None else self._sync.end_step()
         finite = report is None or report.finite
         if not finite and self._scaler is None:
             for _, parameter in self._parameters:

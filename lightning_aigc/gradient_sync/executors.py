@@ -75,7 +75,7 @@ class InlineExecutor:
         self._done_at = time.perf_counter()
         self._busy_s += self._done_at - start
 
-    def finish(self) -> None:
+    def join(self) -> None:
         """Wait until everything that was submitted is done."""
 
     def new_step(self) -> None:
@@ -119,7 +119,7 @@ class ThreadExecutor(InlineExecutor):
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
         self._inbox.put((work, done, last))
 
-    def finish(self) -> None:
+    def join(self) -> None:
         if not self._closed:
             self._inbox.join()
 
@@ -203,7 +203,7 @@ class StreamExecutor(InlineExecutor):
             current.wait_stream(self._stream)
         done(error)
 
-    def finish(self) -> None:
+    def join(self) -> None:
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def new_step(self) -> None:

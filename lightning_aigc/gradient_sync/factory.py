@@ -42,7 +42,7 @@ def make_sync(
         raise ConfigError(f"mode {options.mode} adds up over all ranks at once; leave hierarchical at auto")
     groups = ProcessGroups(False if flat else options.hierarchical, timeout)
     if options.exchanges_rows:
-        groups.pace_slow_links()
+        groups.chunk_on_slow_links()
     mode, why = options.mode, f"mode {options.mode}"
     if mode == "auto":
         numel = sum(p.numel() for _, p in trained)

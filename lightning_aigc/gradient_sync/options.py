@@ -10,7 +10,7 @@ from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, SPARSE_MODE
 from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
-SERVES: dict[str, tuple[str, ...]] = {
+READ_BY_MODES: dict[str, tuple[str, ...]] = {
     "sparsity": SPARSE_MODES,
     "layer_wise_adaptive": SPARSE_MODES,
     "local_steps": ("local",),
@@ -116,7 +116,7 @@ class SyncOptions:
         return replace(self, protect=(*own, *patterns)) if patterns else self
 
 
-def mode_of_words(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, list[str]]:
+def resolve_mode(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, list[str]]:
     """Return the mode that these words ask for, and a sentence where they name an option of sparse modes and no mode.
 
     Args: written: the options of sparse modes that the user gave, and how.
@@ -130,13 +130,13 @@ def mode_of_words(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, 
     ]
 
 
-def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
+def unused_options(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
     """Return a sentence for each option that was given and that its mode does not read.
 
     Args: written: fields that the user gave, and how; without it those that have another value than the default.
     """
     sentences = []
-    for name, modes in SERVES.items():
+    for name, modes in READ_BY_MODES.items():
         value = getattr(options, name)
         is_given = name in written or value != SyncOptions.__dataclass_fields__[name].default
         if options.mode not in modes and is_given:

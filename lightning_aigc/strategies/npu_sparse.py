@@ -20,7 +20,7 @@ from lightning_aigc.cluster.modes import DEFAULT_MODE, Average, Mode
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, without_effect
+from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, unused_options
 from lightning_aigc.gradient_sync.transport.sync_error import explain, is_of_a_collective
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 from lightning_aigc.gradient_sync.watch.step_report import describe
@@ -168,7 +168,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         if isinstance(self.lightning_module, ProtectsGradients):
             self.options = self.options.protecting(self.lightning_module.protected_gradients, names)
         refuse_sparse_gradients(self.model)
-        for sentence in without_effect(self.options):
+        for sentence in unused_options(self.options):
             rank_zero_warn(f"npu_sparse: {sentence}")
         if self.world_size == 1:
             rank_zero_info("npu_sparse: one rank, nothing to send; gradients are left alone")
@@ -226,13 +226,13 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         return result
 
     def _is_step_finite(self) -> bool:
-        report = None if self._sync is None else self._sync.finish_step()
+        report = None if self._sync is None else self._sync.end_step()
         return (report is None or report.finite) and self._is_late_finite
 
     def _after_step(self) -> None:
         self._optimizer_steps += 1
         if self._sync is not None:
-            self._sync.finish_step()
+            self._sync.end_step()
             self._sync.after_optimizer_step()
             log_step(self.lightning_module, self._sync, self._optimizer_steps)
         every = self.options.checksum_every_n_steps

@@ -138,8 +138,8 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
         waiting = BucketFuture(gradients[0])
         triton.launches = 0
         with Counted() as counted:
-            sync.hook.gradients_ready([p for _, p in parameters], gradients, waiting, last=True)
-        sync.finish_step()
+            sync.gradients_ready([p for _, p in parameters], gradients, waiting, last=True)
+        sync.end_step()
     assert counted.launches + triton.launches == pytest.approx(cost_model.LAUNCHES[mode], rel=0.15)
 
 

@@ -194,7 +194,7 @@ def test_a_closed_sync_has_no_groups_left_and_says_so_in_a_later_backward(mode: 
     for rank in both:
         (before, within, after), said = rank["closed"][mode]
         assert before == after < within
-        assert "this gradient sync was closed, and DDP calls it still" in said
+        assert "this gradient sync is closed, and DDP still calls it" in said
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ def train(gradients: list[dict[str, Tensor]], ranks: int, rank: int, **options: 
     for given in gradients:
         own = {name: gradient.clone() for name, gradient in given.items()}
         waiting = BucketFuture(next(iter(own.values())))
-        sync.hook.gradients_ready([p for _, p in named], [own[name] for name, _ in named], waiting, last=True)
-        sync.finish_step()
+        sync.gradients_ready([p for _, p in named], [own[name] for name, _ in named], waiting, last=True)
+        sync.end_step()
         found += own.values()
     return found, sync.state_dict()
 

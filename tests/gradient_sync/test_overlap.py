@@ -52,7 +52,7 @@ def make_sync(
 def arrive(sync: GradientSync, gradients: dict[str, Tensor], names: Sequence[str], *, last: bool) -> None:
     parameters = dict(sync.parameters)
     waiting = BucketFuture(next(iter(gradients.values())))
-    sync.hook.gradients_ready([parameters[n] for n in names], [gradients[n] for n in names], waiting, last=last)
+    sync.gradients_ready([parameters[n] for n in names], [gradients[n] for n in names], waiting, last=last)
 
 
 def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
@@ -66,7 +66,7 @@ def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
                 buckets[name].copy_(gradients[name] * 2)
                 arrive(sync, buckets, [name], last=name == next(iter(SHAPES)))
             found += [bucket.clone() for bucket in buckets.values()]
-            sync.finish_step()
+            sync.end_step()
     if device is not None:
         device.main.run()
     return found
@@ -90,7 +90,7 @@ def test_streams_wait_for_each_other(mode: Any, inside: int, device: Device) -> 
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("mode", ["bf16", "int3", "sparse_int8", "two_four"])
-def test_the_host_waits_for_nothing_before_the_step_is_finished(
+def test_the_host_waits_for_nothing_before_the_step_is_drained(
     mode: Any, find_unused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(side_runs_at_once=False)
@@ -102,7 +102,7 @@ def test_the_host_waits_for_nothing_before_the_step_is_finished(
             before = [stream.done for stream in device.streams]
             arrive(sync, gradients, list(SHAPES), last=True)
             assert [stream.done for stream in device.streams] == before
-            assert sync.finish_step().finite
+            assert sync.end_step().finite
 
 
 @pytest.mark.parametrize("mode", ["bf16", "int3", "sparse"])
@@ -117,7 +117,7 @@ def test_the_residual_of_an_unused_parameter_waits_without_the_host_looking(mode
         with torch.no_grad(), on or contextlib.nullcontext():
             for gradients in given:
                 arrive(sync, gradients, list(SHAPES), last=True)
-                sync.finish_step()
+                sync.end_step()
                 residuals[on].append(sync.state_dict()["residuals"]["second"]["values"].clone())
                 found[on] += [gradients[name].clone() for name in SHAPES]
         device.main.run()
@@ -162,7 +162,7 @@ def test_the_report_says_what_backward_hid(
             arrive(sync, gradients, ["second"], last=False)
             device.busy(backward_ms)
             arrive(sync, gradients, ["first"], last=True)
-            report = sync.finish_step()
+            report = sync.end_step()
             assert report is not None
             assert report.exposed_ms == pytest.approx(exposed_ms)
             assert report.share_hidden == pytest.approx(hidden)
@@ -180,6 +180,6 @@ def test_the_thread_starts_to_send_before_the_last_gradient_has_come() -> None:
             time.sleep(0.001)
         assert groups.between.started == ["all_reduce"]
         arrive(sync, gradients, ["second", "first"], last=True)
-        assert sync.finish_step().finite
+        assert sync.end_step().finite
     assert groups.between.started == ["all_reduce"] * 3
     sync.close()

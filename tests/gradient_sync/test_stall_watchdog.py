@@ -66,7 +66,7 @@ def test_every_rank_writes_where_it_waits_and_one_line_says_so(mode: str, tmp_pa
     assert "in oversleep" in sleeps and "in oversleep" not in waits  # faulthandler's stacks
     assert "  rank 1: step 3, in test_stall_watchdog.py" in waits
     if mode == "int3":
-        assert "handed over and not added up: unit " in waits
+        assert "submitted and not reduced: unit " in waits
         assert "wait for this rank's backward pass" in sleeps and "handed over" not in sleeps
 
 

@@ -57,8 +57,8 @@ def step(sync: GradientSync, gradient: Tensor) -> Tensor:
     """The gradient as the optimizer finds it."""
     found = gradient.clone()
     with torch.no_grad():
-        sync.hook.gradients_ready([sync.parameters[0][1]], [found], BucketFuture(found), last=True)
-        sync.finish_step()
+        sync.gradients_ready([sync.parameters[0][1]], [found], BucketFuture(found), last=True)
+        sync.end_step()
     return found
 
 

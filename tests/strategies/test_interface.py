@@ -43,7 +43,7 @@ def test_every_sync_can_be_told_of_optimizer_steps_and_averages() -> None:
     for sync in make_syncs().values():
         sync.after_optimizer_step()
         sync.average_parameters()
-        sync.set_early_choice(False)
+        sync.set_early_selection(False)
     assert not any(sync.needs_all_states({"ranks_inside": 1}) for sync in make_syncs().values())
 
 

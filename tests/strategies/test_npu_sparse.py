@@ -50,7 +50,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     counts = CountSteps(counted, steps)
     fit(rank, strategy=counted, devices=2, accumulate_grad_batches=4, callbacks=[counts])
     results["steps"] = steps
-    early = CountEarlyChoices()
+    early = CountSelections()
     fit(
         rank, Validated(), strategy=strategy(mode="sparse"), devices=2, batches=16, accumulate_grad_batches=4,
         val_check_interval=2, num_sanity_val_steps=0, callbacks=[early],
@@ -136,20 +136,20 @@ class Validated(Small):
         return DataLoader(make_batches(0, 2), batch_size=None)
 
 
-class CountEarlyChoices(Callback):
-    """How often blocks were chosen by the sum of the micro-batches so far."""
+class CountSelections(Callback):
+    """Counts selections of blocks by the sum of the micro-batches so far."""
 
     count = 0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         sync = trainer.strategy.sync
-        choose = sync.early_choice.choose
+        select = sync.selection.select
 
         def counted(reduction: Any) -> Any:
             self.count += 1
-            return choose(reduction)
+            return select(reduction)
 
-        sync.early_choice.choose = counted
+        sync.selection.select = counted
 
 
 class Meddle(Callback):

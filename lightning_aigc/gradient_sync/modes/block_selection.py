@@ -1,4 +1,4 @@
-"""Gradient accumulation in the sparse modes: choose blocks by the sum so far, while the last micro-batch runs."""
+"""Gradient accumulation in the sparse modes: blocks selected by the sum so far, while the last micro-batch runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.units import FlatUnit, view_of
 
 
-class EarlyChoice:
-    """Knows whether a window of micro-batches is open, and chooses this step's blocks before its last backward pass."""
+class BlockSelection:
+    """Selects this step's blocks before the last backward pass of an accumulation window."""
 
     def __init__(
         self,
@@ -26,24 +26,24 @@ class EarlyChoice:
         residuals: Residuals,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Args: units: those that the mode compresses."""
+        """Args: units: the units that the mode compresses."""
         self._by_name = dict(parameters)
         self.units, self._groups, self._residuals, self._loss_scale = units, groups, residuals, loss_scale
         self.enabled = True
-        """Whether to choose by the sum of the micro-batches so far, in place of the step before."""
+        """Whether to select by the sum of the micro-batches so far, instead of the step before."""
         self.is_accumulating = False
-        """Whether gradients of micro-batches that were not synced wait in `grad`."""
+        """Whether `grad` holds gradients of micro-batches that were not synced."""
 
     def is_due(self, ddp: DistributedDataParallel) -> bool:
-        """Say, before a forward pass, whether it is the last of a window of several micro-batches."""
+        """Whether the forward pass that begins is the last of a window of several micro-batches."""
         # The wrapped module's mode counts: Lightning restores it after validation, and leaves the wrapper in eval.
         if not (ddp.module.training and torch.is_grad_enabled() and self.enabled):
             return False
         was_accumulating, self.is_accumulating = self.is_accumulating, not ddp.require_backward_grad_sync
         return was_accumulating and not self.is_accumulating
 
-    def choose(self, reduction: BlockSparse) -> Work:
-        """Return the work that chooses the blocks; what it needs of the gradients it reads now."""
+    def select(self, reduction: BlockSparse) -> Work:
+        """Return the work that selects the blocks. The gradients are read before this returns."""
         share = 1 / (self._groups.world_size * self._loss_scale())
         energies = []
         for unit in self.units:
@@ -59,4 +59,4 @@ class EarlyChoice:
     def _exchange(self, reduction: BlockSparse, energies: Sequence[Tensor], packed: Tensor) -> Work:
         yield self._groups.between.all_reduce(packed, "index")
         parts = torch.split(packed, [energy.numel() for energy in energies])
-        reduction.choose_by({unit.index: part for unit, part in zip(self.units, parts, strict=True)})
+        reduction.select_by({unit.index: part for unit, part in zip(self.units, parts, strict=True)})

@@ -44,12 +44,12 @@ class BlockSparse:
             index: torch.zeros(of.numel(), dtype=torch.int32, device=of.device) for index, of in layers.items()
         }
         self._next: dict[int, tuple[Tensor, Tensor]] = {}
-        self._chosen = self._choose(self._energy)
+        self._selected = self._select(self._energy)
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
-        chosen_K = self._chosen[unit.index]
+        selected_K = self._selected[unit.index]
         energies = energies_of(e_N)
-        values_N = e_N.view(-1, BLOCK)[chosen_K].view(-1)
+        values_N = e_N.view(-1, BLOCK)[selected_K].view(-1)
         if self._quantizer is None:
             packed = torch.cat([values_N, energies])
             wire = yield from in_bfloat16(packed, group)
@@ -61,11 +61,11 @@ class BlockSparse:
             padded = torch.nn.functional.pad(values_N, (0, -values_N.numel() % (group.size * BLOCK)))
             total, _ = yield from in_two_hops(padded, self._quantizer, group)
             total, values_N = total[: values_N.numel()], padded[: values_N.numel()]
-        e_N.view(-1, BLOCK)[chosen_K] = values_N.view(-1, BLOCK)
+        e_N.view(-1, BLOCK)[selected_K] = values_N.view(-1, BLOCK)
         total_N = torch.zeros_like(e_N)
-        total_N.view(-1, BLOCK)[chosen_K] = total.view(-1, BLOCK)
+        total_N.view(-1, BLOCK)[selected_K] = total.view(-1, BLOCK)
         age = self._age[unit.index] + 1
-        age[chosen_K] = 0
+        age[selected_K] = 0
         energies = energies.float()
         self._next[unit.index] = energies, age
         return total_N, energies.sum() + total.sum()
@@ -73,19 +73,19 @@ class BlockSparse:
     def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
         self._next[unit.index] = energies_of(total_N), torch.zeros_like(self._age[unit.index])
 
-    def choose_by(self, energies: dict[int, Tensor]) -> None:
+    def select_by(self, energies: dict[int, Tensor]) -> None:
         """Choose this step's blocks by fresher energies; the same on every rank, for units by index."""
-        self._chosen = self._choose(energies)
+        self._selected = self._select(energies)
 
     def commit(self) -> None:
         for index, (energy, age) in self._next.items():
             self._energy[index], self._age[index] = energy, age
         self._next = {}
-        self._chosen = self._choose(self._energy)
+        self._selected = self._select(self._energy)
 
     def rollback(self) -> None:
         self._next = {}
-        self._chosen = self._choose(self._energy)
+        self._selected = self._select(self._energy)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -99,9 +99,9 @@ class BlockSparse:
             energy, age = state["energy"].get(str(index)), state["age"].get(str(index))
             if energy is not None and energy.numel() == of.numel():
                 self._energy[index], self._age[index] = energy.to(of.device), age.to(of.device)
-        self._chosen = self._choose(self._energy)
+        self._selected = self._select(self._energy)
 
-    def _choose(self, energies: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _select(self, energies: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the blocks of each unit that are sent, ascending."""
         if not self._layers:
             return {}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from lightning_aigc.gradient_sync.base import BucketSync
-from lightning_aigc.gradient_sync.hook import at_the_end_of_backward
+from lightning_aigc.gradient_sync.base import Sync
+from lightning_aigc.gradient_sync.hook import after_backward
 from lightning_aigc.gradient_sync.transport.collectives import KINDS
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 from lightning_aigc.gradient_sync.transport.sync_error import explain
@@ -19,10 +19,10 @@ from lightning_aigc.gradient_sync.watch.step_report import StepReport
 
 
 class _Outcome:
-    """How the collectives of a step ended, as Gloo's own threads note it down.
+    """Result of a step's collectives, written by Gloo's own threads.
 
-    They get this and never the sync: a thread of Gloo that held the last reference to its process group would have to
-    wait for its own end.
+    They hold this object and never the sync: a Gloo thread with the last reference to its process group would wait for
+    its own end.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class _Outcome:
         self.done_at = 0.0
 
 
-class Dense(BucketSync):
-    """DDP's own all_reduce of each bucket, and a look at whether the sums are finite."""
+class Dense(Sync):
+    """Sync by DDP's own all_reduce of each bucket, with a check that the sums are finite."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         super().__init__(groups)
@@ -40,7 +40,7 @@ class Dense(BucketSync):
         self._sent_before = dict(groups.traffic.sent)
         self._last_bucket_at = 0.0
 
-    def finish_step(self) -> StepReport | None:
+    def end_step(self) -> StepReport | None:
         if self._checks:
             finite = bool(torch.isfinite(torch.stack([check.value() for check in self._checks])).all())
             self._checks = []
@@ -67,13 +67,13 @@ class Dense(BucketSync):
             return ["the checkpoint's run compressed gradients; its residuals are dropped by mode dense"]
         return []
 
-    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer().div_(self.groups.world_size)
         self._last_bucket_at = time.perf_counter()
         check: torch.futures.Future[Any] = torch.futures.Future()
         self._checks.append(check)
         if bucket.is_last():
-            at_the_end_of_backward(self._raise_failure)
+            after_backward(self._raise_failure)
         future: torch.futures.Future[Any] = self.groups.everyone.all_reduce(buffer).get_future()
         return future.then(_check_sum(buffer, check, self._outcome))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from lightning_aigc.cluster.modes import AVERAGE_BITS
-from lightning_aigc.gradient_sync.base import BucketSync
+from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction, Uncompressed
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
@@ -58,7 +58,7 @@ class Flight:
         return self.total
 
 
-class LocalSGD(BucketSync):
+class LocalSGD(Sync):
     """Averages the parameters every `sync_every` optimizer steps, by an outer step with momentum.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; with outer learning rate 1 and no momentum it is local SGD. The
@@ -95,7 +95,7 @@ class LocalSGD(BucketSync):
         self._steps_since_average = 0
         self._is_finite = True
 
-    def finish_step(self) -> StepReport | None:
+    def end_step(self) -> StepReport | None:
         self.report = StepReport(dict.fromkeys(KINDS, 0.0), 0.0, 0.0, 0.0, self._is_finite)
         return self.report
 
@@ -246,7 +246,7 @@ class LocalSGD(BucketSync):
         start = {name: state["start"][name].to(p.device) for name, p in self.parameters}
         self._flight = Flight(start, None, total=total_N, steps_left=int(state["steps_left"]))
 
-    def _on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._checks.append(bucket.buffer().sum(dtype=torch.float32))
         if bucket.is_last():
             wrong = (~torch.isfinite(torch.stack(self._checks)).all()).to(torch.float32).view(1)

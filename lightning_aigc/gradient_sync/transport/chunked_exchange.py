@@ -70,7 +70,7 @@ class Exchange:
                 )
 
 
-class PacedExchanges:
+class ChunkedExchanges:
     """Runs a Gloo group's exchanges one after the other in a thread, in the order in which they were started."""
 
     def __init__(self, group: Any) -> None:
@@ -78,7 +78,7 @@ class PacedExchanges:
         self._rank: int = dist.get_rank(group)
         self._size: int = dist.get_world_size(group)
         self._started: queue.Queue[Exchange | None] = queue.Queue()
-        threading.Thread(target=self._serve, name="paced-exchange", daemon=True).start()
+        threading.Thread(target=self._serve, name="chunked-exchange", daemon=True).start()
 
     def takes(self, row: Tensor) -> bool:
         """Whether rows as large as this one go in pieces."""
@@ -107,7 +107,7 @@ class PacedExchanges:
             exchange.run()
 
 
-def paced_where_slow(group: Any) -> PacedExchanges | None:
+def chunked_where_slow(group: Any) -> ChunkedExchanges | None:
     """Exchanges in pieces for a Gloo group whose slowest link is slow, else None. Collective: every rank calls it."""
     size = dist.get_world_size(group)
     if size == 1 or dist.get_backend(group) != "gloo":
@@ -126,7 +126,7 @@ def paced_where_slow(group: Any) -> PacedExchanges | None:
         best = min(best, float(slowest))
         if best > 4 * limit:  # no moment of other load
             break
-    return PacedExchanges(group) if best > limit else None
+    return ChunkedExchanges(group) if best > limit else None
 
 
 def _pieces(row: Tensor) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.transport.chunked_exchange import PacedExchanges
+from lightning_aigc.gradient_sync.transport.chunked_exchange import ChunkedExchanges
 from lightning_aigc.sharding.gloo_reduce_scatter import SummedParts
 
 KINDS = ("values", "index", "protected", "small", "intra_node")
@@ -62,7 +62,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 class CountedGroup:
     """A process group that starts collectives without waiting, and counts their bytes."""
 
-    paced: PacedExchanges | None = None
+    chunked: ChunkedExchanges | None = None
     """What takes large rows to the other ranks in pieces, where that is faster."""
 
     def __init__(self, group: Any, traffic: Traffic, *, inside_node: bool = False) -> None:
@@ -83,14 +83,14 @@ class CountedGroup:
 
     def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count("all_gather", out.nbytes, kind)
-        if self.paced is not None and self.paced.takes(tensor):
-            return self.paced.all_gather(out, tensor)
+        if self.chunked is not None and self.chunked.takes(tensor):
+            return self.chunked.all_gather(out, tensor)
         return all_gather(out, tensor, group=self.group, async_op=True)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count("all_to_all", tensor.nbytes, kind)
-        if self.paced is not None and self.paced.takes(self.shard(tensor)):
-            return self.paced.all_to_all(out, tensor)
+        if self.chunked is not None and self.chunked.takes(self.shard(tensor)):
+            return self.chunked.all_to_all(out, tensor)
         return dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
 
     def shard(self, tensor: Tensor, rank: int | None = None) -> Tensor:

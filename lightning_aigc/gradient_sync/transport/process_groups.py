@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_aigc.cluster.topology import node_key, nodes_of
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.transport.chunked_exchange import paced_where_slow
+from lightning_aigc.gradient_sync.transport.chunked_exchange import chunked_where_slow
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -53,15 +53,15 @@ class ProcessGroups:
         """Ranks that reduce among themselves first: 1 where nodes do not come first."""
         return 1 if self.inside is None else self.inside.size
 
-    def pace_slow_links(self) -> None:
+    def chunk_on_slow_links(self) -> None:
         """Let rows go in pieces where the link between nodes is slow. Collective: measures the link for a moment."""
-        self.between.paced = paced_where_slow(self.between.group)
+        self.between.chunked = chunked_where_slow(self.between.group)
 
     def destroy(self) -> None:
         """Destroy these groups; the default group stays. A second call does nothing."""
         mine, self._made = self._made, []
-        if mine and self.between.paced is not None:
-            self.between.paced.close()
+        if mine and self.between.chunked is not None:
+            self.between.chunked.close()
         for group in mine:
             with suppress(ValueError):  # whoever destroyed the default group has destroyed them with it
                 if dist.is_initialized():

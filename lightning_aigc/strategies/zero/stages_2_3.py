@@ -139,7 +139,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
             names = [name for _, named in parts for name, _ in named]
             options = options.protecting(self.lightning_module.protected_gradients, names)
         if options.exchanges_rows:
-            self._groups.pace_slow_links()
+            self._groups.chunk_on_slow_links()
         self._sync = BetweenShards(self._groups, options, [named for _, named in parts])
         for (module, _), hook in zip(parts, self._sync.hooks(), strict=True):
             module.set_all_reduce_hook(hook)
@@ -198,7 +198,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
             gradients = [p.grad for p in parameters if p.grad is not None]
             finite = not gradients or is_finite(gradient_norm(gradients))
             if self._sync is not None:
-                self._sync.finish_step(finite=finite)
+                self._sync.end_step(finite=finite)
             return finite
 
         with steps_on_local_parts(optimizer), skip_unless_finite(optimizer, is_step_finite):
