@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.common.rows import keep_row
 from benchmarks.gradient_sync.two_hosts import DEVICE, HOSTS, enter, two_hosts
 from lightning_aigc.gradient_sync.transport.chunked_exchange import (
+    CHUNK_BYTES,
     IN_FLIGHT,
-    PIECE_BYTES,
     ChunkedExchanges,
     chunked_where_slow,
 )
@@ -89,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     about = {
         "benchmark": "gloo_pieces", "torch": torch.__version__, "device": "cpu",
-        "rounds": options.rounds, "piece_bytes": PIECE_BYTES, "in_flight": IN_FLIGHT,
+        "rounds": options.rounds, "piece_bytes": CHUNK_BYTES, "in_flight": IN_FLIGHT,
     }  # fmt: skip
     for rate in options.rates:
         with two_hosts(rate), tempfile.TemporaryDirectory() as folder:

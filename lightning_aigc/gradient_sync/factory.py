@@ -1,4 +1,4 @@
-"""Make the sync that the options ask for, on the ranks of this run."""
+"""make_sync: the gradient sync for the options and the ranks of this run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def make_sync(
     find_unused: bool = False,
     loss_scale: Callable[[], float] = lambda: 1.0,
 ) -> tuple[Sync | None, Mode, str]:
-    """Return the sync, its mode, and a sentence on how the mode was chosen. Collective: every rank calls it.
+    """Return the sync, its mode, and a sentence on the choice of the mode. Collective: every rank calls it.
 
-    The sync is None where `auto` chose dense: then DDP is left as it is. A hook that looks whether all gradients are
-    finite costs 7 % of a step on a CPU.
+    The sync is None if `auto` chose dense; DDP then stays unchanged, because a hook that checks for finite gradients
+    costs 7 % of a step on a CPU.
     Raises: ConfigError for options that do not fit the parameters or the ranks.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]

@@ -1,4 +1,4 @@
-"""One unit from the gradients of this rank to their mean over the ranks."""
+"""UnitReducer: one unit, from the gradients of this rank to their mean over the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_aigc.gradient_sync.units import FlatUnit, Kind, entry_of_each_blo
 class UnitReducer:
     """Flattens a unit's gradients, adds its residual, reduces it over the ranks, and writes the sum back.
 
-    Where nodes reduce first, that happens dense, and each rank compresses its shard of the node's sum.
+    In a hierarchical sync the reduction inside a node is dense, and each rank compresses its shard of the node's sum.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class UnitReducer:
         self._groups, self._reductions, self._residuals, self._unused = groups, reductions, residuals, unused
         self._device, self._loss_scale = device, loss_scale
         self.on_cpu = device.type == "cpu"
-        """Whether the host may look at values without waiting for a device."""
+        """Whether the host can read values without waiting for a device."""
         self._is_compressing = False
         self._scale: float | None = None
         self._checks: list[Tensor] = []
@@ -70,7 +70,7 @@ class UnitReducer:
             torch._foreach_copy_([view_of(flat, e) for e in unit.entries], [gradients[e.name] for e in unit.entries])
             return flat.mul_(share)
         residual = self._residuals.of(unit)
-        if self.on_cpu:  # one pass in place of two
+        if self.on_cpu:  # one pass instead of two
             for entry in unit.entries:
                 torch.add(view_of(residual, entry), gradients[entry.name], alpha=share, out=view_of(flat, entry))
         else:
@@ -81,7 +81,7 @@ class UnitReducer:
         return flat
 
     def add_up(self, collected: UnitGradients, flat: Tensor) -> Generator[Any, None, Tensor]:
-        """Return the sum over the ranks of what `flatten` returned."""
+        """Return the sum over the ranks of the vectors of `flatten`."""
         unit, inside = collected.unit, self._groups.inside
         compresses = not unit.uncompressed and self._is_compressing
         reduction = self._reductions[unit.kind if compresses else "protected"]
@@ -115,13 +115,13 @@ class UnitReducer:
         torch._foreach_copy_([collected.by_name[e.name] for e in entries], [view_of(total, e) for e in entries])
 
     def _share(self) -> float:
-        """Return what a gradient is multiplied by, to be this rank's share of the mean without the loss scale."""
+        """Return the factor that makes a gradient this rank's share of the mean, without the loss scale."""
         if self._scale is None:
             self._scale = self._loss_scale()
         return 1 / (self._groups.world_size * self._scale)
 
     def _direct_of(self, collected: UnitGradients) -> DirectUnit | None:
-        """Return what reduces the unit without a flat vector, where that can be."""
+        """Return the reducer of this unit without a flat vector, None if the unit needs one."""
         unit, reduction = collected.unit, self._reductions["values"]
         if not (
             self.on_cpu and self._is_compressing and unit.kind == "values" and isinstance(reduction, Quantized)

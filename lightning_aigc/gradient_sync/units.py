@@ -1,8 +1,8 @@
 """Flat units: groups of parameters whose gradients are reduced together, fixed by name.
 
 A unit is one flat float32 vector. Units follow the parameters' reversed order, in which backward roughly computes their
-gradients, and never DDP's buckets: those change after the first step, and a residual must stay where it is. Protected
-parameters have units of their own, sent uncompressed, and so have small ones, sent in eight bits.
+gradients, and never DDP's buckets: buckets change after the first step, and residuals need a fixed place. Protected
+parameters have their own units, sent uncompressed; small ones have their own units, sent in eight bits.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 
 ALIGNMENT = 256
-"""Values of a block of the modes; every compressed shard divides by it."""
+"""Block size of the modes; the length of every compressed shard is a multiple of it."""
 SMALL = 1024
-"""A parameter with fewer values, or with one dimension, is sent in eight bits: it costs little and often matters."""
+"""Parameters with fewer values, or with one dimension, are sent in eight bits: they cost little and often matter."""
 Kind = Literal["values", "small", "protected"]
-"""What a unit's parameters are, which decides how it is reduced; bytes are counted under the same names."""
+"""Kind of a unit's parameters; it decides the reduction, and bytes are counted under the same names."""
 
 START: dict[Kind, int] = {"values": ALIGNMENT, "small": BLOCK, "protected": 1}
-"""A parameter starts at a multiple of this."""
+"""Alignment of a parameter's start, by kind."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter's place in its unit."""
+    """Place of one parameter in its unit."""
 
     name: str
     shape: torch.Size
@@ -49,31 +49,32 @@ class FlatUnit:
     kind: Kind
     entries: tuple[Entry, ...]
     numel: int
-    """Length of the flat vector, its padding included."""
+    """Length of the flat vector with its padding."""
 
     @property
     def uncompressed(self) -> bool:
-        """Whether it is sent dense and in float32, whatever the mode."""
+        """Whether it is sent dense in float32 in every mode."""
         return self.kind == "protected"
 
     @property
     def alignment(self) -> int:
-        """At multiples of this its parameters start, so that no block has values of two of them."""
+        """Alignment of its parameters, so that no block has values of two of them."""
         return START[self.kind]
 
     def describe(self) -> str:
-        """Return the unit in words, by its first parameter."""
+        """Return a phrase that names the unit by its first parameter."""
         return f"unit {self.index} ({self.kind}), {self.numel} values from {self.entries[0].name}"
 
 
 def make_units(
     parameters: Iterable[tuple[str, torch.Tensor]], options: SyncOptions, ranks: int = 1, ranks_inside: int = 1
 ) -> list[FlatUnit]:
-    """Cut these parameters into units, for `ranks` ranks of which `ranks_inside` reduce among themselves first.
+    """Divide parameters into units, for `ranks` ranks of which `ranks_inside` reduce among themselves first.
 
-    A compressed unit's length divides by ALIGNMENT * ranks, an uncompressed unit's by `ranks_inside`: padding is sent
-    too. A small parameter starts at a multiple of the quantizer's BLOCK.
-    Raises: ConfigError for a pattern in `protect` that the user gave and that covers none of them.
+    A compressed unit's length is a multiple of ALIGNMENT * ranks, an uncompressed unit's a multiple of `ranks_inside`;
+    padding is sent too. A small parameter starts at a multiple of the quantizer's BLOCK.
+
+    Raises: ConfigError for a pattern in the user's `protect` that covers none of them.
     """
     named = list(parameters)
     protection = options.protection([name for name, _ in named])
@@ -99,18 +100,18 @@ def make_units(
 
 
 def one_unit(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int) -> FlatUnit:
-    """Return one unit of all these parameters in their order, whatever their kind, that few-bit integers may hold."""
+    """Return one unit of all these parameters in their order, of any kind, with a length for few-bit integers."""
     return FlatUnit(0, "values", *_lay_out(parameters, BLOCK, ALIGNMENT * ranks))
 
 
 def entry_of_each_block(unit: FlatUnit) -> torch.Tensor:
-    """Return the place in `entries` of each block of `alignment` values of a unit; padding joins the last."""
+    """Return the index in `entries` of each block of `alignment` values of a unit; padding belongs to the last."""
     starts = torch.tensor([entry.start // unit.alignment for entry in unit.entries[1:]], dtype=torch.int64)
     return torch.bucketize(torch.arange(unit.numel // unit.alignment), starts, right=True)
 
 
 def own_shard(unit: FlatUnit, groups: ProcessGroups) -> tuple[int, int]:
-    """Return where the part of a unit begins that this rank compresses, and its length: all of it in a flat sync."""
+    """Return start and length of the part of a unit that this rank compresses: all of it in a flat sync."""
     if groups.inside is None:
         return 0, unit.numel
     length = unit.numel // groups.inside.size
@@ -118,7 +119,7 @@ def own_shard(unit: FlatUnit, groups: ProcessGroups) -> tuple[int, int]:
 
 
 def view_of(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """Return a parameter's part of its unit's flat vector, in the parameter's shape."""
+    """Return a view of a parameter's part of the flat vector, in the parameter's shape."""
     return flat[entry.start : entry.stop].view(entry.shape)
 
 
@@ -129,7 +130,7 @@ def is_small(parameter: torch.Tensor) -> bool:
 def _lay_out(
     members: Iterable[tuple[str, torch.Tensor]], alignment: int, divisor: int
 ) -> tuple[tuple[Entry, ...], int]:
-    """Return parameters one after the other, each at a multiple of `alignment`, and a length that `divisor` divides."""
+    """Return consecutive entries, each aligned to `alignment`, and a length that is a multiple of `divisor`."""
     entries, start = [], 0
     for name, parameter in members:
         entries.append(Entry(name, parameter.shape, start))

@@ -1,4 +1,4 @@
-"""Gather all weights for a while, so that one rank alone may run the model, or write it to a file."""
+"""Gather all weights temporarily, so that one rank alone can run the model or write it to a file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from lightning_aigc.sharding.full_state import full_tensor
 
 _gathered: set[int] = set()
-"""Ids of the modules whose weights stay gathered now."""
+"""Ids of the modules whose weights stay gathered."""
 
 
 @contextmanager
 def full_parameters(root: nn.Module) -> Iterator[None]:
-    """Keep all weights of a sharded model whole within the block. Collective at its beginning only; every rank enters.
+    """Keep all weights of a sharded model gathered within the block. Collective only at its beginning, on every rank.
 
-    Nothing may be trained within. Costs the memory of the weights once more on each rank.
+    No training is possible within. Costs the memory of all weights on each rank.
     """
     parts: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule)]
     frees = [any(group.post_forward_mesh_info for group in fsdp_groups(part)) for part in parts]
@@ -30,7 +30,7 @@ def full_parameters(root: nn.Module) -> Iterator[None]:
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
-            vars(part)["_apply"] = _already_there(part)
+            vars(part)["_apply"] = _without_move(part)
         yield
     finally:
         _gathered.difference_update(map(id, parts))
@@ -42,16 +42,16 @@ def full_parameters(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_parameters_on_host(root: nn.Module, *, keep: bool) -> Iterator[None]:
-    """Put all sharded weights whole in host memory within the block, in their own dtype, and back after it.
+    """Replace all sharded weights within the block by full ones in host memory, in their own dtype.
 
-    `state_dict()` and all else that reads parameters finds ordinary tensors. `full_parameters` gathers in the dtype of
-    the computation and on the device, so what is written from it would be rounded under bf16-mixed.
+    `state_dict()` and other readers of parameters get ordinary tensors. `full_parameters` gathers on the device in the
+    dtype of the computation, so a file written from it would be rounded under bf16-mixed.
 
-    Collective at its beginning only; every rank enters. A device holds one weight whole at a time.
+    Collective only at its beginning, on every rank. A device holds one full weight at a time.
     Args: keep: whether this rank reads the weights; else it takes part in gathering, and keeps its shards.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
-    whole: dict[int, nn.Parameter] = {}
+    full: dict[int, nn.Parameter] = {}
     for part in root.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -59,12 +59,12 @@ def full_parameters_on_host(root: nn.Module, *, keep: bool) -> Iterator[None]:
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, DTensor):
                 continue
-            if id(parameter) not in whole:
+            if id(parameter) not in full:
                 tensor = full_tensor(parameter, keep=keep)
-                whole[id(parameter)] = parameter if tensor is None else nn.Parameter(tensor, parameter.requires_grad)
+                full[id(parameter)] = parameter if tensor is None else nn.Parameter(tensor, parameter.requires_grad)
             replaced.append((module._parameters, name, parameter))
     for parameters, name, parameter in replaced:
-        parameters[name] = whole[id(parameter)]
+        parameters[name] = full[id(parameter)]
     try:
         yield
     finally:
@@ -73,20 +73,20 @@ def full_parameters_on_host(root: nn.Module, *, keep: bool) -> Iterator[None]:
 
 
 def free_without_backward(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: free what a forward without gradients has gathered, because no backward comes that would."""
+    """Forward hook: free weights gathered by a forward without gradients, which no backward would free."""
     if not torch.is_grad_enabled() and id(module) not in _gathered:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
 
 
-def _already_there(part: nn.Module) -> Callable[..., nn.Module]:
-    """What `part.to(device)` calls meanwhile: FSDPModule's own would free the weights, and they are on the device."""
+def _without_move(part: nn.Module) -> Callable[..., nn.Module]:
+    """Return an `_apply` for `part.to(device)` that does nothing: FSDPModule's would free the weights."""
     return lambda *_, **__: part
 
 
 def fsdp_groups(part: FSDPModule) -> list[Any]:
-    """Return the module's FSDPParamGroups: one or none before torch 2.13, several since."""
+    """Return FSDP2's private parameter groups of a module: one or none before torch 2.13, several since."""
     state: Any = part._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

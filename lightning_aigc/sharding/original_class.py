@@ -1,4 +1,4 @@
-"""The class that a module was written as: torch's `fully_shard` gives a module a generated subclass."""
+"""Original class of a module: torch's `fully_shard` replaces it by a generated subclass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ GENERATED = "torch.distributed.fsdp"
 
 
 def original_class(module: object) -> type:
-    """Return the object's class, or the one below it that `fully_shard` has not generated.
+    """Return the object's class without the subclass that `fully_shard` generated.
 
     `fully_shard(ResnetBlock2D(...))` is a `FSDPResnetBlock2D`, a subclass of FSDPModule and ResnetBlock2D.
     """

@@ -24,13 +24,13 @@ from lightning_aigc.gradient_sync.transport.sync_error import SyncError, stopped
 
 POLL_S = 0.1
 SAY_FAREWELL_S = 10.0
-"""How long a rank that stops lets the others read why: its process may be the one that keeps the store."""
+"""Time that a stopping rank gives the others to read its reason, because its process may hold the store."""
 _opened = 0
-"""Stores that this process has opened. A store that outlives a process group still has its keys."""
+"""Number of stores that this process has opened; a store that outlives a process group keeps its keys."""
 
 
 def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
-    """Open the store that all ranks share before there is a process group, at MASTER_ADDR and MASTER_PORT."""
+    """Open the store at MASTER_ADDR and MASTER_PORT that all ranks share before there is a process group."""
     global _opened
     timeout = timeout or default_pg_timeout
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it, else rank 0
@@ -48,10 +48,10 @@ def open_store(rank: int, ranks: int, timeout: timedelta | None) -> Store:
     return PrefixStore(f"lightning_aigc/attempt_{attempt}/{_opened}", store)
 
 
-def call_roll(store: Store, rank: int, ranks: int, timeout: timedelta | None) -> None:
+def wait_for_ranks(store: Store, rank: int, ranks: int, timeout: timedelta | None) -> None:
     """Wait until every rank has called this. Collective.
 
-    Raises: ConfigError where another rank said that it stops; SyncError after the timeout, naming who is missing.
+    Raises: ConfigError if another rank said that it stops; SyncError after the timeout, with the missing ranks.
     """
     timeout = timeout or default_pg_timeout
     deadline = time.monotonic() + timeout.total_seconds()
@@ -73,13 +73,13 @@ def call_roll(store: Store, rank: int, ranks: int, timeout: timedelta | None) ->
 
 
 def tell_others(sentence: str) -> None:
-    """Tell ranks that wait in `call_roll` that this one stops, and why; does nothing where no launcher made ranks."""
+    """Tell the ranks that wait in `wait_for_ranks` why this rank stops; does nothing without a launcher of ranks."""
     environments = (TorchElasticEnvironment, SLURMEnvironment)
-    found = next((environment() for environment in environments if environment.detect()), None)
-    if found is None or dist.is_initialized() or found.world_size() == 1:
+    launcher = next((environment() for environment in environments if environment.detect()), None)
+    if launcher is None or dist.is_initialized() or launcher.world_size() == 1:
         return
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = found.main_address, str(found.main_port)
-    rank, ranks = found.global_rank(), found.world_size()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = launcher.main_address, str(launcher.main_port)
+    rank, ranks = launcher.global_rank(), launcher.world_size()
     deadline = time.monotonic() + SAY_FAREWELL_S
     try:
         store = open_store(rank, ranks, timedelta(seconds=SAY_FAREWELL_S))
@@ -89,12 +89,12 @@ def tell_others(sentence: str) -> None:
         while told < ranks and time.monotonic() < deadline:
             time.sleep(POLL_S)
             told = store.add("told", 0)
-    except (RuntimeError, ValueError):  # nobody keeps the store any more, so nobody waits at it
+    except (RuntimeError, ValueError):  # the store is gone, so nobody waits at it
         return
 
 
 _agreed: dict[tuple[int, ...], list[int]] = {}
-"""The orders agreed on in this process, by the devices' indices: a later fit finds a process group already."""
+"""Orders agreed on in this process, by the devices' indices; a later fit already has a process group."""
 
 
 def agree_on_order(

@@ -23,7 +23,7 @@ SHAPES = {"first": (64, 384), "second": (512, 384), "bias": (384,)}
 def exchange(rank: int, dtype: torch.dtype) -> None:
     group = dist.group.WORLD
     chunked, size = ChunkedExchanges(group), dist.get_world_size()
-    chunked_exchange.PIECE_BYTES = 1000  # does not divide a row
+    chunked_exchange.CHUNK_BYTES = 1000  # does not divide a row
     row = torch.arange(3_333 * size).to(dtype) + rank
     own = row[:3_333].clone()
     # Two of each are on the way at a time, as units of gradients are.
@@ -47,7 +47,7 @@ def test_pieces_make_what_the_collectives_make(ranks: int, dtype: torch.dtype, t
 
 def parameters_after(rank: int, pieces: bool, options: dict[str, Any]) -> tuple[torch.Tensor, bool]:
     chunked_exchange.SLOW_BPS = 1e15 if pieces else 1.0
-    chunked_exchange.WHOLE_BYTES = chunked_exchange.PIECE_BYTES = 4096
+    chunked_exchange.UNSPLIT_BYTES = chunked_exchange.CHUNK_BYTES = 4096
     run = Training({"bucket_cap_mb": 0.3}, module=Given(SHAPES), bucket_mb=0.3, **options)
     for number in range(3):
         run.step(make_gradients(number, rank, SHAPES))

@@ -67,7 +67,7 @@ def test_every_rank_writes_where_it_waits_and_one_line_says_so(mode: str, tmp_pa
     assert "  rank 1: step 3, in test_stall_watchdog.py" in waits
     if mode == "int3":
         assert "submitted and not reduced: unit " in waits
-        assert "wait for this rank's backward pass" in sleeps and "handed over" not in sleeps
+        assert "wait for this rank's backward pass" in sleeps and "submitted and not" not in sleeps
 
 
 def test_a_stopped_rank_is_the_one_that_gives_no_answer(tmp_path: Path) -> None:

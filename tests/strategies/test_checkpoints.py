@@ -205,7 +205,7 @@ def test_the_link_to_the_last_checkpoint_finds_its_sync_state(both: list[Any]) -
     ("what", "mode", "words"),
     [
         ("missing", "int3", "another rank misses its sync state"),
-        ("stale", "int4", "has no whole sync state: its files are of another step than the checkpoint"),
+        ("stale", "int4", "has no complete sync state: its files are of another step than the checkpoint"),
     ],
 )
 def test_sync_state_that_is_not_whole_is_named_and_no_rank_uses_its_part(

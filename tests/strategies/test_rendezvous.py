@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import SyncError
 from lightning_aigc.strategies import rendezvous as roll_call
-from lightning_aigc.strategies.rendezvous import call_roll, open_store, tell_others
+from lightning_aigc.strategies.rendezvous import open_store, tell_others, wait_for_ranks
 
 SHORT = timedelta(seconds=0.5)
 
@@ -26,9 +26,9 @@ def where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_ranks_go_on_when_the_last_has_come() -> None:
     store = HashStore()
-    first = threading.Thread(target=call_roll, args=(store, 0, 2, timedelta(seconds=20)))
+    first = threading.Thread(target=wait_for_ranks, args=(store, 0, 2, timedelta(seconds=20)))
     first.start()
-    call_roll(store, 1, 2, timedelta(seconds=20))
+    wait_for_ranks(store, 1, 2, timedelta(seconds=20))
     first.join(timeout=20)
     assert not first.is_alive()
 
@@ -38,14 +38,14 @@ def test_who_has_not_come_is_named_after_the_timeout() -> None:
     store.set("here/2", "a host")
     store.add("arrived", 1)
     with pytest.raises(SyncError, match=r"rank 0 of 4 waited 0:00:00.5\S* at 127.0.0.1:29999 for rank\(s\) 1, 3; look"):
-        call_roll(store, 0, 4, SHORT)
+        wait_for_ranks(store, 0, 4, SHORT)
 
 
 def test_a_rank_that_stopped_ends_those_that_wait() -> None:
     store = HashStore()
     store.set("failed", json.dumps([3, "node7", "the picture folder x does not exist"]))
     with pytest.raises(ConfigError, match=r"rank 3 \(node7\) stopped, and this rank with it: the picture folder x"):
-        call_roll(store, 0, 4, SHORT)
+        wait_for_ranks(store, 0, 4, SHORT)
     assert store.add("told", 0) == 1
 
 
@@ -70,7 +70,7 @@ def test_rank_0_tells_without_torchruns_store(monkeypatch: pytest.MonkeyPatch) -
     rank, _, sentence = json.loads(store.get("failed"))
     assert (rank, sentence) == (0, "it stops")
     with pytest.raises(ConfigError, match="it stops"):
-        call_roll(store, 1, 2, SHORT)
+        wait_for_ranks(store, 1, 2, SHORT)
 
 
 def test_each_store_that_is_opened_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The sparse modes: a few blocks of each unit are sent, the same blocks from every rank.
 
-All ranks must choose alike without asking, so they choose by numbers that all of them have: what was in the last sum,
-and how long a block has waited. Values then add up like any dense vector, and the bytes do not grow with the number of
-ranks. What is not chosen stays in the residual.
+All ranks must select equally without communication, so they use numbers that all of them have: the last sum, and the
+steps that a block has waited. The values are then summed like a dense vector, and the bytes do not grow with the number
+of ranks. Blocks that are not selected stay in the residual.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from lightning_aigc.gradient_sync.units import ALIGNMENT, FlatUnit, entry_of_eac
 from lightning_aigc.host_state import to_cpu
 
 BLOCK = ALIGNMENT
-"""Values of a block, whose energy is one number; no block has values of two parameters."""
+"""Block size; a block's energy is one number, and no block has values of two parameters."""
 FOR_THE_OLDEST = 0.25
-"""Share of a step's blocks that is chosen by age, so that no block waits for ever."""
+"""Share of a step's blocks that is selected by age, so that no block waits forever."""
 LEAST_SHARE = 0.25
 """A layer sends at least this times its even share, however small its gradients are."""
 
 
 class BlockSparse:
-    """Sends blocks of 256 values, chosen by energy and by age; layers share the total by the size of their gradients.
+    """Sends blocks of 256 values, selected by energy and age; the total is divided among layers by gradient size.
 
     The energies are those of the last step's sum of gradients and residuals: one step old, and free.
     """
@@ -74,7 +74,7 @@ class BlockSparse:
         self._next[unit.index] = energies_of(total_N), torch.zeros_like(self._age[unit.index])
 
     def select_by(self, energies: dict[int, Tensor]) -> None:
-        """Choose this step's blocks by fresher energies; the same on every rank, for units by index."""
+        """Select this step's blocks by newer energies by unit index, the same on every rank."""
         self._selected = self._select(energies)
 
     def commit(self) -> None:
@@ -94,7 +94,7 @@ class BlockSparse:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the scores of units that are still cut as they were; the others start anew."""
+        """Load the scores of units of unchanged length; the others start anew."""
         for index, of in self._layers.items():
             energy, age = state["energy"].get(str(index)), state["age"].get(str(index))
             if energy is not None and energy.numel() == of.numel():
@@ -118,7 +118,7 @@ class BlockSparse:
 
 
 def quotas(energy: Tensor, layers: Tensor, density: float, *, adaptive: bool) -> Tensor:
-    """Return how many blocks each layer sends, int64 [L]: `density` of all, by sqrt(energy * blocks) or evenly.
+    """Return each layer's number of blocks to send, int64 [L]: `density` of all, by sqrt(energy * blocks) or evenly.
 
     sqrt(energy * blocks) is a layer's blocks times the root mean square of its gradient. A layer sends at least
     LEAST_SHARE of its even share and at least one block, and at most all its blocks.
@@ -165,7 +165,7 @@ def energies_of(e_N: Tensor) -> Tensor:
 def layer_of_each_block(units: Sequence[FlatUnit], start: dict[int, int], length: dict[int, int]) -> dict[int, Tensor]:
     """Return the layer of each block that this rank compresses, by unit, counted through all units.
 
-    Padding joins the last layer.
+    Padding belongs to the last layer.
     """
     layers, count = {}, 0
     for unit in units:

@@ -1,7 +1,7 @@
 """Quantized sync on a CPU without a flat vector: from gradients to the wire, and from the wire into gradients.
 
-`UnitReducer` flattens a unit, a `Quantized` reduction packs, adds and unpacks it, and the sum is written back: nine
-passes over memory. Here are three, with the same sums and the same residuals.
+The path of other devices takes nine passes over memory: `UnitReducer` flattens a unit, a `Quantized` reduction packs,
+adds and unpacks it, and the sum is written back. This one takes three, with bit-identical sums and residuals.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ NOTHING = np.empty(0, np.float32), np.empty(0, np.uint8), np.empty(0, np.uint16)
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a unit that lies in one shard, and is of one parameter, or of none: the padding at the end."""
+    """Part of a unit within one shard and one parameter, or the padding at the end."""
 
     name: str | None
     offset: int
-    """Where in the parameter it begins."""
+    """Start in the parameter."""
     length: int
-    """Its values; a parameter's last piece is padded to a multiple of ALIGNMENT."""
+    """Number of values; a parameter's last piece is padded to a multiple of ALIGNMENT."""
     shard: int
     start: int
-    """Where in the shard it begins, a multiple of ALIGNMENT."""
+    """Start in the shard, a multiple of ALIGNMENT."""
 
 
 def pieces_of(unit: FlatUnit, shards: int) -> list[Piece]:
-    """Return the pieces of a unit of kind "values", cut into as many shards, in their order."""
+    """Return the pieces of a unit of kind "values" in order, for this number of shards."""
     size = unit.numel // shards
     last = unit.entries[-1]
     end = -(-last.stop // ALIGNMENT) * ALIGNMENT
@@ -72,7 +72,7 @@ class DirectUnit:
     ) -> Generator[Any, None, Tensor]:
         """Replace gradients by the sum over the ranks of share * gradient + residual, times `scale`.
 
-        What was not sent goes to `error`. Returns: a number that is finite when the sum is.
+        The part that was not sent is written to `error`. Returns: a number that is finite when the sum is.
         """
         group, wire_bytes = self._group, self._quantizer.wire_bytes(self._length)
         flat = {name: gradient.detach().view(-1).numpy() for name, gradient in gradients.items()}

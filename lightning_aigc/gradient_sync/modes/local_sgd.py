@@ -1,4 +1,4 @@
-"""Mode local: each rank steps alone, and every few optimizer steps the parameters go to their average."""
+"""Mode local: each rank steps alone, and the parameters are averaged every few optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from lightning_aigc.host_state import to_cpu
 
 @dataclass
 class Flight:
-    """An average that is on its way while the ranks go on stepping."""
+    """Average that travels while the ranks continue stepping."""
 
     start: dict[str, Tensor]
-    """This rank's parameters when it left, by name."""
+    """This rank's parameters at its start, by name."""
     hops: Generator[Any, None, Tensor] | None
-    """What is left of it; None once the sum is here."""
+    """Remaining collectives; None once the sum has arrived."""
     waiting_for: Any = None
     total: Tensor | None = None
-    """The mean way from the anchor, float32 [N]."""
+    """Mean difference from the anchor, float32 [N]."""
     steps_left: int = AVERAGE_HOPS
-    """Optimizer steps until the parameters take it, the same on every rank and after a resume."""
+    """Optimizer steps until it is applied, the same on every rank and after a resume."""
 
     def advance(self) -> None:
-        """Wait for the collective that is under way, and start the next."""
+        """Wait for the running collective, and start the next."""
         if self.hops is None:
             return
         try:
@@ -51,7 +51,7 @@ class Flight:
             self.total, self.hops = end.value, None
 
     def land(self) -> Tensor:
-        """Wait for all that is left, and return the sum."""
+        """Wait for all remaining collectives, and return the sum."""
         while self.hops is not None:
             self.advance()
         assert self.total is not None
@@ -63,10 +63,10 @@ class LocalSGD(Sync):
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; with outer learning rate 1 and no momentum it is local SGD. The
     ranks' optimizer states are never averaged. Each step sends one number, so that all ranks skip a step that is not
-    finite. What few-bit averages round off is added to the next one.
+    finite. The rounding error of a few-bit average is added to the next one.
 
-    With `overlap_average` the ranks go on stepping while an average travels, one of its collectives a step, and move by
-    the difference that it makes when it is there (Douillard et al., Streaming DiLoCo, arXiv:2501.18512).
+    With `overlap_average` the ranks continue stepping while an average travels, one of its collectives per step, and
+    move by the difference that it makes when it arrives (Douillard et al., Streaming DiLoCo, arXiv:2501.18512).
     """
 
     has_rank_local_parameters = True
@@ -101,13 +101,13 @@ class LocalSGD(Sync):
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
-        """Average the parameters if it is time; every rank calls it after each step of the optimizer."""
+        """Average the parameters if it is time; every rank calls it after each optimizer step."""
         if not self._is_finite:
             return
         self.step += 1
         self._steps_since_average += 1
         if self._flight is not None:
-            self._go_on()
+            self._continue_flight()
         if self._steps_since_average < self.sync_every:
             return
         if self._is_overlapped:
@@ -117,12 +117,12 @@ class LocalSGD(Sync):
 
     @torch.no_grad()
     def average_parameters(self) -> None:
-        """Take the outer step now, if the ranks have stepped since the last one; first the one that is on its way."""
+        """Take the outer step now if the ranks have stepped since the last one; an average that travels comes first."""
         if self._flight is not None:
             with self._reported(self.sync_every):
                 self._land()
         steps, self._steps_since_average = self._steps_since_average, 0
-        if steps == 0:  # momentum would move them nevertheless
+        if steps == 0:  # momentum would move the parameters anyway
             return
         with self._reported(steps):
             for collective in self.averaging():
@@ -130,18 +130,18 @@ class LocalSGD(Sync):
 
     @torch.no_grad()
     def averaging(self) -> Generator[Any, None, None]:
-        """Take the outer step, and yield each collective that it has started, to be waited for."""
+        """Take the outer step; yields each collective that it starts, for the caller to wait for."""
         total_N = yield from self._summing()
         self._step_outwards(total_N, None)
 
     def _summing(self) -> Generator[Any, None, Tensor]:
-        """Return the mean way of the ranks from the anchor."""
+        """Return the ranks' mean difference from the anchor."""
         total_N, _ = yield from self._reduction.reduce(self._unit, self._residual_and_moved(), self.groups.everyone)
         self.residuals.commit()
         return total_N
 
     def _step_outwards(self, total_N: Tensor, start: dict[str, Tensor] | None) -> None:
-        """Move the anchor by the outer step; the parameters go there, with what they moved since `start`."""
+        """Move the anchor by the outer step, and the parameters to it plus their own change since `start`."""
         for entry, (name, parameter) in zip(self._unit.entries, self.parameters, strict=True):
             step = view_of(total_N, entry)
             if self._momentum:
@@ -158,8 +158,8 @@ class LocalSGD(Sync):
         with self._reported(self.sync_every):
             self._flight.advance()
 
-    def _go_on(self) -> None:
-        """Take the next collective of the average that is on its way, or the average when its step has come."""
+    def _continue_flight(self) -> None:
+        """Start the next collective of the travelling average, or apply the average when its step has come."""
         assert self._flight is not None
         self._flight.steps_left -= 1
         with self._reported(self.sync_every):
@@ -175,7 +175,7 @@ class LocalSGD(Sync):
 
     @contextmanager
     def _reported(self, steps: int) -> Iterator[None]:
-        """Report what the block sends as that of an average after `steps` steps, and how long it takes."""
+        """Report the block's bytes and time as those of an average after `steps` steps."""
         start, before = time.perf_counter(), dict(self.groups.traffic.sent)
         try:
             yield
@@ -186,7 +186,7 @@ class LocalSGD(Sync):
         self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
 
     def _residual_and_moved(self) -> Tensor:
-        """Return this rank's share of the mean way from the anchor, with its residual, as one vector."""
+        """Return this rank's share of the mean difference from the anchor, plus its residual, as one vector."""
         if self.residuals.units:
             e_N = self.residuals.next_of(self._unit).copy_(self.residuals.of(self._unit))
         else:
@@ -196,7 +196,7 @@ class LocalSGD(Sync):
         return e_N
 
     def state_dict(self) -> dict[str, Any]:
-        flight = {} if self._flight is None else {"flight": self._landed(self._flight)}  # it leaves its residual
+        flight = {} if self._flight is None else {"flight": self._landed(self._flight)}  # landing writes the residual
         return {
             "mode": "local",
             "step": self.step,
@@ -208,7 +208,7 @@ class LocalSGD(Sync):
         }
 
     def _landed(self, flight: Flight) -> dict[str, Any]:
-        """The average that is on its way as a state: it arrives for it, and is taken at its step all the same."""
+        """Return the travelling average as a state. It lands for that, and is still applied at its own step."""
         total_N = flight.land()
         return {
             "start": to_cpu(flight.start, clone=True),
@@ -234,8 +234,10 @@ class LocalSGD(Sync):
         return []
 
     def _load_flight(self, states: Sequence[dict[str, Any]]) -> None:
-        """Let the average that was on its way arrive at its step. On another number of ranks all go on from rank 0's
-        parameters, and so from its own of when the average left."""
+        """Load the average that was travelling, to be applied at its step.
+
+        On another number of ranks all continue from rank 0's parameters, and from its parameters at the start.
+        """
         is_same = len(states) == self.groups.world_size
         state, self._flight = states[self.groups.rank if is_same else 0].get("flight"), None
         if state is None:
@@ -254,7 +256,7 @@ class LocalSGD(Sync):
             self._all_reduce(wrong, "index")
             self._is_finite = wrong.item() == 0
             self.skipped_steps += not self._is_finite
-            if not self._is_finite:  # each rank has a loss scaler, and all must see what one of them saw
+            if not self._is_finite:  # each rank has a loss scaler, and all scalers must see the overflow of one
                 bucket.buffer().fill_(torch.nan)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())

@@ -1,4 +1,4 @@
-"""The reductions of each mode."""
+"""Reductions of a mode, by kind of unit."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lightning_aigc_kernels.quantize_blocks import part_kernel
 def make_reductions(
     options: SyncOptions, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device
 ) -> dict[Kind, Reduction]:
-    """Return what reduces the units of each kind."""
+    """Return the reduction of each kind of unit."""
     traits = MODES[options.mode]
     if not traits.is_exact and options.mode != "bf16":
-        part_kernel(device)  # compiled here, before threads run: a process that was forked from such could hang
+        part_kernel(device)  # compiled before threads run: a process forked with running threads could hang
     small: Reduction = Uncompressed() if traits.is_exact else BFloat16() if options.mode == "bf16" else Quantized(8)
-    return {"values": _of_values(options, units, groups, device), "small": small, "protected": Uncompressed()}
+    return {"values": _values_reduction(options, units, groups, device), "small": small, "protected": Uncompressed()}
 
 
-def _of_values(
+def _values_reduction(
     options: SyncOptions, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device
 ) -> Reduction:
     mode, traits = options.mode, MODES[options.mode]

@@ -3,7 +3,7 @@
 The format and its kernels are `lightning_aigc_kernels.quantize_blocks`. A value that is not finite makes its block's
 scale infinite, and with it every value that is decoded.
 
-Dimensions: R rows of N values, each packed into B bytes; a row is what goes to one rank.
+Dimensions: R rows of N values, each packed into B bytes; one row is sent to one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BLOCK", "GROUP", "SCALE_BYTES", "BlockQuantizer"]
 
 
 class BlockQuantizer:
-    """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`."""
+    """Packs float32 rows, whose length is a multiple of `multiple`, into uint8 rows of `wire_bytes`."""
 
     multiple = GROUP
 

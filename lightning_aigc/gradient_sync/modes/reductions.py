@@ -1,9 +1,9 @@
-"""Reductions: add up one flat vector over the ranks, exactly, in bfloat16, or in few-bit integers.
+"""Reductions: the sum of one flat vector over the ranks, exact, in bfloat16, or in few-bit integers.
 
-A reduction is a generator: it yields each collective it has started and goes on when that is done, so that an executor
-decides what runs meanwhile. It is given e, this rank's share of the mean gradient plus its residual, and returns the
-sum over the ranks, the same bits on every rank, with a number that is finite when the sum is. What it did not send
-stays in e as the next residual: the sum of all e before equals the result plus the sum of all e after.
+A reduction is a generator: it yields each collective it starts and resumes when that collective is done, so that an
+executor decides what runs meanwhile. Its input is e, this rank's share of the mean gradient plus its residual. It
+returns the sum over the ranks, bit-identical on every rank, and a number that is finite when the sum is. The part that
+was not sent stays in e as the next residual: the sum of all e before equals the result plus the sum of all e after.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Reducing = Generator[Any, None, tuple[Tensor, Tensor]]
 
 
 class Reduction(Protocol):
-    """How a mode reduces a unit. Its state, if it has any, changes in `commit` alone, when the step was finite."""
+    """Reduction of a unit in one mode. Its state, if it has any, changes only in `commit`, after a finite step."""
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing: ...
 
     def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
-        """Learn from a sum that was sent uncompressed, in a step of warm-up."""
+        """Learn from a sum that was sent uncompressed, in a warm-up step."""
 
     def commit(self) -> None:
-        """Keep what the step changed."""
+        """Keep the step's changes."""
 
     def rollback(self) -> None:
-        """Drop what the step changed: it was not finite."""
+        """Drop the step's changes, because it was not finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -41,14 +41,14 @@ class Reduction(Protocol):
 
 
 class Quantizer(Protocol):
-    """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`."""
+    """Packs float32 rows, whose length is a multiple of `multiple`, into uint8 rows of `wire_bytes`."""
 
     multiple: int
 
     def wire_bytes(self, length: int) -> int: ...
 
     def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
-        """Write values_RN into wire_RB, and leave what was rounded off in values_RN."""
+        """Write values_RN into wire_RB, and leave the rounding error in values_RN."""
 
     def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
         """Write the values of wire_RB to out_RN. Returns: a number that is finite when every value is."""
@@ -88,7 +88,7 @@ class Uncompressed(Stateless):
 
 
 class BFloat16(Stateless):
-    """Sends everything in bfloat16; partial sums round to it as well, and those roundings are lost."""
+    """Sends everything in bfloat16; partial sums round to it as well, and that rounding is lost."""
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
         total = yield from in_bfloat16(e_N, group, unit.kind)
@@ -115,10 +115,10 @@ def in_bfloat16(e_N: Tensor, group: CountedGroup, kind: str = "values") -> Gener
 
 
 def in_two_hops(e_N: Tensor, quantizer: Quantizer, group: CountedGroup, kind: str = "values") -> Reducing:
-    """Each rank adds up one shard of the vector, which all ranks send it quantized, and sends the sum, quantized anew.
+    """Return the sum of e_N in two quantized hops: shards to the rank that adds them, and the sums back.
 
-    A rank's own shard is not quantized in the first hop: there e_N takes the error of the second, and so one vector
-    holds the residual of both hops. N must divide by the group's size times `quantizer.multiple`.
+    A rank's own shard is not quantized in the first hop; there e_N takes the error of the second hop, so one vector
+    holds the residual of both. N must be a multiple of the group's size times `quantizer.multiple`.
     """
     e_RN = e_N.view(group.size, -1)
     nbytes = quantizer.wire_bytes(e_RN.shape[1])

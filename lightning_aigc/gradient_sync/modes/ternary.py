@@ -1,7 +1,7 @@
-"""Mode ternary: a gradient is rotated, and each value becomes -1, 0 or 1 times its block's size.
+"""Mode ternary: the gradient is rotated, and each value becomes -1, 0 or 1 times its block's root mean square.
 
 The rotation, a Hadamard transform behind random signs, spreads each value over its block, so that all blocks look
-Gaussian and no value is always below the threshold. What is rounded off is dropped: with error feedback a small
+Gaussian and no value is always below the threshold. The rounding error is dropped: with error feedback a small
 denoiser lost more (benchmarks/studies/few_bits.py). Sources: Suresh et al., arXiv:1611.00429, for the rotation;
 Wen et al., TernGrad, arXiv:1705.07878; Max, Quantizing for minimum distortion, 1960, for the threshold.
 """
@@ -26,10 +26,10 @@ CODE_BYTES = -(-BLOCK // PER_BYTE)
 SCALE_BYTES = 2
 """A scale is a bfloat16: the block's root mean square."""
 THRESHOLD, LEVEL = 0.6120, 1.5111
-"""In root mean squares. Max's threshold for a Gaussian, and the level at which the result is unbiased: his, over the
-0.81 of a value that his keeps on average."""
+"""Threshold and level in root mean squares. Max's threshold for a Gaussian, and the level at which the result is
+unbiased: Max's level over 0.81, the part of a value that his keeps on average."""
 CPU_CHUNK = 1_048_576
-"""Values that a CPU takes at a time."""
+"""Values per chunk on a CPU."""
 
 
 class TernaryQuantizer:
@@ -41,7 +41,7 @@ class TernaryQuantizer:
         return length // BLOCK * (SCALE_BYTES + CODE_BYTES)
 
     def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
-        """Write values_RN into wire_RB, and leave what was rounded off in values_RN."""
+        """Write values_RN into wire_RB, and leave the rounding error in values_RN."""
         for values, scales, codes in self._chunks(values_RN, wire_RB):
             size = values.square().mean(-1).sqrt_().bfloat16()
             scales.copy_(size)
@@ -76,7 +76,7 @@ class TernaryQuantizer:
             values[0].add_(self._signs(codes).mul_(LEVEL * scales.float()[..., None]).sum(0))
 
     def _chunks(self, values_RN: Tensor, wire_RB: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Blocks [R, n, BLOCK] with their scales [R, n] and codes [R, n, CODE_BYTES]; on an accelerator all at once."""
+        """Return blocks [R, n, BLOCK], scales [R, n] and codes [R, n, CODE_BYTES]; on an accelerator all at once."""
         blocks = torch.unflatten(values_RN, 1, (-1, BLOCK))
         count = blocks.shape[1]
         scales = wire_RB[:, : count * SCALE_BYTES].view(torch.bfloat16)
@@ -85,7 +85,7 @@ class TernaryQuantizer:
         return list(zip(*(torch.split(part, size, dim=1) for part in (blocks, scales, codes)), strict=True))
 
     def _signs(self, codes: Tensor) -> Tensor:
-        """-1, 0 or 1 of each value, float32 [R, n, BLOCK]."""
+        """Return -1, 0 or 1 for each value, float32 [R, n, BLOCK]."""
         digits = torch.empty(*codes.shape[:2], PER_BYTE, CODE_BYTES, dtype=torch.uint8, device=codes.device)
         for place in range(PER_BYTE):
             above = codes // 3
@@ -95,7 +95,7 @@ class TernaryQuantizer:
 
 
 class Ternary(Stateless):
-    """Sends a rotated gradient in three levels, in two hops, and drops what they round off."""
+    """Sends a rotated gradient in three levels, in two hops, and drops their rounding error."""
 
     def __init__(self, device: torch.device) -> None:
         self.quantizer = TernaryQuantizer()
@@ -111,12 +111,12 @@ class Ternary(Stateless):
         return back.mul_(self._signs).view(-1), check
 
     def _turned(self, blocks: Tensor) -> Tensor:
-        """Each block of SIDE x SIDE times the Hadamard matrix of all its values, which is its own inverse."""
+        """Return each SIDE x SIDE block times the Hadamard matrix of its values, which is its own inverse."""
         return self._hadamard @ blocks @ self._hadamard
 
 
 def hadamard(size: int) -> Tensor:
-    """The orthogonal Hadamard matrix of a power of two, float32 [size, size]; symmetric."""
+    """Return the orthogonal, symmetric Hadamard matrix, float32 [size, size]; size is a power of two."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -1,4 +1,4 @@
-"""Mode two_four: two of every four neighbouring values are sent, by a pattern that all ranks know."""
+"""Mode two_four: two of every four neighbouring values are sent, in a pattern that all ranks know."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_aigc.host_state import to_cpu
 class TwoOfFour:
     """Sends two of every four neighbours in eight bits: the largest, and of the others the one that waited longest.
 
-    A value's expected size is what it was when it was last sent, times the steps since. Eight bits cost no loss beside
-    bfloat16, and half of the bytes.
+    A value's expected size is its size when it was last sent, times the steps since. Eight bits are half the bytes of
+    bfloat16, at the same loss.
     """
 
     def __init__(self, lengths: dict[int, int], device: torch.device) -> None:

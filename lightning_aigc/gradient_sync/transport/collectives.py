@@ -20,17 +20,17 @@ from lightning_aigc.gradient_sync.transport.chunked_exchange import ChunkedExcha
 from lightning_aigc.sharding.gloo_reduce_scatter import SummedParts
 
 KINDS = ("values", "index", "protected", "small", "intra_node")
-"""What bytes are counted as: compressed values, what the choice of indices needs, protected parameters, small ones, and
-what stays inside a node."""
+"""Kinds of counted bytes: compressed values, data for the selection of indices, protected parameters, small parameters,
+and traffic inside a node."""
 
 
 RECENT = 6
-"""Collectives that are remembered, for a report of what a rank waits for."""
+"""Number of last collectives that are kept, for a report of a stall."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent, by kind, and the collectives that it started last."""
+    """Bytes that this rank has sent, by kind, and its last collectives."""
 
     sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     started: int = 0
@@ -46,7 +46,7 @@ class Traffic:
         self.recent.append((self.started, collective, kind, nbytes, time.monotonic()))
 
     def describe_recent(self) -> list[str]:
-        """Return a line on each of the last collectives that this rank started; ranks with other ones have parted."""
+        """Return a line on each of this rank's last collectives; ranks whose lines differ are out of step."""
         now = time.monotonic()
         return [
             f"collective {number}: {collective} of {kind}, {nbytes} bytes, started {now - at:.1f} s ago"
@@ -60,10 +60,10 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class CountedGroup:
-    """A process group that starts collectives without waiting, and counts their bytes."""
+    """Process group that starts collectives without waiting, and counts their bytes."""
 
     chunked: ChunkedExchanges | None = None
-    """What takes large rows to the other ranks in pieces, where that is faster."""
+    """Exchanges of large rows in chunks, where these are faster."""
 
     def __init__(self, group: Any, traffic: Traffic, *, inside_node: bool = False) -> None:
         self.group, self.traffic, self.inside_node = group, traffic, inside_node
@@ -94,7 +94,7 @@ class CountedGroup:
         return dist.all_to_all_single(out, tensor, group=self.group, async_op=True)
 
     def shard(self, tensor: Tensor, rank: int | None = None) -> Tensor:
-        """Return the part of a flat tensor that belongs to a rank of this group, this rank's by default."""
+        """Return the shard of a flat tensor that belongs to a rank of this group, this rank's by default."""
         length = tensor.numel() // self.size
         at = self.rank if rank is None else rank
         return tensor[at * length : (at + 1) * length]
@@ -106,7 +106,7 @@ class CountedGroup:
 
 
 def dense_ring_bytes(numel: int, ranks: int) -> float:
-    """Return what one rank sends when `ranks` add up float32 gradients in a ring: the yardstick of every ratio."""
+    """Return the bytes that one rank sends to sum float32 gradients in a ring: the denominator of every ratio."""
     return 2 * (ranks - 1) / ranks * 4 * numel
 
 

@@ -17,7 +17,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class ProcessGroups:
-    """The groups that gradients are reduced over: `between` alone, or `inside` a node first and `between` nodes then.
+    """Groups that gradients are reduced over: `between` alone, or first `inside` a node and then `between` nodes.
 
     They are separate from the default group, whose collectives (DDP's buffers, Lightning's signals) run at any time.
     """
@@ -50,25 +50,25 @@ class ProcessGroups:
 
     @property
     def ranks_inside(self) -> int:
-        """Ranks that reduce among themselves first: 1 where nodes do not come first."""
+        """Number of ranks that reduce among themselves first: 1 in a flat sync."""
         return 1 if self.inside is None else self.inside.size
 
     def chunk_on_slow_links(self) -> None:
-        """Let rows go in pieces where the link between nodes is slow. Collective: measures the link for a moment."""
+        """Split large rows if the link between nodes is slow. Collective: measures the link for a moment."""
         self.between.chunked = chunked_where_slow(self.between.group)
 
     def destroy(self) -> None:
-        """Destroy these groups; the default group stays. A second call does nothing."""
-        mine, self._made = self._made, []
-        if mine and self.between.chunked is not None:
+        """Destroy these groups, and keep the default group. A second call does nothing."""
+        made, self._made = self._made, []
+        if made and self.between.chunked is not None:
             self.between.chunked.close()
-        for group in mine:
-            with suppress(ValueError):  # whoever destroyed the default group has destroyed them with it
+        for group in made:
+            with suppress(ValueError):  # destroying the default group destroys them as well
                 if dist.is_initialized():
                     dist.destroy_process_group(group)
 
     def _new_groups(self, groups: list[list[int]]) -> Any:
-        """Make all of these groups, as every rank must, and return the group that this rank is in."""
+        """Make all of these groups, as every rank must, and return this rank's group."""
         mine = None
         for ranks in groups:
             made = dist.new_group(ranks, timeout=self.timeout)

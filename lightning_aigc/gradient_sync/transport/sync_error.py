@@ -1,4 +1,4 @@
-"""The error of a gradient sync that lost a rank."""
+"""SyncError: the error of a gradient sync that lost a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SyncError(RuntimeError):
 
 
 def explain(error: BaseException, groups: ProcessGroups, step: int) -> SyncError:
-    """Return the error of a collective in words that say where to look."""
+    """Return a collective's error as one that says where to look."""
     said = str(error).strip().splitlines() or ["no message"]
     return SyncError(
         f"rank {groups.rank} of {groups.world_size} could not add up gradients in step {step}: "
@@ -23,10 +23,10 @@ def explain(error: BaseException, groups: ProcessGroups, step: int) -> SyncError
 
 
 def stopped_by(rank: int, host: str, sentence: str) -> ConfigError:
-    """Return the error of a rank that stops because another one did, with that one's sentence."""
+    """Return the error of a rank that stops because another rank did, with that rank's sentence."""
     return ConfigError(f"rank {rank} ({host}) stopped, and this rank with it: {sentence}")
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it: Gloo's errors have no type of their own, and name its source files."""
+    """Whether torch.distributed raised it. Gloo's errors have no type of their own, but name its source files."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)

@@ -1,4 +1,4 @@
-"""What stalled ranks tell one another, through the process group's store: collectives are what they wait for."""
+"""Messages of stalled ranks through the process group's store; collectives are blocked then."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_NAMED = 8
 
 
 class StallBoard:
-    """A line of each stalled rank, which all ranks can read. Its methods never raise: a store may be gone."""
+    """Board with a line of each stalled rank, which all ranks read. Its methods never raise: the store may be gone."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -34,15 +34,15 @@ class StallBoard:
         return cls(PrefixStore("stall_watchdog", store), rank, world_size)
 
     def post(self, where: str) -> None:
-        """Say that this rank is stalled, and where."""
+        """Post that this rank is stalled at this place."""
         self._try(lambda: self._store.set(str(self._rank), json.dumps(where)))
 
     def clear(self) -> None:
-        """Take this rank's line back: it went on."""
+        """Remove this rank's line, because it makes progress again."""
         self._try(lambda: self._store.delete_key(str(self._rank)))
 
     def wait_for_posts(self, seconds: float) -> dict[int, str]:
-        """Return each stalled rank's line, once all have one or after this time."""
+        """Return each stalled rank's line, when all have one or after this time."""
         deadline = time.monotonic() + seconds
         while True:
             posts = self._posts()
@@ -51,7 +51,7 @@ class StallBoard:
             time.sleep(POLL_S)
 
     def lines(self, posts: Mapping[int, str]) -> list[str]:
-        """A line for each other rank."""
+        """Return a line for each other rank."""
         if not self._answers:
             return ["  the store that ranks met at does not answer: rank 0's machine is gone or cannot be reached"]
         return [
@@ -61,7 +61,7 @@ class StallBoard:
         ]
 
     def sentence(self, posts: Mapping[int, str]) -> str:
-        """Which ranks give no answer, or else where each waits, as the beginning of a sentence."""
+        """Return the beginning of a sentence: the ranks that give no answer, or the place where each waits."""
         if not self._answers:
             return "the store that ranks met at does not answer, so rank 0's machine may be gone; "
         silent = [rank for rank in range(self._world_size) if rank not in posts]

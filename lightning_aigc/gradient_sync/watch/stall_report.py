@@ -17,15 +17,15 @@ from typing import IO, Any
 import torch.distributed as dist
 
 LIBRARIES = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.sep}threading.py", f"{os.sep}queue.py")
-"""Parts of paths whose frames say nothing about where a program is."""
+"""Path parts of frames that are left out of a thread's location."""
 
 
 def write_report(
     folder: Path | None, rank: int, world_size: int, stalled_s: float, lines: Sequence[str]
 ) -> Path | None:
-    """Append the report of this rank to its file in the folder, which is made; returns the file.
+    """Append this rank's report to its file in the folder, which is created. Returns: the file.
 
-    None where the report went to stderr: there is no folder, or it cannot be written.
+    Returns None where the report went to stderr, because there is no folder or it cannot be written.
     """
     head = [
         f"rank {rank} of {world_size} on {socket.gethostname()}, process {os.getpid()}, {time.strftime('%F %T')}",
@@ -48,17 +48,17 @@ def write_report(
 
 
 def innermost_frame(thread: threading.Thread) -> str:
-    """Where a thread is, by its innermost call outside of torch and Lightning: `file.py:12 function`."""
+    """Return a thread's innermost call outside of torch and Lightning: `file.py:12 function`."""
     top = sys._current_frames().get(thread.ident or 0)
     if top is None:
         return "no Python code"
     frames = traceback.extract_stack(top)
-    own = [frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)] or frames
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}"
+    outside = [frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)] or frames
+    return f"{Path(outside[-1].filename).name}:{outside[-1].lineno} {outside[-1].name}"
 
 
 def flight_recording() -> bytes:
-    """What torch recorded of the last collectives, as JSON; empty where the backend records none, as Gloo does not."""
+    """Return torch's record of the last collectives as JSON; empty for a backend without one, such as Gloo."""
     c10d: Any = dist.distributed_c10d._c10d if hasattr(dist.distributed_c10d, "_c10d") else None
     dump = getattr(c10d, "_dump_nccl_trace_json", None)
     if dump is None or dist.get_backend() != "nccl":

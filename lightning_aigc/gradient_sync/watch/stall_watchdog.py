@@ -1,8 +1,8 @@
-"""Say where each rank waits when no step finishes any more, before a timeout ends the run.
+"""StallWatchdog: report where each rank waits when no step finishes any more, before a timeout ends the run.
 
-A collective that one rank never reaches looks the same on all others: they wait. The thread here looks at a clock four
-times in `after_s` and at nothing else while steps finish. When none does, it writes this rank's threads, and what
-gradient sync waits for, to a file, tells the other ranks through the process group's store, and prints one line.
+A collective that one rank never reaches looks the same on all others: they wait. While steps finish, the thread only
+looks at a clock, four times in `after_s`. When none finishes, it writes the stacks of this rank's threads and the state
+of gradient sync to a file, tells the other ranks through the process group's store, and prints one line.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lightning_aigc.gradient_sync.watch.stall_board import StallBoard
 from lightning_aigc.gradient_sync.watch.stall_report import innermost_frame, write_report
 
 FOLDER = "stalled"
-"""Of the run's folder, where the reports go."""
+"""Folder of the reports, in the run's folder."""
 SHARE_OF_TIMEOUT = 1 / 3
-"""Of the timeout of collectives, how long no step may finish before the report."""
+"""Share of the collectives' timeout without a finished step before the report."""
 LOOKS = 4
-"""How often the thread looks at the clock in `after_s`."""
+"""Looks of the thread at the clock in `after_s`."""
 MOST_REPORTS = 5
 
 
 class StallWatchdog:
-    """A thread that reports a stall: no call of `progress` for `after_s` seconds.
+    """Thread that reports a stall: no call of `progress` for `after_s` seconds.
 
     Args:
         after_s: seconds without progress before the report; None is a third of the timeout, 0 never reports.
-        folder: where `rank0.txt` and its like are written; None writes them to stderr.
-        rank, world_size: of this process.
-        timeout: what ends the run if it goes on waiting, for the line on the console.
+        folder: folder of the files `rank0.txt` and so on; None writes to stderr.
+        rank, world_size: rank of this process, and the number of ranks.
+        timeout: the collectives' timeout, which ends a run that still waits; the line on the console names it.
         describe: returns lines on what gradient sync waits for. It runs in the watchdog's thread.
         say: takes the line for the console.
     Raises: ConfigError for a negative `after_s`.
@@ -66,20 +66,20 @@ class StallWatchdog:
         self._thread = threading.Thread(target=self._watch, name="stall-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; nothing with one rank, which waits for nobody."""
+        """Start the thread, unless there is only one rank, which waits for nobody."""
         if self.after_s > 0 and self.world_size > 1:
             self._board = StallBoard.open(self.rank, self.world_size, timeout_s=max(1.0, self.after_s / LOOKS))
             self._progress_at = time.monotonic()
             self._thread.start()
 
     def progress(self, steps: int | None = None, doing: str | None = None) -> None:
-        """Note that this rank goes on. Args: steps: finished so far. doing: what comes next, in words."""
+        """Note progress of this rank. Args: steps: steps finished so far. doing: the next action, in words."""
         self._progress_at = time.monotonic()
         self._steps = self._steps if steps is None else steps
         self._doing = doing or f"step {self._steps + 1}"
 
     def close(self) -> None:
-        """Watch no longer; a second call does nothing."""
+        """Stop the thread; a second call does nothing."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
@@ -98,7 +98,7 @@ class StallWatchdog:
                 )
             progress_at = self._progress_at
             if reported is not None and progress_at != reported:
-                self._went_on()
+                self._report_progress()
                 reported = None
             is_due = time.monotonic() - progress_at >= self.after_s
             if is_due and reported is None and self._reports < MOST_REPORTS:
@@ -108,8 +108,8 @@ class StallWatchdog:
                 woke_at = time.monotonic()
 
     def _is_closed_after(self, seconds: float) -> bool:
-        # A thread that holds the interpreter's lock for good keeps this one from running: then faulthandler, which
-        # needs no lock, writes all stacks to stderr.
+        # A thread that never releases the interpreter's lock blocks this one: then faulthandler, which needs no lock,
+        # writes all stacks to stderr.
         with _last_resort(2 * self.after_s):
             return self._closed.wait(seconds)
 
@@ -137,10 +137,10 @@ class StallWatchdog:
     def _lines(self) -> list[str]:
         try:
             return list(self.describe())
-        except Exception as error:  # it reads what other threads write
+        except Exception as error:  # other threads write the values that it reads
             return [f"what gradient sync waits for could not be read: {error!r}"]
 
-    def _went_on(self) -> None:
+    def _report_progress(self) -> None:
         if self._board is not None:
             self._board.clear()
         if self.rank == 0:
@@ -148,12 +148,12 @@ class StallWatchdog:
 
 
 def report_folder(run_folder: str) -> Path | None:
-    """The folder of a run's reports; None for a run that has none, or whose folder is a URL."""
+    """Return the folder of a run's reports; None for a run without a folder, or with a URL as its folder."""
     return Path(run_folder, FOLDER) if run_folder and "://" not in run_folder else None
 
 
 def default_after_s(timeout: timedelta) -> float:
-    """Seconds without a step before a report where the user names none."""
+    """Return the default seconds without a step before a report."""
     return SHARE_OF_TIMEOUT * timeout.total_seconds()
 
 

@@ -1,4 +1,4 @@
-"""What one step's gradient sync sent, how long the step waited for it, and whether it was finite."""
+"""Report of one step's gradient sync: bytes, wait, and whether the gradients were finite."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class StepReport:
     """One optimizer step's gradient sync on this rank."""
 
     sent_bytes: dict[str, float]
-    """By kind: values, index, protected, small, intra_node."""
+    """Bytes by kind: values, index, protected, small, intra_node."""
     ratio: float
-    """Bytes sent, but for those inside a node, over those of a dense float32 ring on as many ranks or nodes."""
+    """Bytes sent, except inside a node, over those of a dense float32 ring on as many ranks or nodes."""
     exposed_ms: float
-    """How long the step waited: from the moment its last gradient was ready until everything had been added up."""
+    """Wait of the step: from the moment its last gradient was ready until all sums were there."""
     share_hidden: float
-    """Of the time that sync took, the share that nothing waited for."""
+    """Share of the sync's time that the step did not wait for."""
     finite: bool
     packing_ms: float = 0.0
     """CPU time of packing, adding and unpacking; on an accelerator, where the host only starts that, 0."""
     waiting_ms: float = 0.0
-    """How long the sync waited for collectives, hidden or not; on an accelerator 0."""
+    """Wait of the sync for collectives, hidden or not; on an accelerator 0."""
 
     @property
     def between_nodes_bytes(self) -> float:
@@ -33,7 +33,7 @@ class StepReport:
 
 
 class StepMeter:
-    """Counts what a step sends from `start` to `report`."""
+    """Counts the bytes that a step sends between `start` and `report`."""
 
     def __init__(self, groups: ProcessGroups, numel: int) -> None:
         """Args: numel: values of all gradients, for the dense ring that bytes are compared with."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's ds_config.json and accelerate's config file: what each key becomes here, in one line."""
+"""Import of DeepSpeed's ds_config.json and accelerate's config file, with one line about each key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_aigc.strategies.deepspeed.lenient_json import plain_values, read_
 from lightning_aigc.strategies.deepspeed.training import take_optimizer, take_scheduler
 
 CLIPPING = 1.0
-"""Where a file does not name gradient_clipping, in DeepSpeed 0.19; older versions do not clip then."""
+"""DeepSpeed 0.19's default of gradient_clipping; older versions do not clip by default."""
 
 
 def import_file(path: str | Path, *, of_accelerate: bool = False) -> Imported:
@@ -100,7 +100,7 @@ def _read_deepspeed(given: dict[str, Any], found: Imported, path: Path) -> None:
 
 
 def _section(given: dict[str, Any], key: str) -> set[str]:
-    """The names of the last parts of all keys in the top section that holds this one."""
+    """Return the last parts of all keys in the top section of this key."""
     held = given[key.split(".")[0]]
     inside = held.get(key.split(".")[1]) if key.startswith("zero_optimization.") else held
     return {name.split(".")[-1] for name in _flat(inside)} if isinstance(inside, dict) else set()
@@ -279,7 +279,7 @@ def _accelerate_no_effect(key: str) -> bool:
 
 
 def _flat(value: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested keys as dotted ones; an empty object is nothing."""
+    """Return nested keys as dotted keys; an empty object has none."""
     flat: dict[str, Any] = {}
     for key, item in value.items():
         place = f"{path}{key}"

@@ -1,4 +1,4 @@
-"""Imported: what a DeepSpeed or accelerate file says, as blocks of a config of this project."""
+"""Imported: a DeepSpeed or accelerate file as blocks of a config of this project."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Imported:
-    """The blocks that a file asks for, and a line for each of its keys."""
+    """Config blocks of a file, and a line for each of its keys."""
 
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -18,12 +18,12 @@ class Imported:
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    """One for each key."""
+    """One line for each key."""
     notes: list[str] = field(default_factory=list)
-    """One for each default of DeepSpeed that a missing key stands for."""
+    """One note for each DeepSpeed default that applies because a key is missing."""
 
     def as_config(self) -> dict[str, Any]:
-        """The YAML's nested mapping."""
+        """Return the nested mapping of the YAML."""
         trainer = dict(self.trainer)
         stage = self.strategy.get("stage", 2)
         zero = {"class_path": "ZeROStrategy", "init_args": {"stage": stage, **self.strategy}}

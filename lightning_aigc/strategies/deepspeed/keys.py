@@ -1,4 +1,4 @@
-"""Tables of DeepSpeed's and accelerate's keys: what is taken, what has no effect here, what is refused, and why.
+"""Tables of DeepSpeed's and accelerate's keys: imported, without effect, and refused, with the reason.
 
 A dotted key stands for all that lies below it; `*` stands for the rest of a name.
 Source: deepspeed.ai/docs/config-json, deepspeed/runtime/{constants,config}.py and zero/config.py, and accelerate's
@@ -23,7 +23,7 @@ ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 NO_LOSS_SCALE = "bfloat16 needs no loss scale"
 NO_EFFECT = {
     "zero_optimization.contiguous_gradients": "gradients of a block are one tensor already",
-    "zero_optimization.overlap_comm": "blocks are gathered and reduced beside computing on accelerators",
+    "zero_optimization.overlap_comm": "blocks are gathered and reduced while accelerators compute",
     "zero_optimization.reduce_scatter": "always so",
     "zero_optimization.reduce_bucket_size": "a bucket is a block",
     "zero_optimization.allgather_bucket_size": "a bucket is a block",
@@ -31,10 +31,10 @@ NO_EFFECT = {
     "zero_optimization.allgather_partitions": "always so",
     "zero_optimization.*max_live_parameters": "at most two blocks and what holds them are gathered at a time",
     "zero_optimization.*max_reuse_*": "a block is freed after its forward",
-    "zero_optimization.*prefetch_bucket_size": "the next block is gathered beside backward",
+    "zero_optimization.*prefetch_bucket_size": "the next block is gathered during backward",
     "zero_optimization.*persistence_threshold": "every trained parameter is cut",
-    "zero_optimization.*weights_on_model_save": "files hold whole weights",
-    "zero_optimization.*module_granularity_threshold": "a block is gathered whole",
+    "zero_optimization.*weights_on_model_save": "files hold full weights",
+    "zero_optimization.*module_granularity_threshold": "a block is gathered at once",
     "zero_optimization.*use_all_reduce_for_fetch_params": "blocks are gathered by one collective",
     "zero_optimization.*allgather_sequential": "blocks are gathered by one collective",
     "zero_optimization.stage3_*": "blocks decide what is gathered",
@@ -48,12 +48,12 @@ NO_EFFECT = {
     "zero_optimization.zero_hpz_partition_size": "blocks are gathered from all ranks; between_nodes shards in nodes",
     "zero_optimization.mics_*": "shard inside nodes with between_nodes",
     "zero_optimization.memory_efficient_linear": "FusedBackwardPrecision.memory",
-    "zero_optimization.override_module_apply": "weights are whole when they are made",
-    "zero_optimization.pipeline_loading_checkpoint": "weights are whole when they are loaded",
+    "zero_optimization.override_module_apply": "weights are full when they are made",
+    "zero_optimization.pipeline_loading_checkpoint": "weights are full when they are loaded",
     "zero_optimization.log_trace_cache_warnings": "there is no trace",
     "zero_optimization.enable_sanity_checks": "ranks are compared always",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "states lie in memory",
-    "zero_optimization.leaf_module": "a block is gathered whole",
+    "zero_optimization.leaf_module": "a block is gathered at once",
     "zero_optimization.zeropp_loco_param": "belongs to quantized gradients",
     "zero_optimization.allgather_size": "a bucket is a block",
     "steps_per_print": "trainer.log_every_n_steps",
@@ -89,7 +89,7 @@ NO_EFFECT = {
     "hybrid_engine": "belongs to generation in RLHF",
     "pipeline": "belongs to models that are a PipelineModule",
     "eigenvalue": "belongs to quantized training",
-    "sparse_attention": "belongs to models that read it; FusedBackwardPrecision.attention_grad_density is ours",
+    "sparse_attention": "belongs to models that read it; see FusedBackwardPrecision.attention_grad_density",
     "vocabulary_size": "belongs to models that read it",
     "use_data_before_expert_parallel*": "there are no experts",
     "bf16.*": NO_LOSS_SCALE,
@@ -120,9 +120,9 @@ REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": "use model.init_args.base_quantization",
     "zero_optimization.zero_quantized_gradients": "CUDA alone; gradients between nodes: between_nodes",
 }
-"""Each is off where it is false or its `enabled` is."""
+"""Refused keys; a key is off if it or its `enabled` is false."""
 SIZES = {"tensor_parallel.autotp_size", "tensor_parallel.tp_size", "sequence_parallel_size"}
-"""Numbers of ranks among which one batch is cut; 0 and 1 are off."""
+"""Numbers of ranks that share one batch; 0 and 1 are off."""
 ACCELERATE_NO_EFFECT = (
     "compute_environment", "distributed_type", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",
     "main_process_ip", "main_process_port", "main_training_function", "rdzv_*", "same_network", "use_cpu", "gpu_ids",
@@ -144,7 +144,7 @@ SECTIONS = {
 
 
 def no_object(given: Mapping[str, Any]) -> str | None:
-    """A sentence on a section that is no object, which nothing would read; None where all are."""
+    """Return a sentence on a section that is not an object; None if all are objects."""
     for name, example in SECTIONS.items():
         value = given.get(name)
         if value in (None, AUTO) or (name == "zero_optimization" and isinstance(value, bool)):
@@ -155,9 +155,9 @@ def no_object(given: Mapping[str, Any]) -> str | None:
 
 
 def found_in(key: str, table: Mapping[str, str]) -> str | None:
-    """A table's entry for a dotted key or what holds it; a name that has no `*` goes first."""
+    """Return a table's entry for a dotted key or its parents; names without `*` have precedence."""
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
-        if (whole := ".".join(parts[:end])) in table:
-            return table[whole]
+        if (prefix := ".".join(parts[:end])) in table:
+            return table[prefix]
     return next((reason for name, reason in table.items() if "*" in name and fnmatch.fnmatchcase(key, name)), None)

@@ -1,4 +1,4 @@
-"""Read JSON as DeepSpeed does: with comments and commas before a closing bracket, and switches and numbers as text."""
+"""JSON like DeepSpeed's: comments, commas before a closing bracket, and switches and numbers as text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None, "": None, "a
 
 
 def read_json(text: str) -> Any:
-    """The value that a text holds.
+    """Parse a text.
 
-    Raises: ValueError for what is no JSON, and for a key that stands twice in one object, as DeepSpeed does.
+    Raises: ValueError for a text that is not JSON, and for a key that stands twice in one object, like DeepSpeed.
 
     >>> read_json('{"stage": 3, # sharded\\n "path": "a//b",}')
     {'stage': 3, 'path': 'a//b'}
@@ -27,7 +27,7 @@ def read_json(text: str) -> Any:
 
 
 def plain_values(value: Any) -> Any:
-    """A nested value whose texts are read as pydantic reads them for DeepSpeed: switches, numbers and none.
+    """Return a nested value with texts converted like pydantic does for DeepSpeed: switches, numbers and none.
 
     >>> plain_values({"enabled": "False", "lr": "2e-5", "betas": ["0.9", 0.95], "device": "none", "type": "AdamW"})
     {'enabled': False, 'lr': 2e-05, 'betas': [0.9, 0.95], 'device': None, 'type': 'AdamW'}

@@ -20,7 +20,7 @@ PARAMS = {
     ),
 }  # fmt: skip
 OF_THE_RUN = ("warmup_num_steps", "total_num_steps")
-"""Numbers that are the run's where the file says auto."""
+"""Numbers that the run sets where the file says auto."""
 KEPT = (
     "lr",
     "betas",
@@ -38,7 +38,7 @@ NO_EFFECT = ("torch_adam", "adam_w_mode", "fused", "foreach", "adamw_mode", "fp3
 
 
 def take_optimizer(section: dict[str, Any], path: Any) -> tuple[dict[str, Any], list[str]]:
-    """The model's arguments for an optimizer section, and a line for each thing to know.
+    """Return the model's arguments for an optimizer section, and lines about them.
 
     Raises: ConfigError for an optimizer that is not built, or an option that changes what it computes.
     """
@@ -91,7 +91,7 @@ def _optimizer_name(kind: str, params: dict[str, Any], path: Any) -> str:
 
 
 def take_scheduler(section: dict[str, Any], path: Any) -> tuple[dict[str, Any], list[str]]:
-    """The model's arguments for a scheduler section, and its line.
+    """Return the model's arguments for a scheduler section, and its line.
 
     Raises: ConfigError for a schedule that is not built, and a parameter that it does not have.
     """

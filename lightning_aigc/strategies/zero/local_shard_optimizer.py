@@ -1,7 +1,7 @@
-"""Optimizer steps on this rank's parts of sharded parameters.
+"""Optimizer steps on this rank's local shards of sharded parameters.
 
 torch sends each operation on each DTensor through a dispatcher in Python, and batches none of them by `foreach`. An
-optimizer whose arithmetic goes element by element gives the same numbers on the local parts.
+elementwise optimizer gives the same numbers on the local shards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ELEMENTWISE = (
     optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam,
     optim.RMSprop, optim.Rprop, optim.SGD,
 )  # fmt: skip
-"""Not Adafactor or Muon, which reduce over a whole tensor, nor a subclass, which may."""
+"""Elementwise optimizers. Adafactor and Muon reduce over a full tensor, and a subclass may."""
 
 
 @contextmanager
 def steps_on_local_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Make `optimizer.step` work on local parts, where it goes element by element; its state stays made of DTensors.
+    """Within the block, an elementwise `optimizer.step` works on local shards; afterwards its state is DTensors.
 
-    The closure must not use the parameters: they are local parts while it runs.
+    The closure must not use the parameters: they are local shards while it runs.
     """
     groups = optimizer.param_groups
     if type(optimizer) not in ELEMENTWISE or not any(
@@ -50,14 +50,14 @@ def steps_on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
-    """Put local parts in the place of parameters, gradients and states, and take them out again."""
-    whole = [group["params"] for group in optimizer.param_groups]
+    """Replace parameters, gradients and states by their local shards within the block."""
+    sharded_groups = [group["params"] for group in optimizer.param_groups]
     state = optimizer.state
     local_state: defaultdict[Any, Any] = defaultdict(dict)
     optimizer.state = local_state
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        for group, parameters in zip(optimizer.param_groups, sharded_groups, strict=True):
             group["params"] = local_parts(parameters)
             pairs += zip(parameters, group["params"], strict=True)
         for p, local in pairs:
@@ -68,7 +68,7 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        for group, parameters in zip(optimizer.param_groups, sharded_groups, strict=True):
             group["params"] = parameters
         optimizer.state = state
         with torch.no_grad():
@@ -81,7 +81,7 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _like(value: Any, parameter: Tensor, before: Any) -> Any:
-    """A state's local value as a DTensor, where it is a number for each of the parameter."""
+    """Return a state's local value as a DTensor if it has the parameter's shape."""
     if isinstance(before, DTensor) and local_part(before) is value:
         return before
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):

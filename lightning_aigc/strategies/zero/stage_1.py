@@ -1,4 +1,4 @@
-"""ZeRO stage 1: DDP whose ranks keep the optimizer states of a share of the parameters each."""
+"""ZeRO1Strategy: DDP in which each rank keeps the optimizer states of a part of the parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
-from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite
 from lightning_aigc.strategies.refused import refuse_optimizers
-from lightning_aigc.strategies.zero.strategy import ZeROStrategy
+from lightning_aigc.strategies.zero.settings import ZeROSettings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch 2.13 scripts functions of this package on import
@@ -27,20 +26,29 @@ with warnings.catch_warnings():
 BROADCAST_BYTES = 25 * 2**20
 
 
-class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
+class ZeRO1Strategy(DeviceDDPStrategy):
     """DDP with torch's ZeroRedundancyOptimizer around each configured optimizer."""
 
-    def _take_lightnings_arguments(self, **arguments: Any) -> None:
-        DeviceDDPStrategy.__init__(self, **arguments, gradient_as_bucket_view=True)
+    def __init__(self, settings: ZeROSettings, **lightning_arguments: Any) -> None:
+        super().__init__(**lightning_arguments, gradient_as_bucket_view=True)
+        self.settings, self.stage = settings, settings.stage
+
+    @property
+    def label(self) -> str:
+        return self.settings.label
+
+    def setup_environment(self) -> None:
+        self.settings.apply_to_strategy(self)
+        super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        self._refuse_one_rank()
-        self._take_imported(trainer)
+        self.settings.refuse_one_rank(self.world_size)
+        self.settings.apply_to_trainer(trainer)
         super().setup(trainer)
 
     _is_for_snapshot = False
     _saved_states: Sequence[dict[int, Any]] = ()
-    """A snapshot's states by the parameters' places, for each optimizer, until they are loaded."""
+    """States of a snapshot by parameter index, for each optimizer, until they are loaded."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -60,14 +68,8 @@ class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Take the step on all ranks, or on none where the mean gradient is not finite."""
-
-        def is_step_finite() -> bool:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            return not gradients or is_finite(gradient_norm(gradients))
-
-        with skip_unless_finite(optimizer, is_step_finite):
+        """Take the step on all ranks, or on none if the mean gradient is not finite."""
+        with skip_unless_finite(optimizer, lambda: are_gradients_finite(optimizer)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # protocols.HasSnapshotState: each rank's states go into its file of an exact snapshot
@@ -84,7 +86,7 @@ class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
 
     @contextmanager
     def without_averaging(self) -> Iterator[None]:
-        """Read optimizers in the block without gathering their states."""
+        """Read optimizers within the block without gathering their states."""
         self._is_for_snapshot = True
         try:
             yield
@@ -105,18 +107,18 @@ class StatesZeROStrategy(ZeROStrategy, DeviceDDPStrategy):
 
 
 def own_states(optimizer: Any) -> dict[int, Any]:
-    """Return the states that this rank keeps, by their parameters' places among all."""
+    """Return the states that this rank keeps, by parameter index."""
     return {optimizer._param_to_index[parameter]: state for parameter, state in optimizer.optim.state.items()}
 
 
 class SharedOptimizer(ZeroRedundancyOptimizer):
-    """torch's, which broadcasts parameters one by one, with a broadcast for each 25 MiB of them instead.
+    """ZeroRedundancyOptimizer with one broadcast per 25 MiB of parameters, instead of one per parameter.
 
-    Its own `parameters_as_bucket_view` would make them views of one tensor, contiguous and saved whole with each.
+    torch's option `parameters_as_bucket_view` would make them views of one tensor, which is saved with each of them.
     """
 
     def _verify_same_dense_param_type(self) -> None:
-        """Accept parameters of several dtypes: they are broadcast by dtype."""
+        """Accept parameters of several dtypes, because they are broadcast by dtype."""
 
     @torch.no_grad()
     def _sync_params(self) -> None:
@@ -129,7 +131,7 @@ class SharedOptimizer(ZeroRedundancyOptimizer):
 def share_out(configured: Optimizer) -> ZeroRedundancyOptimizer:
     """Return a ZeroRedundancyOptimizer whose local optimizer is the configured one, with this rank's parameters.
 
-    Its class has the configured one's name, which messages and progress bars of others say.
+    Its class has the configured optimizer's name, for messages and progress bars.
     """
     groups = [dict(group) for group in configured.param_groups]
 
@@ -146,7 +148,7 @@ def share_out(configured: Optimizer) -> ZeroRedundancyOptimizer:
 
 
 def _count_steps_for_schedule(optimizer: Any) -> None:
-    """Mark the optimizer as a learning rate schedule does, which was made for the configured one."""
+    """Count the optimizer's steps for a learning rate schedule that was made for the configured optimizer."""
     step = type(optimizer).step
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,10 @@
-"""ZeRO stages 2 and 3: weights, gradients and optimizer states cut by rows over the ranks."""
+"""ZeRO23Strategy: weights, gradients and optimizer states sharded by rows over the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,23 +27,22 @@ from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
-from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
 from lightning_aigc.sharding.original_class import original_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
-from lightning_aigc.strategies.finite_step import skip_unless_finite
+from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite
 from lightning_aigc.strategies.late_parameters import named
 from lightning_aigc.strategies.refused import refuse_callbacks, refuse_optimizers
 from lightning_aigc.strategies.zero.local_shard_optimizer import steps_on_local_parts
-from lightning_aigc.strategies.zero.strategy import ZeROStrategy
+from lightning_aigc.strategies.zero.settings import ZeROSettings
 
 CALLED = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 COMPUTE_DTYPES = {"bf16-mixed": torch.bfloat16}
 CHECKSUM_EVERY_N_STEPS = 100
 
 
-class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy that shards the module itself, after `configure_model`."""
+class ZeRO23Strategy(DeviceProcessGroup, ModelParallelStrategy):
+    """ModelParallelStrategy that shards the module itself, after `configure_model`."""
 
     _groups: ProcessGroups | None = None
     _node_mesh: DeviceMesh | None = None
@@ -53,27 +53,39 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         """The gradient sync between nodes, with the last step's `sent_bytes`; None where all ranks shard together."""
         return self._sync
 
-    def _take_lightnings_arguments(self, **arguments: Any) -> None:
-        timeout, backend = arguments.pop("timeout"), arguments.pop("process_group_backend")
-        ModelParallelStrategy.__init__(
-            self, save_distributed_checkpoint=False, timeout=timeout, process_group_backend=backend
+    def __init__(
+        self,
+        settings: ZeROSettings,
+        *,
+        timeout: timedelta | None,
+        process_group_backend: str | None,
+        **lightning_attributes: Any,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=False, timeout=timeout, process_group_backend=process_group_backend
         )
-        plugin, io = arguments.pop("precision_plugin"), arguments.pop("checkpoint_io")
-        self.accelerator, self.parallel_devices = arguments["accelerator"], arguments["parallel_devices"]
-        self.cluster_environment = arguments["cluster_environment"]
-        if plugin is not None:
-            self.precision_plugin = plugin
-        if io is not None:
-            self.checkpoint_io = io
+        for name, value in lightning_attributes.items():  # ModelParallelStrategy has no arguments for them
+            if value is not None:
+                setattr(self, name, value)
+        self.settings, self.stage = settings, settings.stage
+        self.offload_optimizer, self.between_nodes = settings.offload_optimizer, settings.between_nodes
+
+    @property
+    def label(self) -> str:
+        return self.settings.label
+
+    def setup_environment(self) -> None:
+        self.settings.apply_to_strategy(self)
+        super().setup_environment()
 
     # Setup
 
     def _setup_distributed(self) -> None:
-        """Make the process group as npu_sparse does, in place of Lightning's way."""
+        """Make the process group like npu_sparse, instead of like Lightning."""
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
-        self._refuse_one_rank()
+        self.settings.refuse_one_rank(self.world_size)
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
 
         if self.between_nodes is not None:
@@ -81,7 +93,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The ranks over which weights are cut: all, or a node's."""
+        """Mesh over which weights are sharded: all ranks, or a node's."""
         if self._groups is None or self._groups.inside is None:
             return self.device_mesh["data_parallel"]
         if self._node_mesh is None:
@@ -93,7 +105,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         self.accelerator.setup(trainer)
         self._refuse_loss_scale()
         refuse_callbacks(self.label, trainer)
-        self._take_imported(trainer)
+        self.settings.apply_to_trainer(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if not is_sharded(self.model):  # a second fit of the same module
@@ -126,13 +138,13 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         rank_zero_info(
             f"{self.label}: {cut / 1e6:.1f} M trained values of {original_class(module).__name__} in "
             f"{len(groups)} groups over {self.shard_mesh.size()} ranks; {frozen / 1e6:.1f} M "
-            "frozen values stay whole on each"
+            "frozen values stay unsharded on each"
         )
 
     def _sync_between_nodes(self) -> None:
-        """Reduce each group's gradient between nodes, once it is reduced inside."""
+        """Reduce each group's gradient between nodes, after its reduction inside them."""
         assert self._groups is not None and self.lightning_module is not None
-        protect = self.protect or []
+        protect = self.settings.protect or []
         options = SyncOptions(mode=self.between_nodes, protect=protect, hierarchical=False)  # type: ignore[arg-type]
         parts = sharded_parts(self.lightning_module)
         if isinstance(self.lightning_module, ProtectsGradients):
@@ -150,7 +162,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keep the gradients of the block's backward pass in the node: it is not the last of its window."""
+        """Keep the gradients of the block's backward pass in the node, because it is not the last of its window."""
         if self._sync is None:
             yield
             return
@@ -188,15 +200,13 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Take the step on all ranks, or on none where a gradient is not finite on any."""
+        """Take the step on all ranks, or on none if a gradient is not finite on one of them."""
 
         def is_step_finite() -> bool:
             self._refuse_late()
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if not self._unused_were_refused and len(self.optimizers) == 1:
                 self._refuse_unused()
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            finite = not gradients or is_finite(gradient_norm(gradients))
+            finite = are_gradients_finite(optimizer)
             if self._sync is not None:
                 self._sync.end_step(finite=finite)
             return finite
@@ -261,7 +271,7 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
     def from_shards(self, tree: Any) -> Any:
         return from_shards(tree, self.shard_mesh, torch.device("cpu") if self.offload_optimizer else self.root_device)
 
-    # Weights and states: whole in files, cut by rows in memory
+    # Weights and states: full in files, sharded by rows in memory
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -283,9 +293,9 @@ class ShardedZeROStrategy(ZeROStrategy, DeviceProcessGroup, ModelParallelStrateg
         return getattr(optimizer, "_optimizer", optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        whole = gathered(checkpoint, keep=self.is_global_zero)
+        full = gathered(checkpoint, keep=self.is_global_zero)
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(whole, filepath, storage_options=storage_options)
+            self.checkpoint_io.save_checkpoint(full, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
