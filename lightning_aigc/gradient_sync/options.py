@@ -149,8 +149,8 @@ def shows_options(cls: type[C]) -> type[C]:
     init.__signature__ = own.replace(parameters=[itself, mode, *fields, *others])
     init.__annotations__ |= types
     if cls.__doc__ and SyncOptions.__doc__:  # python -OO has none
-        _, _, help_of_fields = SyncOptions.__doc__.partition("    Args:\n")
-        cls.__doc__ = cls.__doc__.replace("    Args:\n", "    Args:\n" + help_of_fields.partition("\n\n")[0] + "\n")
+        fields_help = inspect.cleandoc(SyncOptions.__doc__).partition("Args:\n")[2].partition("\n\n")[0]
+        cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("Args:\n", f"Args:\n{fields_help}\n", 1)
     return cls
 
 

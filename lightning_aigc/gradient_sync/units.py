@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from lightning_aigc.gradient_sync.modes.quantization import BLOCK
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc_kernels.quantize_blocks import BLOCK
 
 ALIGNMENT = 256
 """Block size of the modes; the length of every compressed shard is a multiple of it."""

@@ -113,7 +113,7 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
             return op(*args, **(kwargs or {}))
 
     class Triton:
-        """In the kernels' place: their launches, and numbers of the right shapes."""
+        """Stand-in for the kernels: counts launches, and returns numbers of the right shapes."""
 
         launches = 0
 
@@ -148,7 +148,7 @@ def test_modes_are_those_that_can_be_chosen() -> None:
 
 
 def test_quantized_values_pack_to_the_modelled_bytes() -> None:
-    from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
+    from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer
 
     for mode in QUANTIZED_MODES:
         bits = MODES[mode].value_bits

@@ -16,7 +16,7 @@ from fakes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
 from fakes.ranks import run_ranks
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.workload import Job, Shape
-from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
+from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.gradient_sync.units import FlatUnit, make_units

@@ -94,7 +94,7 @@ def closed(mode: str) -> Any:
 
 
 def drift(rank: int) -> dict[str, str]:
-    """What is said when one rank's parameter changes in one bit, and what when none does."""
+    """Messages when one rank's parameter changes in one bit, and when none does."""
     said = {}
     for bit in (0, 22, 23, 30, 31):
         module = Given()

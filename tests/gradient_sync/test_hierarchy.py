@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Ranks:
-    """What four ranks found in a mode, which runs with the modes beside it when it is first asked for."""
+    """Results of four ranks in a mode, which runs with the modes beside it when it is first asked for."""
 
     @functools.cache
     def run(modes: tuple[str, ...]) -> list[Any]:
@@ -137,7 +137,7 @@ def ranks(folder: Path) -> Ranks:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path, ranks: Ranks) -> Resumed:
-    """What the ranks found that took up the states of a mode."""
+    """Results of the ranks that loaded the states of a mode."""
 
     @functools.cache
     def run(modes: tuple[str, ...]) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ ENDS = ("int3", "dense", "sparse", "local", "inline")
 
 
 def left_alone(rank: int, how: str) -> Any:
-    """What rank 0 meets in the step that rank 1 never takes, and after how many seconds."""
+    """The error of rank 0 in the step that rank 1 never takes, and after how many seconds."""
     options: dict[str, Any] = {"mode": "int3", "overlap": False} if how == "inline" else {"mode": how}
     run = Training({"bucket_cap_mb": 0.001}, **options, bucket_mb=0.002, timeout=SHORT)
     run.steps(rank, [0, 1])

@@ -15,7 +15,7 @@ from fakes.ranks import run_ranks
 
 STEPS = 5
 ORDER = ("third", "second", "first")
-"""Those that are compressed, in the order they travel in."""
+"""Compressed parameters, in the order in which they travel."""
 RANKS = (2, 4)
 MODES = ("int8", "int4", "int3", "sparse", "sparse_int8", "two_four")
 Ranks = list[Tensor]
@@ -41,7 +41,7 @@ def split(vector: Tensor) -> dict[str, Tensor]:
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
-    """What is read back of x: blocks of 32 on a grid whose lowest level is the entry of largest magnitude."""
+    """Decoded values of x: blocks of 32 on a grid whose lowest level is the entry of largest magnitude."""
     half = 2 ** (bits - 1)
     out = torch.zeros_like(x)
     for start in range(0, len(x), 32):
@@ -123,7 +123,7 @@ class Sparse:
 
 
 class TwoOfFour:
-    """Of four neighbours the one of largest expected size, and the one that waited longest."""
+    """Two of four neighbours: the one of largest expected size, and the one that waited longest."""
 
     def observe(self, total: Tensor) -> None:
         self.seen, self.age = total.abs().bfloat16().float(), torch.zeros_like(total)

@@ -1,4 +1,4 @@
-"""What runs beside what: the order between streams, tensors that outlive it, and the times that are reported."""
+"""Concurrency: the order between streams, tensors that outlive it, and the times that are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When no step finishes, each rank writes where it waits, one line names who does not answer, and the run goes on."""
+"""A stall: each rank writes where it waits, one line names who does not answer, and the run goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def oversleep(seconds: float) -> None:
 
 
 def stalled(rank: int, how: str, mode: str, folder: str) -> str:
-    """What this rank says of a run in which rank 1 comes late to the third step."""
+    """Output of this rank in a run in which rank 1 comes late to the third step."""
     part_kernel(torch.device("cpu"))  # loading Numba takes about as long as a stall here
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

@@ -12,7 +12,7 @@ from lightning_aigc.gradient_sync.modes.ternary import BLOCK, LEVEL, THRESHOLD, 
 
 
 def packed(values_RN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What arrives, what was rounded off, and the check."""
+    """Decoded values, the rounding error, and the check."""
     quantizer, rounded_off = TernaryQuantizer(), values_RN.clone()
     wire = torch.empty(len(values_RN), quantizer.wire_bytes(values_RN.shape[1]), dtype=torch.uint8)
     quantizer.encode_(rounded_off, wire)

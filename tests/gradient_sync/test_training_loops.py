@@ -49,7 +49,7 @@ def scaled_loop(rank: int) -> dict[str, Any]:
 
 
 def after_a_bad_window(rank: int) -> list[Any]:
-    """What `finish_step` says of a window with NaN on rank 1 and of the next, with nobody setting gradients to zero."""
+    """Results of `finish_step` for a window with NaN on rank 1 and for the next, without setting gradients to zero."""
     run = Training(accumulate=2)
     told = []
     for step in range(4):

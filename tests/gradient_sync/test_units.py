@@ -1,4 +1,4 @@
-"""Which gradients travel together, and which blocks of them first."""
+"""Units of gradients that travel together, and the blocks that are selected first."""
 
 from __future__ import annotations
 

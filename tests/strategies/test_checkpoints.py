@@ -44,7 +44,7 @@ class Residuals(Callback):
 
 
 class Heard(logging.Handler):
-    """What Lightning said at level info."""
+    """Lightning's messages at level info."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -120,7 +120,7 @@ def later(path: Path) -> Path:
 
 
 def slow_sidecars(rank: int, folder: str) -> list[list[bool]]:
-    """For each removal of an old checkpoint on rank 0: whether rank 1's file of the newer one was there."""
+    """Flags for each removal of an old checkpoint on rank 0: whether rank 1's file of the newer one was there."""
     found: list[bool] = []
     if rank == 0:
         stock = shutil.rmtree

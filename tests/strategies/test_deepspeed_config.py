@@ -15,7 +15,7 @@ from lightning_aigc.strategies import ZeROStrategy
 from lightning_aigc.strategies.deepspeed.config import import_file
 
 ARTICLE: dict[str, Any] = json.loads(Path(__file__).with_name("ds_config.json").read_text(encoding="utf-8"))
-"""As the second article has it."""
+"""The second article's config."""
 
 
 def written(folder: Path, config: Any, name: str = "ds_config.json") -> Path:

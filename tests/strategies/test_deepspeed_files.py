@@ -253,7 +253,7 @@ def adam(lr: float = 2e-3) -> torch.optim.Optimizer:
 
 
 def test_rates_are_those_of_deepspeeds_schedules() -> None:
-    """By deepspeed/runtime/lr_schedules.py: the first two steps have the lowest rate, its iterations -1 and 0."""
+    """Schedules of DeepSpeed's lr_schedules.py: the first two steps have the lowest rate, its iterations -1 and 0."""
     log = rates(WarmupLR(adam(), warmup_max_lr=1e-3, warmup_num_steps=10), 13)
     wanted = [
         0,

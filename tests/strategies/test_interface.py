@@ -1,6 +1,8 @@
-"""What the strategy and the syncs promise to those who use them without knowing the mode."""
+"""Interface of the strategy and the syncs, which does not depend on the mode."""
 
 from __future__ import annotations
+
+import inspect
 
 import torch
 from torch import nn
@@ -60,3 +62,11 @@ def test_local_sgd_averages_every_so_many_steps() -> None:
 def test_a_hierarchical_state_is_read_from_all_ranks_by_the_modes_that_have_residuals() -> None:
     needed = {mode: sync.needs_all_states({"ranks_inside": 2}) for mode, sync in make_syncs().items()}
     assert needed == {"int3": True, "dense": False, "local": False}
+
+
+def test_every_option_is_an_argument_of_the_strategy_with_its_default_and_help() -> None:
+    shown = inspect.signature(NPUSparseStrategy).parameters
+    helped = [line.split(":")[0].strip() for line in (NPUSparseStrategy.__doc__ or "").splitlines()]
+    for name, option in inspect.signature(SyncOptions).parameters.items():
+        assert shown[name].default == option.default
+        assert helped.count(name) == 1

@@ -56,7 +56,7 @@ NPU3   SYS   HCCS  SYS   X     4-7
 
 
 def trained(folder: Path, *names: str, launcher: tuple[str, ...] = ()) -> dict[str, list[Any]]:
-    """What both ranks reported of a run under each of these names."""
+    """Reports of both ranks for a run under each of these names."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
@@ -99,7 +99,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
 
 
 def under_slurm(rank: int) -> Any:
-    """What srun sets, in place of the variables that Lightning's own launcher sets."""
+    """Variables that srun sets, instead of the variables that Lightning's own launcher sets."""
     warnings.simplefilter("ignore")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
         del os.environ[name]

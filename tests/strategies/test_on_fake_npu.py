@@ -45,7 +45,7 @@ def run(rank: int, ranks: int, mode: str, precision: str = "32-true", **argument
 
 
 def in_modes(rank: int, ranks: int, pairs: Sequence[tuple[str, str]]) -> dict[Any, Any]:
-    """What a training left in each mode and precision."""
+    """Results of a training in each mode and precision."""
     warnings.simplefilter("ignore")
     fake_npu.install()
     fake_npu.pin_everything()

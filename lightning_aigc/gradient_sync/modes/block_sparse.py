@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
-from lightning_aigc.gradient_sync.modes.reductions import Reducing, in_bfloat16, in_two_hops
+from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer, Reducing, Reduction, in_bfloat16, in_two_hops
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
 from lightning_aigc.gradient_sync.units import ALIGNMENT, FlatUnit, entry_of_each_block
 from lightning_aigc.host_state import to_cpu
@@ -28,7 +27,7 @@ LEAST_SHARE = 0.25
 """A layer sends at least this times its even share, however small its gradients are."""
 
 
-class BlockSparse:
+class BlockSparse(Reduction):
     """Sends blocks of 256 values, selected by energy and age; the total is divided among layers by gradient size.
 
     The energies are those of the last step's sum of gradients and residuals: one step old, and free.

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
+from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
 from lightning_aigc.gradient_sync.units import ALIGNMENT, Entry, FlatUnit
 from lightning_aigc_kernels.quantize_blocks import BLOCK, GROUP, part_kernel, scale_magnitude

@@ -8,8 +8,7 @@ import torch
 
 from lightning_aigc.cluster.modes import MODES
 from lightning_aigc.gradient_sync.modes.block_sparse import BlockSparse, layer_of_each_block
-from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
-from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction, Uncompressed
+from lightning_aigc.gradient_sync.modes.reductions import BFloat16, BlockQuantizer, Quantized, Reduction, Uncompressed
 from lightning_aigc.gradient_sync.modes.ternary import Ternary
 from lightning_aigc.gradient_sync.modes.two_four import TwoOfFour
 from lightning_aigc.gradient_sync.options import SyncOptions

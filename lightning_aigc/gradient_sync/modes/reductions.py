@@ -14,17 +14,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
 from lightning_aigc.gradient_sync.units import FlatUnit
+from lightning_aigc_kernels.quantize_blocks import (
+    GROUP,
+    add_quantized_rows,
+    dequantize_blocks,
+    packed_bytes,
+    quantize_blocks,
+)
 
 Reducing = Generator[Any, None, tuple[Tensor, Tensor]]
 
 
-class Reduction(Protocol):
+class Reduction:
     """Reduction of a unit in one mode. Its state, if it has any, changes only in `commit`, after a finite step."""
 
-    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing: ...
+    def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
+        raise NotImplementedError
 
     def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
         """Learn from a sum that was sent uncompressed, in a warm-up step."""
@@ -35,13 +42,18 @@ class Reduction(Protocol):
     def rollback(self) -> None:
         """Drop the step's changes, because it was not finite."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what a run in the same mode saved."""
 
 
 class Quantizer(Protocol):
-    """Packs float32 rows, whose length is a multiple of `multiple`, into uint8 rows of `wire_bytes`."""
+    """Packs float32 rows, whose length is a multiple of `multiple`, into uint8 rows of `wire_bytes`.
+
+    Dimensions: R rows of N values, each packed into B bytes; one row is sent to one rank.
+    """
 
     multiple: int
 
@@ -58,26 +70,31 @@ class Quantizer(Protocol):
         """Add the values of all rows of wire_RB to out_N."""
 
 
-class Stateless:
-    """A reduction without state."""
+class BlockQuantizer:
+    """Quantizer to blocks of integers of 3, 4 or 8 bits that share a scale, by the op `quantize_blocks`.
 
-    def observe(self, unit: FlatUnit, total_N: Tensor) -> None:
-        pass
+    A value that is not finite makes its block's scale infinite, and so every decoded value of the block.
+    """
 
-    def commit(self) -> None:
-        pass
+    multiple = GROUP
 
-    def rollback(self) -> None:
-        pass
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def wire_bytes(self, length: int) -> int:
+        return packed_bytes(length, self.bits)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+    def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
+        quantize_blocks(values_RN, wire_RB, self.bits)
+
+    def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
+        return dequantize_blocks(wire_RB, out_RN, self.bits)
+
+    def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
+        add_quantized_rows(wire_RB, out_N, self.bits)
 
 
-class Uncompressed(Stateless):
+class Uncompressed(Reduction):
     """Sends everything in float32."""
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
@@ -87,7 +104,7 @@ class Uncompressed(Stateless):
         return total, total.sum()
 
 
-class BFloat16(Stateless):
+class BFloat16(Reduction):
     """Sends everything in bfloat16; partial sums round to it as well, and that rounding is lost."""
 
     def reduce(self, unit: FlatUnit, e_N: Tensor, group: CountedGroup) -> Reducing:
@@ -95,7 +112,7 @@ class BFloat16(Stateless):
         return total.float(), total.sum(dtype=torch.float32)
 
 
-class Quantized(Stateless):
+class Quantized(Reduction):
     """Sends blocks of few-bit integers in two hops, both with error feedback."""
 
     def __init__(self, bits: int) -> None:

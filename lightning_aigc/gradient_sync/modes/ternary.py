@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.modes.reductions import Reducing, Stateless, in_two_hops
+from lightning_aigc.gradient_sync.modes.reductions import Reducing, Reduction, in_two_hops
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
 from lightning_aigc.gradient_sync.units import FlatUnit
 
@@ -33,7 +33,7 @@ CPU_CHUNK = 1_048_576
 
 
 class TernaryQuantizer:
-    """Packs float32 rows, whose length divides by `multiple`, into uint8 rows of `wire_bytes`, five values a byte."""
+    """Quantizer to three levels, five values a byte."""
 
     multiple = BLOCK
 
@@ -41,7 +41,6 @@ class TernaryQuantizer:
         return length // BLOCK * (SCALE_BYTES + CODE_BYTES)
 
     def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
-        """Write values_RN into wire_RB, and leave the rounding error in values_RN."""
         for values, scales, codes in self._chunks(values_RN, wire_RB):
             size = values.square().mean(-1).sqrt_().bfloat16()
             scales.copy_(size)
@@ -57,10 +56,6 @@ class TernaryQuantizer:
             codes.copy_(packed)
 
     def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
-        """Write the values of wire_RB to out_RN.
-
-        Returns: a number that is finite when every value is.
-        """
         check = out_RN.new_zeros(())
         for values, scales, codes in self._chunks(out_RN, wire_RB):
             torch.mul(self._signs(codes), LEVEL * scales.float()[..., None], out=values)
@@ -68,7 +63,6 @@ class TernaryQuantizer:
         return check
 
     def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
-        """Add the values of all rows of wire_RB to out_N."""
         if len(wire_RB) == 0:
             return
         every_row = out_N.expand(len(wire_RB), -1)
@@ -94,7 +88,7 @@ class TernaryQuantizer:
         return digits.flatten(2)[..., :BLOCK].float() - 1
 
 
-class Ternary(Stateless):
+class Ternary(Reduction):
     """Sends a rotated gradient in three levels, in two hops, and drops their rounding error."""
 
     def __init__(self, device: torch.device) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.modes.quantization import BlockQuantizer
-from lightning_aigc.gradient_sync.modes.reductions import Reducing, in_two_hops
+from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer, Reducing, Reduction, in_two_hops
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
 from lightning_aigc.gradient_sync.units import FlatUnit
 from lightning_aigc.host_state import to_cpu
 
 
-class TwoOfFour:
+class TwoOfFour(Reduction):
     """Sends two of every four neighbours in eight bits: the largest, and of the others the one that waited longest.
 
     A value's expected size is its size when it was last sent, times the steps since. Eight bits are half the bytes of

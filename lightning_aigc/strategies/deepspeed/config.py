@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.strategies.deepspeed.imported import Imported
 from lightning_aigc.strategies.deepspeed.keys import (
     ACCELERATE_NO_EFFECT,
     AUTO,
@@ -25,6 +25,38 @@ from lightning_aigc.strategies.deepspeed.training import take_optimizer, take_sc
 
 CLIPPING = 1.0
 """DeepSpeed 0.19's default of gradient_clipping; older versions do not clip by default."""
+
+
+@dataclass
+class Imported:
+    """Config blocks of a file, and a line for each of its keys."""
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ZeROStrategy."""
+    precision: dict[str, Any] = field(default_factory=dict)
+    """Arguments of FusedBackwardPrecision."""
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    """One line for each key."""
+    notes: list[str] = field(default_factory=list)
+    """One note for each DeepSpeed default that applies because a key is missing."""
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the nested mapping of the YAML."""
+        trainer = dict(self.trainer)
+        stage = self.strategy.get("stage", 2)
+        zero = {"class_path": "ZeROStrategy", "init_args": {"stage": stage, **self.strategy}}
+        trainer["strategy"] = zero if stage else "ddp"
+        if self.precision:
+            trainer["plugins"] = {"class_path": "FusedBackwardPrecision", "init_args": dict(self.precision)}
+        config: dict[str, Any] = {"trainer": trainer}
+        if self.model:
+            config["model"] = {"init_args": dict(self.model)}
+        if self.data:
+            config["data"] = {"init_args": dict(self.data)}
+        return config
 
 
 def import_file(path: str | Path, *, of_accelerate: bool = False) -> Imported:

@@ -11,8 +11,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.strategies.deepspeed.config import import_file
-from lightning_aigc.strategies.deepspeed.imported import Imported
+from lightning_aigc.strategies.deepspeed.config import Imported, import_file
 
 Stage = Literal[1, 2, 3]
 BetweenNodes = Literal["int8", "int4", "int3"]
