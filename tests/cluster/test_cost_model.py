@@ -69,10 +69,11 @@ def test_a_single_rank_sends_nothing_and_is_linear() -> None:
 
 
 def test_constants_are_the_compressors_own() -> None:
-    from lightning_aigc.gradient_sync.modes import block_sparse, quantization
+    from lightning_aigc.gradient_sync.modes import block_sparse
+    from lightning_aigc_kernels.quantize_blocks import BLOCK, SCALE_BYTES
 
-    assert quantization.BLOCK == cost_model.QUANTIZATION_BLOCK
-    assert 8 * quantization.SCALE_BYTES == cost_model.SCALE_BITS
+    assert BLOCK == cost_model.QUANTIZATION_BLOCK
+    assert 8 * SCALE_BYTES == cost_model.SCALE_BITS
     assert block_sparse.BLOCK == cost_model.ENERGY_BLOCK
 
 

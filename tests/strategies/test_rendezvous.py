@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import SyncError
-from lightning_aigc.strategies import rendezvous as roll_call
+from lightning_aigc.strategies import rendezvous
 from lightning_aigc.strategies.rendezvous import open_store, tell_others, wait_for_ranks
 
 SHORT = timedelta(seconds=0.5)
@@ -53,15 +53,15 @@ def test_nobody_is_told_where_no_launcher_made_ranks(monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise AssertionError("a store was opened")
 
-    monkeypatch.setattr(roll_call, "open_store", refuse)
+    monkeypatch.setattr(rendezvous, "open_store", refuse)
     tell_others("it stops")
 
 
 def test_rank_0_tells_without_torchruns_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under SLURM its own process keeps the store, for as long as the others need to read it."""
     store = HashStore()
-    monkeypatch.setattr(roll_call, "open_store", lambda *_: store)
-    monkeypatch.setattr(roll_call, "SAY_FAREWELL_S", 0.3)
+    monkeypatch.setattr(rendezvous, "open_store", lambda *_: store)
+    monkeypatch.setattr(rendezvous, "SAY_FAREWELL_S", 0.3)
     for name, value in {"RUN_ID": "1", "USE_AGENT_STORE": "False"}.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
@@ -80,7 +80,7 @@ def test_each_store_that_is_opened_has_keys_of_its_own(monkeypatch: pytest.Monke
         stores[:] = stores or [HashStore()]
         return stores[0]
 
-    monkeypatch.setattr(roll_call, "TCPStore", make)
+    monkeypatch.setattr(rendezvous, "TCPStore", make)
     first, second = (open_store(0, 2, SHORT) for _ in range(2))
     first.set("key", "old")
     assert not second.check(["key"])
