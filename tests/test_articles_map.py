@@ -19,11 +19,11 @@ from lightning_aigc.callbacks.health import Alert
 from lightning_aigc.cli import OWN_VERBS, TRAINER_VERBS
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import ControlNetTraining, StableDiffusionLoRA
-from lightning_aigc.gradient_sync.step_report import StepReport
+from lightning_aigc.gradient_sync.watch.step_report import StepReport
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.strategies import NPUSparseStrategy, ZeROStrategy
 from lightning_aigc.strategies.npu_sparse import NAMES as SYNCS
-from lightning_aigc.strategies.zero import NAMES as STAGES
+from lightning_aigc.strategies.zero.strategy import NAMES as STAGES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "articles.md"

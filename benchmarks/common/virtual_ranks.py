@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_aigc.gradient_sync.collectives import Traffic, dense_ring_bytes
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
-from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.transport.collectives import Traffic, dense_ring_bytes
+from lightning_aigc.gradient_sync.units import FlatUnit, make_units
 
 RANKS = 4
 
@@ -81,7 +81,6 @@ class VirtualSync:
 
     def __init__(self, model: nn.Module, options: SyncOptions) -> None:
         self.options, self.step = options, 0
-        self.delayed: dict[str, Any] | None = None
         named = list(model.named_parameters())
         self.units: list[FlatUnit] = make_units(named, options, RANKS)
         groups = [VirtualGroups(rank) for rank in range(RANKS)]
@@ -120,10 +119,7 @@ class VirtualSync:
         for of_rank in self.reductions:
             of_rank["values"].commit()
         self.step += 1
-        if not self.options.delay_one_step:
-            return means
-        delayed, self.delayed = self.delayed, means
-        return delayed if delayed is not None else {name: torch.zeros_like(value) for name, value in means.items()}
+        return means
 
     def ratio(self) -> float:
         """Return the bytes sent over those of a dense float32 ring."""

@@ -26,9 +26,9 @@ from torch.func import grad, vmap
 from benchmarks.common.rows import keep_row
 from benchmarks.common.toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 from benchmarks.common.virtual_ranks import RANKS, VirtualGroups, VirtualSync, run_together
-from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
+from lightning_aigc.gradient_sync.transport.collectives import dense_ring_bytes
 
 BATCH, STEPS = 16, 400
 RATES = (5e-4, 1e-3, 2e-3)
@@ -48,8 +48,6 @@ MODES: dict[str, dict[str, Any]] = {
     "sparse_int8 0.75": {"mode": "sparse_int8"},
     "sparse_int8 0.95": {"mode": "sparse_int8", "sparsity": 0.95},
     "sparse_int4 0.75": {"mode": "sparse_int4"},
-    "low_rank 16": {"mode": "low_rank", "rank": 16},
-    "int4, one step late": {"mode": "int4", "delay_one_step": True},
     "local 4": {"mode": "local", "local_steps": 4},
     "local 8": {"mode": "local"},
     "local 16": {"mode": "local", "local_steps": 16},

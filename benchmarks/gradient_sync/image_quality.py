@@ -47,7 +47,6 @@ MODES: dict[str, dict[str, Any]] = {
     "int3": {"mode": "int3"},
     "ternary": {"mode": "ternary"},
     "two_four": {"mode": "two_four"},
-    "low_rank 16": {"mode": "low_rank"},
     "sparse 0.75": {"mode": "sparse"},
     "sparse_int8 0.95": {"mode": "sparse_int8", "sparsity": 0.95},
     "local 4 int3": {"mode": "local", "local_steps": 4, "average": "int3"},

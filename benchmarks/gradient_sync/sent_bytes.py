@@ -23,11 +23,11 @@ from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 
 from benchmarks.common.rows import keep_row
-from lightning_aigc.gradient_sync.collectives import dense_ring_bytes
-from lightning_aigc.gradient_sync.flat_units import make_units
-from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.transport.collectives import dense_ring_bytes
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import make_units
 
 SDXL = {
     "sample_size": 128, "cross_attention_dim": 2048, "block_out_channels": (320, 640, 1280),

@@ -48,7 +48,6 @@ VARIANTS = (
     "int4",
     "sparse",
     "sparse_int8",
-    "low_rank",
     "auto",
 )
 

@@ -28,7 +28,7 @@ from benchmarks import RESULTS
 from benchmarks.common.rows import keep_row
 from benchmarks.common.toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 from benchmarks.gradient_sync.gradient_quality import batches_of_ranks
-from lightning_aigc.gradient_sync.ternary import hadamard
+from lightning_aigc.gradient_sync.modes.ternary import hadamard
 
 RANKS, RATE, ROTATED = 4, 1e-3, 256
 BETA = 0.9

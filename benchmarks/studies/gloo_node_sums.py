@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.common.rows import keep_row
 from benchmarks.gradient_sync.scaling_model import timed_in_turns
-from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, reduce_scatter
+from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, reduce_scatter
 
 UNITS_MB = (1, 26)
 """Sizes of a unit's float32 gradients: DDP's first bucket, and the other buckets."""

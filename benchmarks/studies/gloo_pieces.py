@@ -26,8 +26,13 @@ from torch import Tensor
 
 from benchmarks.common.rows import keep_row
 from benchmarks.gradient_sync.two_hosts import DEVICE, HOSTS, enter, two_hosts
-from lightning_aigc.gradient_sync.collectives import all_gather
-from lightning_aigc.gradient_sync.paced_exchange import IN_FLIGHT, PIECE_BYTES, PacedExchanges, paced_where_slow
+from lightning_aigc.gradient_sync.transport.chunked_exchange import (
+    CHUNK_BYTES,
+    IN_FLIGHT,
+    ChunkedExchanges,
+    chunked_where_slow,
+)
+from lightning_aigc.gradient_sync.transport.collectives import all_gather
 
 ROW_MB = (1, 3, 6)
 """MB that each rank sends to the other: a unit of 25 MB of gradients is 1.4 in three bits, 3.1 in eight."""
@@ -43,17 +48,17 @@ def measure(rank: int, rounds: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    chosen = paced_where_slow(dist.group.WORLD) is not None
-    paced = PacedExchanges(dist.group.WORLD)
+    chosen = chunked_where_slow(dist.group.WORLD) is not None
+    chunked = ChunkedExchanges(dist.group.WORLD)
     rows = []
     for megabytes in ROW_MB:
         size = megabytes * 1_000_000
         both, out, own = (torch.zeros(n, dtype=torch.uint8) for n in (2 * size, 2 * size, size))
         calls: dict[tuple[str, str], Callable[[], Any]] = {
             ("all_to_all", "whole"): partial(dist.all_to_all_single, out, both),
-            ("all_to_all", "pieces"): partial(wait, paced.all_to_all, out, both),
+            ("all_to_all", "pieces"): partial(wait, chunked.all_to_all, out, both),
             ("all_gather", "whole"): partial(all_gather, out, own),
-            ("all_gather", "pieces"): partial(wait, paced.all_gather, out, own),
+            ("all_gather", "pieces"): partial(wait, chunked.all_gather, out, own),
         }
         times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
         for _ in range(rounds + 1):
@@ -84,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     about = {
         "benchmark": "gloo_pieces", "torch": torch.__version__, "device": "cpu",
-        "rounds": options.rounds, "piece_bytes": PIECE_BYTES, "in_flight": IN_FLIGHT,
+        "rounds": options.rounds, "piece_bytes": CHUNK_BYTES, "in_flight": IN_FLIGHT,
     }  # fmt: skip
     for rate in options.rates:
         with two_hosts(rate), tempfile.TemporaryDirectory() as folder:

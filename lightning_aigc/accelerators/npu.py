@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_aigc.accelerators.checkpoint_on_cpu import CheckpointOnCPU
 from lightning_aigc.accelerators.lightning_patches import warn_if_unpatched
 from lightning_aigc.accelerators.torch_npu_import import explain_absence, npu_count, warn_of_transfer_to_npu
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.host_state import to_cpu
 
 BYTES_OF = {
     "allocated_mib": "allocated_bytes.all.current",
@@ -131,6 +132,25 @@ class NPUAccelerator(Accelerator):
     @staticmethod
     def name() -> str:
         return "npu"
+
+
+class CheckpointOnCPU(CheckpointIO):
+    """Wrapper of a CheckpointIO that passes it CPU tensors only, so that files load on machines without an NPU."""
+
+    def __init__(self, wrapped: CheckpointIO) -> None:
+        self.wrapped = wrapped
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        self.wrapped.save_checkpoint(to_cpu(checkpoint), path, storage_options=storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.wrapped.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.wrapped.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.wrapped.teardown()
 
 
 def _opens_cuda_stream(strategy: Strategy) -> bool:

@@ -18,7 +18,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 ADAPTER_EVERY = 25
 """Optimizer steps between two looks at a LoRA's size."""
@@ -86,8 +86,8 @@ class AdaptiveLR(Callback):
         optimizers = [optimizer for optimizer in trainer.optimizers if not isinstance(optimizer, _MockOptimizer)]
         if not optimizers:
             raise ConfigError(
-                f"AdaptiveLR found no optimizer: {own_class(pl_module).__name__}.configure_optimizers returned none; "
-                "return one, or leave AdaptiveLR out"
+                f"AdaptiveLR found no optimizer: {original_class(pl_module).__name__}.configure_optimizers returned "
+                "none; return one, or leave AdaptiveLR out"
             )
         self._rates = [AdaptiveRate(optimizer, self._settings_for(optimizer)) for optimizer in optimizers]
         if not self._is_resumed:

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, report_folder
+from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, report_folder
 
 
 class StallWatch(Callback):

@@ -17,7 +17,7 @@ from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.secrets import redact
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 TRAINER_KEYS = (
     "accumulate_grad_batches",
@@ -64,7 +64,7 @@ def training_config(trainer: Trainer, module: LightningModule, data: Any = None)
         return relevant(redact(config), ignored)
     found: dict[str, Any] = {
         "trainer": {name: getattr(trainer, name) for name in TRAINER_KEYS if hasattr(trainer, name)},
-        "model": {"class_path": own_class(module).__qualname__, "init_args": dict(module.hparams)},
+        "model": {"class_path": original_class(module).__qualname__, "init_args": dict(module.hparams)},
         "data": {"class_path": type(data).__qualname__, "init_args": dict(data.hparams)} if data is not None else {},
         "optimizer": [_settings(optimizer) for optimizer in trainer.optimizers],
     }

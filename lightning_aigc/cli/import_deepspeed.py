@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import yaml
 
-    from lightning_aigc.strategies.deepspeed_config import import_file
+    from lightning_aigc.strategies.deepspeed.config import import_file
 
     imported = import_file(args.file)
     for line in (*imported.lines, *imported.notes):

@@ -1,4 +1,4 @@
-"""What gradient sync costs, modelled: bytes, seconds and memory of each mode from the link's latency and bandwidth.
+"""Cost model of gradient sync: bytes, seconds and memory of each mode from the link's latency and bandwidth.
 
 Nothing here is measured: an alpha-beta model of ring collectives, one machine's share of the link between nodes, and
 buckets that travel while backward runs. Its error on one machine: `benchmarks/gradient_sync/scaling_model.py`.
@@ -29,13 +29,13 @@ from lightning_aigc.errors import ConfigError
 QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
 """Values that share a scale, and the scale's bits: a bfloat16."""
 ENERGY_BLOCK, ENERGY_BYTES = 256, 2
-"""Values that a sparse mode keeps or leaves together, and the bytes of their energy: a bfloat16."""
+"""Values of a block of a sparse mode, and the bytes of its energy: a bfloat16."""
 TWO_FOUR_DENSITY = 2 / 4
 SPARSE_PACKING = 2.1
-"""What a block-sparse mode takes of a CPU over few-bit integers: it gathers blocks and scatters them (`packing_ms` in
-plan_error.jsonl), and chooses the next."""
+"""CPU time of a block-sparse mode over that of few-bit integers: it also gathers, scatters and selects blocks
+(`packing_ms` in plan_error.jsonl)."""
 HOPS = 2
-"""Collectives of a compressed bucket between nodes: shards to their ranks, and sums back."""
+"""Collectives of a compressed bucket between nodes: shards to their ranks, and the sums back."""
 TERNARY_BYTES = (52 + 2) / 256
 """A block of 256 values of three levels, five a byte, and its scale."""
 
@@ -45,11 +45,10 @@ LAUNCH_S = {"cpu": 0.0, "cuda": 5e-6, "npu": 5e-6}
 """Seconds to launch a kernel: assumed. On a CPU it is part of the measured bytes a second."""
 LAUNCHES = {
     "bf16": 15, "int8": 22, "int4": 22, "int3": 22, "sparse": 28, "sparse_int8": 37, "sparse_int4": 37,
-    "ternary": 137, "two_four": 50, "low_rank": 50,
+    "ternary": 137, "two_four": 50,
 }  # fmt: skip
 """Kernels that a bucket takes on any number of ranks, counted as torch's operators and Triton's kernels; without Triton
-few-bit integers take about 140, and one more for each rank. low_rank's are for four matrices, and their QR is in truth
-many more."""
+few-bit integers take about 140, and one more for each rank."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,14 @@ class Cost:
 
     mode: str
     local_bytes: float
-    """Sent inside the node."""
+    """Bytes sent inside the node."""
     between_bytes: float
-    """Sent between nodes, by this rank; in the modes that know no nodes, on average."""
+    """Bytes that this rank sends between nodes; in flat modes the mean over ranks."""
     wire_s: float
     compression_s: float
-    """Packing and unpacking, the launches of their kernels included."""
+    """Seconds of packing and unpacking, with the launches of their kernels."""
     exposed_s: float
-    """What backward does not hide."""
+    """Part that backward does not hide."""
     step_s: float
     efficiency: float
     """One card's step time over this one: 1 is linear scaling."""
@@ -74,7 +73,7 @@ class Cost:
 def bytes_per_element(mode: str, job: Job) -> float:
     """Return the bytes that a compressible gradient entry is sent as, scales and indices included.
 
-    Raises: ConfigError for an unknown mode, or low_rank without `low_rank_elements`.
+    Raises: ConfigError for an unknown mode.
     """
     scale = SCALE_BITS / QUANTIZATION_BLOCK
     density, energy = 1 - job.sparsity, ENERGY_BYTES / ENERGY_BLOCK
@@ -84,10 +83,6 @@ def bytes_per_element(mode: str, job: Job) -> float:
     if traits.value_bits is not None:
         quantized = (traits.value_bits + scale) / 8
         return density * quantized + energy if traits.is_block_sparse else quantized
-    if mode == "low_rank":
-        if job.low_rank_elements is None:
-            raise ConfigError("low_rank depends on the matrices' shapes; give low_rank_elements, or a config to count")
-        return FP32_BYTES * job.low_rank_elements / max(job.compressible, 1)
     return {
         "dense": FP32_BYTES,
         "bf16": BF16_BYTES,
@@ -108,7 +103,7 @@ def payload_bytes(mode: str, job: Job) -> float:
 
 
 def ring_factor(ranks: int) -> float:
-    """Return how often a rank sends its payload in an allreduce: 2(N-1)/N."""
+    """Return the bytes that a rank sends in an allreduce, over its payload: 2(N-1)/N."""
     return 2 * (ranks - 1) / ranks
 
 
@@ -134,7 +129,7 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     local, between = sent_bytes(mode, job, shape)
     buckets = max(1, math.ceil(FP32_BYTES * job.trainable / job.bucket_bytes))
     rounds = buckets / (job.local_steps if mode == "local" else 1)
-    # Backends cut an all_reduce over all ranks into nodes themselves, so it has no more hops than one with nodes first.
+    # Backends divide an all_reduce over all ranks by nodes themselves, so it has no more hops than a hierarchical one.
     inside_steps = 2 * (shape.devices - 1) if local else 0
     between_steps = 2 * (shape.nodes - 1) if between else 0
     inside = local / links.local_Bps + rounds * inside_steps * links.latency_local_s
@@ -151,8 +146,8 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     if mode == "local":
         exposed = busy  # parameters travel between steps, when nothing runs that could hide it
     else:
-        # A CPU's cores compress, and add up inside their node, in place of computing: there only the wire between nodes
-        # can hide behind backward.
+        # A CPU's cores compress, and sum inside their node, instead of computing: only the wire between nodes can hide
+        # behind backward.
         unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
         started, of_backward = _share_that_hides(mode, job, shape)
@@ -162,10 +157,11 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
 
 
 def _share_that_hides(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
-    """Return the share of what travels that starts while backward runs, and the share of backward that is left then.
+    """Return the fraction of the traffic that starts during backward, and the fraction of backward still to run then.
 
-    On a CPU one thread packs and sends: with each full bucket it takes earlier ones to their next collective. Of the
-    two that a compressed bucket has between nodes, after one inside its node, the last buckets' start after backward.
+    On a CPU one thread packs and sends: each full bucket advances the earlier ones to their next collective. A
+    compressed bucket has one collective inside its node and two between nodes; those of the last buckets start after
+    backward.
     """
     full = max(1.0, FP32_BYTES * job.trainable / job.bucket_bytes)
     if job.device != "cpu" or MODES[mode].is_exact:
@@ -187,12 +183,12 @@ def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
 
 
 def compressed_share(mode: str, job: Job, shape: Shape) -> float:
-    """Return how many gradient entries a rank compresses: where nodes reduce first, its shard of them."""
+    """Return the number of gradient entries that a rank compresses: its shard of them if nodes reduce first."""
     return job.compressible / (shape.devices if nodes_first(mode, shape) else 1)
 
 
 def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
-    """Return the bytes a second between nodes that this efficiency needs; None where no link is fast enough.
+    """Return the bytes a second between nodes that this efficiency needs; None if no link is fast enough.
 
     Raises: ConfigError for an efficiency outside (0, 1).
     """
@@ -200,7 +196,7 @@ def link_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficie
 
 
 def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, efficiency: float) -> float | None:
-    """Return the seconds that a step must take for this efficiency; None where a day is not long enough.
+    """Return the seconds that a step must take for this efficiency; None if a day is not long enough.
 
     Raises: ConfigError for an efficiency outside (0, 1).
     """
@@ -214,7 +210,7 @@ def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, ef
 
 
 def _least(reached: Callable[[float], float], wanted: float, low: float, high: float) -> float | None:
-    """Return the least value in [low, high] that reaches what is wanted; `reached` grows with it."""
+    """Return the least value in [low, high] at which the increasing function `reached` is `wanted`."""
     if not 0 < wanted < 1:
         raise ConfigError(f"efficiency must be between 0 and 1, got {wanted}; 0.927 is 92.7 % of linear")
     if reached(high) < wanted:

@@ -1,8 +1,8 @@
-"""What HCCL's and CANN's error codes in a log mean, what usually causes them and what to do. Needs no torch.
+"""Meaning, usual cause and remedy of HCCL's and CANN's error codes in a log. Needs no torch.
 
 Sources: EI and EJ codes: the table that HCCL itself prints from (error_info_list in CANN's open hcomm library) and
-its fault guide (docs/en/user_guide/fault_diagnosis of hicann/hccl). Six-digit codes: CANN's rt_error_codes.h. What
-usually causes them, from threads: vllm-ascend#486, #1955, #2800 and #7676, LlamaFactory#975 and #3839, ms-swift#8281,
+its fault guide (docs/en/user_guide/fault_diagnosis of hicann/hccl). Six-digit codes: CANN's rt_error_codes.h. Usual
+causes, from threads: vllm-ascend#486, #1955, #2800 and #7676, LlamaFactory#975 and #3839, ms-swift#8281,
 afd-plugin#229, Ascend/pytorch#43, #48, #54 and #62.
 """
 
@@ -18,7 +18,7 @@ FIRST_ERROR = "find the rank whose log shows an error first; what the others rep
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a code means, what usually lies behind it, and what to do."""
+    """Meaning of a code, its usual cause, and its remedy."""
 
     meaning: str
     cause: str

@@ -1,4 +1,4 @@
-"""The table of gradient sync modes: what each sends and over which ranks. Needs no torch.
+"""Table of gradient sync modes: the data that each sends, and over which ranks. Needs no torch.
 
 Both `gradient_sync`, which runs the modes, and `cost_model`, which predicts them, read it.
 """
@@ -11,28 +11,28 @@ from typing import Literal
 
 Mode = Literal[
     "auto", "dense", "bf16", "int8", "int4", "int3", "ternary",
-    "sparse", "sparse_int8", "sparse_int4", "two_four", "low_rank", "local",
+    "sparse", "sparse_int8", "sparse_int4", "two_four", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
 Average = Literal["float32", "int8", "int4", "int3"]
-"""How the averages of mode local travel."""
+"""Format of the averages of mode local on the wire."""
 AVERAGE_BITS: dict[Average, int | None] = {"float32": None, "int8": 8, "int4": 4, "int3": 3}
 
 
 @dataclass(frozen=True)
 class ModeTraits:
-    """What a mode does with a gradient."""
+    """Properties of a mode."""
 
     value_bits: int | None = None
     """Bits of a quantized value; None where values travel in a floating-point type."""
     is_block_sparse: bool = False
     """Whether it sends some blocks of a gradient and leaves the others in the residual."""
     needs_dense_first_step: bool = False
-    """Whether it chooses what to send by the last sum, which the first step must provide."""
+    """Whether it selects by the last sum, which the first step must provide."""
     is_exact: bool = False
-    """Whether it loses nothing, so that it keeps no residual and compresses nothing."""
+    """Whether it is lossless, so that it has no residual."""
     is_flat: bool = False
-    """Whether it reduces over all ranks at once, also where there are many nodes: it needs whole parameters."""
+    """Whether it reduces over all ranks at once, even with many nodes."""
 
 
 MODES: dict[str, ModeTraits] = {
@@ -46,13 +46,12 @@ MODES: dict[str, ModeTraits] = {
     "sparse_int8": ModeTraits(value_bits=8, is_block_sparse=True, needs_dense_first_step=True),
     "sparse_int4": ModeTraits(value_bits=4, is_block_sparse=True, needs_dense_first_step=True),
     "two_four": ModeTraits(needs_dense_first_step=True),
-    "low_rank": ModeTraits(is_flat=True),
     "local": ModeTraits(is_exact=True, is_flat=True),
 }
 """Every mode but `auto`, which chooses among them."""
 
 AUTO_MODES: tuple[Mode, ...] = ("dense", "bf16", "int8", "int4", "int3")
-"""What `auto` chooses among, from exact to coarse."""
+"""Candidates of `auto`, from exact to coarse."""
 WORTHWHILE = 0.7
 """A less exact mode must bring gradient sync below this share of the time to be chosen."""
 NOT_WORTH_S = 2e-3
@@ -60,7 +59,7 @@ NOT_WORTH_S = 2e-3
 
 
 def worthwhile_mode(seconds: Mapping[Mode, float]) -> Mode:
-    """Return what `auto` chooses where a step's gradient sync takes these seconds: the more exact when in doubt."""
+    """Return the choice of `auto` for these seconds of a step's gradient sync: the more exact mode when in doubt."""
     chosen: Mode = "dense"
     for mode in AUTO_MODES:
         if seconds["dense"] > NOT_WORTH_S and seconds[mode] < WORTHWHILE * seconds[chosen]:

@@ -1,4 +1,4 @@
-"""Where a ranktable puts each rank, and whether a launcher would put it there too. Needs no torch.
+"""Placement of ranks by a ranktable, and its comparison with a launcher's placement. Needs no torch.
 
 Source: HCCL's guide on ranktables (docs/en/user_guide/cluster_info_config of hicann/hccl).
 """
@@ -16,7 +16,7 @@ from lightning_aigc.cluster.topology import TopologyError
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a ranktable puts one rank."""
+    """Place of one rank in a ranktable."""
 
     rank: int
     server: str

@@ -1,4 +1,4 @@
-"""Which cards sit close together: topology tables, nodes, and the order of ranks that follows. Needs no torch.
+"""Topology of cards: tables of links, nodes, and the order of ranks by links. Needs no torch.
 
 Sources: `npu-smi info -t topo` as ms-swift's NPU guide prints it, and `nvidia-smi topo -m` as its own Legend explains
 it.
@@ -38,7 +38,7 @@ class TopologyError(UserError):
 
 @dataclass(frozen=True)
 class Topology:
-    """What one node's tool says of its cards."""
+    """Cards of one node and their links, as its tool reports them."""
 
     devices: tuple[str, ...]
     """Their names in the tool's order: NPU0, GPU3, Phy-ID12."""
@@ -93,7 +93,7 @@ def parse_topology(text: str) -> Topology:
         if label in devices:
             rows[label] = _named_cells(columns, cells, line)
     if missing := [device for device in devices if device not in rows]:
-        raise TopologyError(f"the header names {', '.join(missing)}, and no row begins so; pass the whole table")
+        raise TopologyError(f"the header names {', '.join(missing)}, and no row begins so; pass the complete table")
     return Topology(
         devices,
         tuple(tuple(rows[source][target] for target in devices) for source in devices),

@@ -1,4 +1,4 @@
-"""What the cost model is asked about: one card's part of a step, the links, and the number of nodes and cards.
+"""Inputs of the cost model: one card's part of a step, the links, and the number of nodes and cards.
 
 Needs no torch.
 """
@@ -11,10 +11,10 @@ from lightning_aigc.errors import ConfigError
 
 FP32_BYTES, BF16_BYTES = 4, 2
 OVERLAP_SHARE = 0.9
-"""Share of backward in which a bucket can travel; the first bucket has to be full before."""
+"""Share of backward during which buckets can travel, after the first one is full."""
 COMPRESSION_BPS = {"cpu": 1.6e9, "cuda": 160e9, "npu": 160e9}
-"""Bytes of float32 gradient a second that compressing and unpacking takes. The CPU's is one thread beside Gloo's and
-backward's, fitted by benchmarks/gradient_sync/plan_error.py; the cards' is derived: ten passes at 1.6 TB/s."""
+"""Bytes of float32 gradient that are packed and unpacked per second. The CPU's is that of one thread while Gloo and
+backward run, fitted by benchmarks/gradient_sync/plan_error.py; the cards' is derived: ten passes at 1.6 TB/s."""
 
 PAYLOAD_SHARE = {"cpu": 1448 / 1538, "cuda": 1.0, "npu": 1.0}
 """Share of the bytes on a link between nodes that are gradients. Gloo's TCP has 1448 bytes in an Ethernet frame, which
@@ -22,7 +22,7 @@ takes as long as 1538 with headers, preamble and gap (RFC 9293, RFC 7323, IEEE 8
 
 
 MOST_PARAMETERS = 1e15
-"""Beyond it a count is a slip, and overflows what torch counts."""
+"""Largest count that is not taken for a mistake; beyond it torch's counts overflow."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,21 @@ class Job:
     forward_s: float
     backward_s: float
     protected: float = 0
-    """Of them: parameters that are always sent whole, in float32."""
+    """Trainable parameters that are always sent uncompressed, in float32."""
     small: float = 0
-    """Of them: biases, norms and tensors of few values, sent in eight bits."""
+    """Trainable biases, norms and tensors of few values, sent in eight bits."""
     frozen: float = 0
     """Parameters that are not trained; they cost memory alone."""
     frozen_bytes: float = BF16_BYTES
     sparsity: float = 0.75
-    low_rank_elements: float | None = None
-    """Sum of rank x (rows + columns) over the compressed matrices; without it low_rank is not modelled."""
     local_steps: int = 8
     average_bits: int | None = None
     """local: bits of a value in an average; None is float32."""
     bucket_bytes: float = 25 * 2**20
     overlap_share: float = OVERLAP_SHARE
-    """0 where whatever moves the bytes takes its time from backward, as gloo does on cores that are all busy."""
+    """0 if the transport takes its time from backward, like gloo on cores that are all busy."""
     device: str = "npu"
-    """What compresses: npu, cuda or cpu."""
+    """Device that compresses: npu, cuda or cpu."""
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= MOST_PARAMETERS:
@@ -89,14 +87,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Links:
-    """What one card has inside its node and what one node has between nodes.
+    """Bandwidth and latency of one card inside its node, and of one node to others.
 
     Raises: ConfigError for a bandwidth of nothing or a negative latency.
     """
 
     local_Bps: float  # noqa: N815  bytes a second, as the unit is written
     between_Bps: float  # noqa: N815
-    """Of the whole node: its cards share it."""
+    """Bandwidth of a node, which its cards share."""
     latency_local_s: float = 5e-6
     latency_between_s: float = 30e-6
 
@@ -107,7 +105,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Shape:
-    """How many nodes, and cards in each. Raises: ConfigError below 1."""
+    """Number of nodes, and of cards in each. Raises: ConfigError below 1."""
 
     nodes: int
     devices: int
@@ -122,5 +120,5 @@ class Shape:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether ranks first add up inside their node: only where there is an inside and an outside."""
+        """Whether ranks first reduce inside their node: only with several nodes of several cards."""
         return self.nodes > 1 and self.devices > 1

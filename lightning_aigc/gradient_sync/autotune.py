@@ -1,4 +1,4 @@
-"""`mode="auto"`: try each mode for a moment on this link, and choose."""
+"""`mode="auto"`: measure each mode on this link for a moment, and choose one."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 import torch
 
 from lightning_aigc.cluster.modes import Mode, worthwhile_mode
-from lightning_aigc.gradient_sync.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
-from lightning_aigc.gradient_sync.flat_units import FlatUnit
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import BFloat16, Quantized, Reduction
+from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction
+from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit
 
 TRIAL_VALUES = 1 << 20
-"""About how many values the vector has: 4 MB, enough for a link's bandwidth to show."""
+"""Approximate length of the vector: 4 MB, enough to show a link's bandwidth."""
 REPEATS = 8
 
 
 @dataclass(frozen=True)
 class ModeTimings:
-    """How long it took to reduce one vector."""
+    """Measured times of reducing one vector."""
 
     values: int
     seconds: dict[Mode, float]
-    """By mode, from exact to coarse; copies to and from the vector included, as in a real step."""
+    """Times by mode, from exact to coarse, with the copies to and from the vector, as in a real step."""
 
 
 def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
-    """Time the modes. Collective; every rank gets the same numbers, the means of each rank's best."""
+    """Measure the modes. Collective: every rank gets the same numbers, the means of each rank's best."""
     everyone = groups.everyone
-    group = CountedGroup(everyone.group, Traffic())  # bytes that are no gradients' do not count
-    group.paced = everyone.paced
+    group = CountedGroup(everyone.group, Traffic())  # these bytes are no gradients, and do not count
+    group.chunked = everyone.chunked
     values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
     gradients = torch.randn(values, device=device)
     unit = FlatUnit(0, "values", entries=(), numel=values)
@@ -48,17 +48,17 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
                 return
 
     zeros = torch.zeros_like(gradients)
-    tried: dict[Mode, Reduction] = {
+    reductions: dict[Mode, Reduction] = {
         "bf16": BFloat16(),
         "int8": Quantized(8),
         "int4": Quantized(4),
         "int3": Quantized(3),
     }
     runs: dict[Mode, Callable[[], object]] = {"dense": lambda: group.all_reduce(zeros).wait()}
-    for mode, reduction in tried.items():
+    for mode, reduction in reductions.items():
         runs[mode] = lambda r=reduction: add_up(r)  # type: ignore[misc]
     seconds = dict.fromkeys(runs, float("inf"))
-    for _ in range(REPEATS):  # in turns, so that a moment of other load hits all modes
+    for _ in range(REPEATS):  # in turns, so that a moment of other load affects all modes
         for mode, run in runs.items():
             seconds[mode] = min(seconds[mode], _timed(run, device))
     means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
@@ -67,7 +67,7 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
 
 
 def choose_mode(measured: ModeTimings, numel: int, ranks: int) -> tuple[Mode, str]:
-    """Return the mode with the least to wait for, the more exact when in doubt, and a sentence that says why."""
+    """Return the mode with the shortest wait, the more exact one when in doubt, and a sentence with the reason."""
     scale = numel / measured.values
     chosen = worthwhile_mode({mode: seconds * scale for mode, seconds in measured.seconds.items()})
     speed = dense_ring_bytes(measured.values, ranks) / measured.seconds["dense"] / 1e6

@@ -1,7 +1,7 @@
 """Few-bit gradient sync between nodes whose ranks shard the model among themselves.
 
-Each rank sends its own shard's gradient to the ranks that hold the same shard on the other nodes. torch's sharding
-calls a hook with a flat, padded gradient for each group of parameters, once a micro-batch.
+Each rank exchanges its shard's gradient with the ranks that hold the same shard on the other nodes. torch's sharding
+calls a hook with a flat, padded gradient for each group of parameters, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.hook import UnitGradients
-from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.replica_check import RanksDivergedError, bits_of, first_difference
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.transport.sync_error import SyncError
 from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
+from lightning_aigc.gradient_sync.units import make_units
+from lightning_aigc.gradient_sync.watch.replica_check import RanksDivergedError, bits_of, first_difference
 
 
 class _Peers:
-    """The groups as a reducer sees them: ranks with the same shard, and nothing inside a node."""
+    """Process groups for a reducer: ranks with the same shard, and none inside a node."""
 
     inside = None
     ranks_inside = 1
@@ -36,7 +36,7 @@ class _Peers:
 
 
 class ShardGroup:
-    """One sharded group's parameters on this rank: their places in the flat gradient, and what reduces it."""
+    """Parameters of one sharded group on this rank: their places in the flat gradient, and its reducer."""
 
     def __init__(self, named: Sequence[tuple[str, Any]], options: SyncOptions, peers: _Peers) -> None:
         """Args: named: names from the root and torch's FSDPParams, in the group's order."""
@@ -45,7 +45,7 @@ class ShardGroup:
         parts = [(name, of.sharded_param._local_tensor) for name, of in named]
         self.parts = [(name, part) for name, part in parts if part.numel()]
         device = parts[0][1].device
-        groups = cast(ProcessGroups, peers)  # has what these read of it
+        groups = cast(ProcessGroups, peers)  # a _Peers has the attributes that these read
         self._units = make_units(self.parts, options, peers.world_size)
         compressed = [unit for unit in self._units if not unit.uncompressed]
         self.residuals = Residuals(compressed, groups, device, error_feedback=options.error_feedback)
@@ -85,7 +85,7 @@ class ShardGroup:
 
 
 class BetweenShards:
-    """The sync of all groups of one model. Every rank makes it with the same groups and options."""
+    """Gradient sync of all groups of one model. Every rank makes it with the same groups and options."""
 
     def __init__(
         self, groups: ProcessGroups, options: SyncOptions, sharded: Sequence[Sequence[tuple[str, Any]]]
@@ -96,32 +96,32 @@ class BetweenShards:
         """
         check_protect(options, [name for of_group in sharded for name, _ in of_group])
         self.groups, self.options = groups, options
-        # Its patterns were checked over all groups; one alone need not have what they cover.
+        # The patterns were checked over all groups; a single group need not contain what they cover.
         patterns = options.protection([name for of_group in sharded for name, _ in of_group])
         self._parts: list[ShardGroup] = []
         for of_group in sharded:
             names = [name for name, _ in of_group]
             covered = [name for name in names if patterns.covers(name)]
-            own = SyncOptions(mode=options.mode, protect=covered, error_feedback=options.error_feedback)
-            self._parts.append(ShardGroup(of_group, own, _Peers(groups)))
+            group_options = SyncOptions(mode=options.mode, protect=covered, error_feedback=options.error_feedback)
+            self._parts.append(ShardGroup(of_group, group_options, _Peers(groups)))
         self.step = self.skipped_steps = 0
         self.sent_bytes: dict[str, float] = {}
-        """Of the last step by kind, between nodes."""
+        """Bytes between nodes in the last step, by kind."""
         self.is_accumulating = False
-        """Whether a backward pass is not the last of its window: its gradients stay in the node."""
+        """Whether the backward pass is not the last of its window; its gradients then stay in the node."""
         self._sent_before = dict(groups.traffic.sent)
         self._align()
 
     def hooks(self) -> list[Callable[[Tensor], None]]:
-        """Return what torch shall call with each group's flat gradient, in the order of the groups."""
+        """Return the hooks that torch calls with each group's flat gradient, in the order of the groups."""
 
         def hook_of(part: ShardGroup) -> Callable[[Tensor], None]:
             return lambda flat: None if self.is_accumulating else part.reduce(flat)
 
         return [hook_of(part) for part in self._parts]
 
-    def finish_step(self, *, finite: bool) -> None:
-        """End a step, alike on all ranks: keep the residuals it left, or those from before it."""
+    def end_step(self, *, finite: bool) -> None:
+        """End a step, equally on all ranks: commit its residuals if it was finite, else restore the former ones."""
         for part in self._parts:
             part.end_step(finite=finite)
         self.step += finite
@@ -140,12 +140,12 @@ class BetweenShards:
         different = first_difference(torch.stack([bits_of(part) for _, part in named]), self.groups.between.group)
         if different is not None:
             raise RanksDivergedError(
-                f"the nodes hold other values of {named[different[0]][0]}, the first that differs: something changed "
-                "them outside gradient sync; start again from the last checkpoint"
+                f"the nodes hold different values of {named[different[0]][0]}, the first parameter that differs: "
+                "something changed them outside gradient sync; start again from the last checkpoint"
             )
 
     def _align(self) -> None:
-        """Give every node the first one's shards."""
+        """Copy the first node's shards to every node."""
         source = dist.get_global_rank(self.groups.between.group, 0)
         for part in self._parts:
             for _, values in part.parts:

@@ -19,17 +19,17 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, mode_of_words, without_effect
-from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT
-from lightning_aigc.gradient_sync.replica_check import check_equal
-from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, default_after_s
-from lightning_aigc.gradient_sync.step_report import StepReport, describe
+from lightning_aigc.gradient_sync.options import FIELDS, SyncOptions, check_protect, resolve_mode, unused_options
+from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT
+from lightning_aigc.gradient_sync.watch.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s
+from lightning_aigc.gradient_sync.watch.step_report import StepReport, describe
 
 log = logging.getLogger(__name__)
 
 
 class GradientCompressor:
-    """Makes DDP send a fraction of its gradients' bytes.
+    """Gradient sync of a DistributedDataParallel that sends a fraction of the bytes.
 
     ```python
     ddp = DistributedDataParallel(model)
@@ -40,20 +40,20 @@ class GradientCompressor:
         (loss(ddp(batch)) / 4).backward()
         if compressor.finish_step():  # the window is complete, and finite on every rank
             optimizer.step()
-            optimizer.zero_grad()  # here, and not before: gradients add up until then
+            optimizer.zero_grad()  # only here: gradients accumulate until then
     print(compressor.report())
     compressor.close()
     ```
 
-    With a loss scaler, `hook_into_model(ddp, optimizer, scaler)`, and in place of `optimizer.step()`:
+    With a loss scaler, `hook_into_model(ddp, optimizer, scaler)`, and instead of `optimizer.step()`:
 
     ```python
-            scaler.unscale_(optimizer)  # if something looks at the gradients before the step, as clipping does
+            scaler.unscale_(optimizer)  # only if something reads the gradients before the step, such as clipping
             scaler.step(optimizer)
             scaler.update()
     ```
 
-    Every rank makes the same compressor. With one rank nothing is sent, a line says so, and the loop is the same.
+    Every rank makes the same compressor. With one rank nothing is sent, a log line says so, and the loop is unchanged.
     """
 
     def __init__(
@@ -69,17 +69,18 @@ class GradientCompressor:
         **options: Any,
     ) -> None:
         """Args:
-            strategy: how layers share what a sparse mode sends: by their gradients' size (None too), or evenly.
+            strategy: division of a sparse mode's values among layers: by the size of their gradients (None too), or
+                evenly.
             sparsity_target: sparse modes: share of the gradient that waits for a later step; None is 0.75.
-            protect_layers: name patterns of parameters that are sent whole; None protects `vae.decoder` and
+            protect_layers: name patterns of parameters that are sent uncompressed; None protects `vae.decoder` and
                 `mid_block.attentions` where the model has them.
             mode: None is `sparse` where `strategy` or `sparsity_target` is given, and else the default, `int3`, which
-                loses less; a warning says which.
-            options: the other fields of `SyncOptions`.
+                loses less; a warning names the mode.
+            options: other fields of `SyncOptions`.
             timeout: how long a rank waits for the others before it stops with an error.
             stall_after_s: seconds without a finished step before each rank writes where it waits; None is a third of
                 the timeout, 0 never.
-            stall_folder: where it writes that; None is stderr.
+            stall_folder: folder of these reports; None is stderr.
 
         Raises: ConfigError for a value outside what is accepted.
         """
@@ -90,7 +91,7 @@ class GradientCompressor:
             written["sparsity"] = f"sparsity_target={sparsity_target}"
         if strategy is not None:
             written["layer_wise_adaptive"] = f"{strategy=}"
-        mode, self._notes = mode_of_words(mode, written)
+        mode, self._notes = resolve_mode(mode, written)
         try:
             self.options = SyncOptions(
                 mode=mode,
@@ -100,9 +101,9 @@ class GradientCompressor:
                 **options,
             )
         except TypeError as error:
-            known = ", ".join(SyncOptions.__dataclass_fields__)
+            known = ", ".join(FIELDS)
             raise ConfigError(f"{str(error).partition(' ')[2]}; SyncOptions has {known}") from None
-        self._notes += without_effect(self.options, written)
+        self._notes += unused_options(self.options, written)
         self.timeout = timeout
         self._stall_after_s = default_after_s(timeout) if stall_after_s is None else stall_after_s
         self._stall_folder = None if stall_folder is None else Path(stall_folder)
@@ -175,9 +176,9 @@ class GradientCompressor:
     def enable_gradient_accumulation(self, steps: int = 4, sync_mode: Literal["overlap", "plain"] = "overlap") -> None:
         """Sync once every `steps` forward passes in training; call it after `hook_into_model`.
 
-        Gradients add up locally meanwhile, and `finish_step` is False: divide the loss by `steps`, and set gradients to
-        zero after a step alone. In sparse modes `overlap` chooses what to send from the sum so far while the last
-        micro-batch runs, `plain` from the step before.
+        Gradients accumulate locally meanwhile, and `finish_step` is False: divide the loss by `steps`, and set
+        gradients to zero only after a step. In sparse modes `overlap` selects blocks by the sum so far while the last
+        micro-batch runs, `plain` by the step before.
         """
         if steps < 1 or sync_mode not in ("overlap", "plain"):
             raise ConfigError(
@@ -195,28 +196,28 @@ class GradientCompressor:
 
         self._removable.append(self._ddp.register_forward_pre_hook(before_forward, prepend=True))
         if self._sync is not None:
-            self._sync.set_early_choice(sync_mode == "overlap")
+            self._sync.set_early_selection(sync_mode == "overlap")
 
     def finish_step(self) -> bool:
-        """End the sync of the backward pass, and say whether to step. Collective; call it after each backward.
+        """End the sync of the backward pass. Collective; call it after each backward.
 
-        False while gradients still add up locally: after micro-batches that were not synced, by
-        `enable_gradient_accumulation` or DDP's `no_sync`. False too where a rank's gradients were not finite: then they
-        are dropped on all ranks, and the next backward begins anew. With a loss scaler such a step is the scaler's to
-        skip, since it lowers the scale: True, and every rank's scaler finds NaN in every gradient. With one rank, and
-        where `auto` chose dense, gradients are plain DDP's, and no check looks whether they are finite.
+        Returns: whether to step. False while gradients accumulate locally: after micro-batches that were not synced, by
+        `enable_gradient_accumulation` or DDP's `no_sync`. False too if a rank's gradients were not finite: then they
+        are dropped on all ranks, and the next backward starts a new window. With a loss scaler, which skips such a step
+        and lowers the scale, it is True, and every rank's scaler finds NaN in every gradient. With one rank, and where
+        `auto` chose dense, gradients are plain DDP's, and are not checked.
 
         Raises: RanksDivergedError, every `checksum_every_n_steps`, when the parameters of the step before are not the
             same on all ranks; SyncError when a rank is gone.
         """
         if not self._is_synced:
             return False
-        report = None if self._sync is None else self._sync.finish_step()
+        report = None if self._sync is None else self._sync.end_step()
         finite = report is None or report.finite
         if not finite and self._scaler is None:
             for _, parameter in self._parameters:
                 parameter.grad = None
-        elif not finite:  # it was found in one bucket, and an optimizer may have the parameters of another
+        elif not finite:  # one bucket has the NaN, and an optimizer may have the parameters of another
             torch._foreach_mul_(self._gradients(), torch.nan)
         else:
             self._finite_steps += 1
@@ -227,11 +228,6 @@ class GradientCompressor:
         if self._watchdog is not None:
             self._watchdog.progress(self._finite_steps)
         return finite or self._scaler is not None
-
-    def settle(self) -> bool:
-        """Do as `finish_step`, which is its name now."""
-        warnings.warn("GradientCompressor.settle is now finish_step", FutureWarning, stacklevel=2)
-        return self.finish_step()
 
     def _average_after_steps(self, sync: Sync, optimizer: torch.optim.Optimizer | None) -> None:
         if sync.has_rank_local_parameters and optimizer is not None:
@@ -262,7 +258,7 @@ class GradientCompressor:
         return [f"mode {self.mode}"] if self._sync is None else self._sync.describe_wait()
 
     def report(self) -> str:
-        """Return what the last step sent, by kind, and what that cost, in a few lines."""
+        """Return a few lines on the last step: bytes by kind, and time."""
         lines = [f"gradient sync: {self._why}", *self._notes]
         if self._sync is not None:
             lines.append(describe(self._sync.report, self._sync.step, self._sync.skipped_steps))
@@ -275,7 +271,7 @@ class GradientCompressor:
     def load_state_dict(self, *states: dict[str, Any]) -> list[str]:
         """Resume a run from this rank's state, or from those of all ranks that saved, in their order.
 
-        Returns: what cannot be exact, in sentences.
+        Returns: sentences on what cannot be exact.
         """
         if self._sync is None or not states or not states[0]:
             return []
@@ -286,7 +282,7 @@ class GradientCompressor:
     def close(self) -> None:
         """Stop the thread, destroy the process groups, and remove the hooks on optimizer and model.
 
-        DDP keeps its communication hook: train on with a new DistributedDataParallel.
+        DDP keeps its communication hook: continue training with a new DistributedDataParallel.
         """
         for handle in self._removable:
             handle.remove()

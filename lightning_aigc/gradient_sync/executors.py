@@ -1,4 +1,4 @@
-"""Executors of reductions: a thread beside backward where collectives block, a side stream on accelerators."""
+"""Executors of reductions: a thread on CPUs, where collectives block, and a side stream on accelerators."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 
-from lightning_aigc.gradient_sync.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.sync_error import SyncError
 
 Work = Generator[Any, None, None]
-"""Yields the collectives it has started, and goes on when the last of them is done."""
+"""Generator that yields each collective it starts; the executor resumes it when that collective is done."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds of a finished step's sync; on an accelerator packing and waiting are not told apart, and are 0."""
+    """Milliseconds of a finished step's sync; on an accelerator packing and waiting are not measured, and are 0."""
 
     busy_ms: float
-    """From a work's begin to its end, for all works together."""
+    """Sum over all works, each from its start to its end."""
     exposed_ms: float
-    """What the step waited for its sums."""
+    """Wait of the step for its sums."""
     packing_ms: float = 0.0
-    """What the host computed in the works: the time of its CPU."""
+    """CPU time of the host in the works."""
     waiting_ms: float = 0.0
-    """What the works waited for their collectives."""
+    """Wait of the works for their collectives."""
 
 
 class Clock:
-    """Advances works and waits for their collectives, and adds up the seconds of either since a step began."""
+    """Runs works and measures, since the step began, the seconds of computing and of waiting."""
 
     def __init__(self) -> None:
         self.packing_s = self.waiting_s = 0.0
@@ -62,7 +62,7 @@ class Clock:
 
 
 class InlineExecutor:
-    """Runs each work to its end at once, as `overlap=False` wants it."""
+    """Runs each work to its end at once, for `overlap=False`."""
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
         self._explain = explain
@@ -75,16 +75,16 @@ class InlineExecutor:
         self._done_at = time.perf_counter()
         self._busy_s += self._done_at - start
 
-    def finish(self) -> None:
-        """Wait until everything that was submitted is done."""
+    def join(self) -> None:
+        """Wait until all submitted works are done."""
 
     def new_step(self) -> None:
-        """Count time from here on."""
+        """Start to measure the times of a step."""
         self._busy_before_s = self._busy_s
         self._clock.new_step()
 
     def wanted(self) -> None:
-        """Note that from here on the step waits for its sums."""
+        """Note that the step waits for its sums from now on."""
         self._wanted_at = time.perf_counter()
 
     def times(self) -> StepTimes:
@@ -97,16 +97,17 @@ class InlineExecutor:
         )
 
     def close(self) -> bool:
-        """Take no more work; returns whether all of it has ended. A second call does nothing."""
+        """Accept no more works. Returns: whether all of them have ended. A second call does nothing."""
         return True
 
 
 class ThreadExecutor(InlineExecutor):
-    """Runs all works in one thread, so that a unit is packed while the collectives of others run.
+    """Runs all works in one thread, so that one unit is packed while the collectives of others run.
 
-    The order of collectives depends on the order of the works alone, never on what finished first, so it is the same on
-    every rank. With each new work all of them advance to their next collective, the new one first, and the last work
-    runs all to their end. So each collective has had the time of packing a unit when the thread waits for it.
+    The order of collectives depends only on the order of the works, never on which collective ends first, so it is the
+    same on every rank. Each new work advances all works to their next collective, the new one first; the last work of a
+    step runs all to their end. A collective has therefore run for the time of packing a unit when the thread waits for
+    it.
     """
 
     def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
@@ -119,7 +120,7 @@ class ThreadExecutor(InlineExecutor):
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
         self._inbox.put((work, done, last))
 
-    def finish(self) -> None:
+    def join(self) -> None:
         if not self._closed:
             self._inbox.join()
 
@@ -148,7 +149,7 @@ class ThreadExecutor(InlineExecutor):
                     failed = self._explain(error)
                 if not last:
                     break
-            if failed is not None:  # the groups stay out of step: every later work fails with the same error
+            if failed is not None:  # the ranks are out of step: every later work fails with the same error
                 for begun in running:
                     begun.done(failed)
                 running.clear()
@@ -159,14 +160,14 @@ class ThreadExecutor(InlineExecutor):
 
 
 class _Running:
-    """A work that has begun, and the collective that it waits for."""
+    """A started work, and the collective that it waits for."""
 
     def __init__(self, work: Work, done: Callable[[SyncError | None], None], clock: Clock) -> None:
         self._work, self.done, self._clock = work, done, clock
         self._waiting: Any = None
 
     def advance(self) -> bool:
-        """Wait for the current collective and go on to the next; returns whether the work has ended."""
+        """Wait for the current collective and start the next. Returns: whether the work has ended."""
         if self._waiting is not None:
             self._clock.wait(self._waiting)
         try:
@@ -180,13 +181,12 @@ class _Running:
 class StreamExecutor(InlineExecutor):
     """Queues all works on a side stream of an accelerator, where waiting for a collective does not block the host.
 
-    The stream of the backward pass waits for the side stream after the last work, or where `delayed`, in `finish`.
-    Events on both streams measure the times, and are read when the host has waited for both anyway.
+    The stream of the backward pass waits for the side stream after the last work. Events on both streams measure the
+    times; they are read when the host has waited for both streams.
     """
 
-    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device, *, delayed: bool) -> None:
+    def __init__(self, explain: Callable[[BaseException], SyncError], device: torch.device) -> None:
         super().__init__(explain)
-        self._is_delayed = delayed
         self._module: Any = torch.get_device_module(device)
         self._device = device
         self._stream = self._module.Stream(device=device)
@@ -200,11 +200,11 @@ class StreamExecutor(InlineExecutor):
         with self._module.stream(self._stream):
             error = _run(work, self._clock, self._explain)
         self._spans.append((start, self._now_on(self._stream)))
-        if last and not self._is_delayed:
+        if last:
             current.wait_stream(self._stream)
         done(error)
 
-    def finish(self) -> None:
+    def join(self) -> None:
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def new_step(self) -> None:
@@ -224,12 +224,12 @@ class StreamExecutor(InlineExecutor):
 
 
 def make_executor(
-    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool, delayed: bool
+    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool
 ) -> InlineExecutor:
-    """Return the executor for a device; `explain` turns the error of a collective into one that says where to look."""
+    """Return the executor for a device. `explain` turns a collective's error into one that says where to look."""
     if not overlap:
         return InlineExecutor(explain)
-    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device, delayed=delayed)
+    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device)
 
 
 def _run(work: Work, clock: Clock, explain: Callable[[BaseException], SyncError]) -> SyncError | None:

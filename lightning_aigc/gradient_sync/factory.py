@@ -1,4 +1,4 @@
-"""Make the sync that the options ask for, on the ranks of this run."""
+"""make_sync: the gradient sync for the options and the ranks of this run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from lightning_aigc.cluster.modes import FLAT_MODES, Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.autotune import choose_mode, measure_modes
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.dense import Dense
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.model_checks import refuse_complex
+from lightning_aigc.gradient_sync.modes.dense import Dense
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.powersgd import advice
-from lightning_aigc.gradient_sync.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 from lightning_aigc.gradient_sync.sync import GradientSync
+from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 
 
 def make_sync(
@@ -30,10 +29,10 @@ def make_sync(
     find_unused: bool = False,
     loss_scale: Callable[[], float] = lambda: 1.0,
 ) -> tuple[Sync | None, Mode, str]:
-    """Return the sync, its mode, and a sentence on how the mode was chosen. Collective: every rank calls it.
+    """Return the sync, its mode, and a sentence on the choice of the mode. Collective: every rank calls it.
 
-    The sync is None where `auto` chose dense: then DDP is left as it is. A hook that looks whether all gradients are
-    finite costs 7 % of a step on a CPU.
+    The sync is None if `auto` chose dense; DDP then stays unchanged, because a hook that checks for finite gradients
+    costs 7 % of a step on a CPU.
     Raises: ConfigError for options that do not fit the parameters or the ranks.
     """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
@@ -43,7 +42,7 @@ def make_sync(
         raise ConfigError(f"mode {options.mode} adds up over all ranks at once; leave hierarchical at auto")
     groups = ProcessGroups(False if flat else options.hierarchical, timeout)
     if options.exchanges_rows:
-        groups.pace_slow_links()
+        groups.chunk_on_slow_links()
     mode, why = options.mode, f"mode {options.mode}"
     if mode == "auto":
         numel = sum(p.numel() for _, p in trained)
@@ -58,7 +57,4 @@ def make_sync(
         return Dense(groups), mode, why
     if mode == "local":
         return LocalSGD(trained, options, groups), mode, why
-    sync = GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale)
-    if mode == "low_rank":
-        why += advice(sync.units, options.rank)
-    return sync, mode, why
+    return GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale), mode, why

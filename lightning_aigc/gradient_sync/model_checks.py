@@ -1,4 +1,4 @@
-"""What gradient sync trains of a DDP model, and what it refuses, checked before any gradient is computed."""
+"""Trained parameters of a DDP model, and checks of them before any gradient is computed."""
 
 from __future__ import annotations
 

@@ -1,82 +1,82 @@
-"""What a user chooses about gradient sync, checked where it is made."""
+"""SyncOptions: the options of gradient sync, with their checks and their help."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, MODES, SPARSE_MODES, Average, Mode
+from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, SPARSE_MODES, Average, Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
-SERVES: dict[str, tuple[str, ...]] = {
+READ_BY_MODES: dict[str, tuple[str, ...]] = {
     "sparsity": SPARSE_MODES,
     "layer_wise_adaptive": SPARSE_MODES,
-    "rank": ("low_rank",),
     "local_steps": ("local",),
     "average": ("local",),
     "overlap_average": ("local",),
     "outer_learning_rate": ("local",),
     "outer_momentum": ("local",),
 }
-"""Options that only some modes read."""
+"""Modes that read an option; all modes read the others."""
 DEFAULT_PROTECT = ("vae.decoder*", "*mid_block.attentions*")
 AVERAGE_HOPS = 2
-"""local: collectives of an average at the most, the shards and their sums; overlapped, one a step."""
+"""local: most collectives of an average, its shards and their sums; overlapped, one per step."""
 LORA = ".lora_"
-"""A part of the names that peft and diffusers give to a LoRA's parameters."""
+"""Part of the parameter names of a LoRA in peft and diffusers."""
 
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How gradients are reduced over the ranks.
+    """Options of gradient sync.
 
-    Raises: ConfigError for a value outside what its field says.
+    Args:
+        mode: What is sent of a gradient; docs/gradient_sync.md has bytes, loss and time of each mode. auto measures the
+            link first and may choose dense.
+        sparsity: sparse modes: share of the gradient that waits for a later step, in [0, 1).
+        layer_wise_adaptive: sparse modes: divide the sent values among layers by the size of their gradients; otherwise
+            each layer sends the same share.
+        protect: Name patterns of parameters that are sent uncompressed in float32, as in FusedBackwardPrecision; a
+            pattern that covers nothing is an error. null protects vae.decoder and mid_block.attentions where the model
+            has them, and nothing of a LoRA, where they would be nearly half of the bytes; [] protects nothing.
+        warmup_steps: Dense steps before compression begins.
+        error_feedback: Add the part that was not sent to the next gradient; without it the loss suffers visibly.
+        hierarchical: Whether ranks of one node first reduce among themselves, dense; auto does so where nodes have
+            equally many ranks.
+        bucket_mb: MB of float32 gradient that are reduced together; DDP's buckets are as large.
+        overlap: Whether gradients travel while backward runs.
+        local_steps: local: optimizer steps between two averages of the parameters.
+        average: local: format of the averages on the wire: float32, int8, int4 or int3, with error feedback.
+        overlap_average: local: continue stepping while an average travels, and apply it two steps later; hides a slow
+            link. At 4 steps of int3 a small denoiser's loss is 6 % above dense's, and 4 % without.
+        outer_learning_rate: local: step from the old average towards the new one; 1 is the full step.
+        outer_momentum: local: Nesterov momentum over averages.
+        checksum_every_n_steps: Steps between two comparisons of the ranks' parameters; 0 never compares.
+
+    Raises: ConfigError for a value outside its field's range.
     """
 
     mode: Mode = DEFAULT_MODE
-    """What is sent of a gradient; `auto` measures the link first and may choose `dense`."""
     sparsity: float = 0.75
-    """Sparse modes: share of the gradient that waits for a later step, in [0, 1)."""
     layer_wise_adaptive: bool = True
-    """Sparse modes: layers share what is sent by the size of their gradients; else each sends the same share."""
     protect: Sequence[str] | None = None
-    """Name patterns of parameters that are sent whole in float32, as in FusedBackwardPrecision; a pattern that covers
-    nothing is an error. None protects `vae.decoder` and `mid_block.attentions` where a model has them, and nothing of a
-    LoRA: there they would be nearly half of the bytes."""
     warmup_steps: int = 0
-    """Dense steps before compression begins."""
     error_feedback: bool = True
-    """Whether what was not sent is added to the next gradient; without it the loss suffers visibly."""
     hierarchical: bool | Literal["auto"] = "auto"
-    """Whether ranks of one node first add up among themselves, dense; auto does where nodes have equally many ranks."""
     bucket_mb: float = 25.0
-    """MB of float32 gradient that are reduced together; DDP's buckets are as large."""
     overlap: bool = True
-    """Whether gradients travel while backward runs on."""
-    delay_one_step: bool = False
-    """Apply each gradient one step late, so that it may travel through a whole step. Costs quality: it raised a small
-    denoiser's loss by 23 %."""
-    rank: int = 16
-    """low_rank: columns of the factors."""
     local_steps: int = 8
-    """local: optimizer steps between two averages of the parameters."""
     average: Average = "float32"
-    """local: how averages travel; what integers round off is added to the next average."""
     overlap_average: bool = False
-    """local: step on while an average travels, and take it two steps later; hides a slow link. At 4 steps of int3 it
-    raised a small denoiser's loss by 6 %, where waiting for the average raises it by 4 %."""
     outer_learning_rate: float = 1.0
-    """local: how far the parameters go to the average; 1 is all the way."""
     outer_momentum: float = 0.0
-    """local: Nesterov momentum over averages."""
     checksum_every_n_steps: int = 100
-    """Steps between two comparisons of the ranks' parameters; 0 never compares."""
 
     @property
     def exchanges_rows(self) -> bool:
-        """Whether ranks send one another quantized rows, not only sums."""
+        """Whether ranks exchange quantized rows, and not sums alone."""
         quantized_averages = AVERAGE_BITS[self.average] is not None
         return quantized_averages if self.mode == "local" else self.mode not in ("dense", "bf16")
 
@@ -100,17 +100,15 @@ class SyncOptions:
         for name in ("warmup_steps", "checksum_every_n_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("bucket_mb", "rank", "local_steps", "outer_learning_rate"):
+        for name in ("bucket_mb", "local_steps", "outer_learning_rate"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
-        if self.delay_one_step and (self.mode == "auto" or MODES[self.mode].is_exact):
-            raise ConfigError(f"delay_one_step wants a mode that compresses, got mode={self.mode!r}")
         self.protection()
 
     def protection(self, names: Iterable[str] = ()) -> GradientProtection:
-        """Return the patterns for parameters of these names, as the mechanism that FusedBackwardPrecision uses too."""
+        """Return the patterns that protect parameters of these names, in the form that FusedBackwardPrecision uses."""
         default = () if any(LORA in name for name in names) else DEFAULT_PROTECT
         try:
             return GradientProtection(default if self.protect is None else self.protect)
@@ -118,16 +116,48 @@ class SyncOptions:
             raise ConfigError(str(error)) from None
 
     def protecting(self, patterns: Sequence[str], names: Iterable[str]) -> SyncOptions:
-        """Return these options with more patterns, beside those that protect parameters of these names."""
+        """Return these options with more patterns, in addition to those that cover one of these names."""
         names = list(names)
-        own = [p for p in self.protection(names).patterns if any(GradientProtection((p,)).covers(n) for n in names)]
-        return replace(self, protect=(*own, *patterns)) if patterns else self
+        used = [p for p in self.protection(names).patterns if any(GradientProtection((p,)).covers(n) for n in names)]
+        return replace(self, protect=(*used, *patterns)) if patterns else self
 
 
-def mode_of_words(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, list[str]]:
-    """Return the mode that these words ask for, and a sentence where they name an option of sparse modes and no mode.
+FIELDS = SyncOptions.__dataclass_fields__
+C = TypeVar("C")
 
-    Args: written: the options of sparse modes that the user gave, and how.
+
+def take_options(mode: Mode, arguments: dict[str, Any]) -> SyncOptions:
+    """Make SyncOptions of the arguments that are fields of it, and remove these from `arguments`."""
+    return SyncOptions(mode, **{name: arguments.pop(name) for name in FIELDS if name in arguments})
+
+
+def shows_options(cls: type[C]) -> type[C]:
+    """Class decorator for an `__init__(self, mode, *, ..., **arguments)` that calls `take_options(mode, arguments)`.
+
+    The fields of SyncOptions become keyword arguments in the class's signature, and their help a part of its docstring,
+    where jsonargparse and `help()` read both.
+    """
+    init: Any = cls.__init__
+    own = inspect.signature(init)
+    types = get_type_hints(SyncOptions)
+    fields = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=types[name])
+        for name, parameter in inspect.signature(SyncOptions).parameters.items()
+        if name not in own.parameters
+    ]
+    itself, mode, *others = own.parameters.values()
+    init.__signature__ = own.replace(parameters=[itself, mode, *fields, *others])
+    init.__annotations__ |= types
+    if cls.__doc__ and SyncOptions.__doc__:  # python -OO has none
+        fields_help = inspect.cleandoc(SyncOptions.__doc__).partition("Args:\n")[2].partition("\n\n")[0]
+        cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("Args:\n", f"Args:\n{fields_help}\n", 1)
+    return cls
+
+
+def resolve_mode(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, list[str]]:
+    """Return the mode, and a note where it is sparse because of an option of sparse modes.
+
+    Args: written: the options of sparse modes that the user gave, as the user wrote them.
     """
     if mode is not None or not written:
         return mode or DEFAULT_MODE, []
@@ -138,26 +168,26 @@ def mode_of_words(mode: Mode | None, written: Mapping[str, str]) -> tuple[Mode, 
     ]
 
 
-def without_effect(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
-    """Return a sentence for each option that was given and that its mode does not read.
+def unused_options(options: SyncOptions, written: Mapping[str, str] = {}) -> list[str]:
+    """Return a sentence for each option that the user gave and that the mode does not read.
 
-    Args: written: fields that the user gave, and how; without it those that have another value than the default.
+    Args: written: fields that the user gave, as the user wrote them; a value other than the default counts too.
     """
     sentences = []
-    for name, modes in SERVES.items():
+    for name, modes in READ_BY_MODES.items():
         value = getattr(options, name)
-        is_given = name in written or value != SyncOptions.__dataclass_fields__[name].default
+        is_given = name in written or value != FIELDS[name].default
         if options.mode not in modes and is_given:
-            given = written.get(name, f"{name}={value!r}")
+            option = written.get(name, f"{name}={value!r}")
             sentences.append(
-                f"{given} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "
+                f"{option} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "
                 "have it, or leave it out"
             )
     return sentences
 
 
 def check_protect(options: SyncOptions, names: Sequence[str]) -> None:
-    """Check the user's patterns against the parameters' names.
+    """Check the patterns of `protect` against the parameters' names.
 
     Raises: ConfigError for a pattern that covers none of them.
     """

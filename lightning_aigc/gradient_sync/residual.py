@@ -1,4 +1,4 @@
-"""Residuals of error feedback: what a step did not send of each gradient, added to the next one.
+"""Residuals of error feedback: the part of each gradient that a step did not send, added to the next gradient.
 
 Source: Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes
 SignSGD, arXiv:1901.09847.
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.flat_units import FlatUnit
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups, own_shard
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit, own_shard
 
 
 class Residuals:
-    """One flat float32 vector for each compressed unit, and a second one for the next step's residual.
+    """Two flat float32 vectors for each compressed unit: the residual, and that of the next step.
 
-    A reduction works in `next_of(unit)`, where it leaves what it did not send. The two change places in `commit` alone,
-    so a step that was not finite leaves no trace.
+    A reduction works in `next_of(unit)`, where it leaves the part that it did not send. Only `commit` exchanges the
+    two, so a step that is not finite changes nothing.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Residuals:
         return self._next_residual[unit.index]
 
     def commit(self) -> None:
-        """Keep what the step left."""
+        """Keep the residuals that the step left."""
         if self.error_feedback:
             self._residual, self._next_residual = self._next_residual, self._residual
 
     def rollback(self) -> None:
         """Keep the residuals from before the step, which was not finite."""
-        for vector in self._next_residual.values():  # NaN came into the padding too, which nothing else overwrites
+        for vector in self._next_residual.values():  # the padding may be NaN too, and nothing else overwrites it
             vector.zero_()
 
     def by_name(self) -> dict[str, Any]:
-        """Return CPU copies of each parameter's part on this rank: {"start": its first value's place, "values": flat}.
+        """Return CPU copies of each parameter's part on this rank: {"start": index of its first value, "values": flat}.
 
-        State goes by name because units may be cut differently in the next run.
+        State is stored by name, because units may differ in the next run.
         """
         named = {}
         for unit in self.units:
@@ -66,7 +66,7 @@ class Residuals:
         return named
 
     def load_residuals(self, saved: Sequence[dict[str, Any]], factor: float) -> None:
-        """Set each residual to the sum of those that `by_name` returned on some ranks, times `factor`.
+        """Set each residual to the sum of those in `saved`, which `by_name` returned on some ranks, times `factor`.
 
         A parameter that is in none of them starts without a residual.
         """

@@ -1,42 +1,42 @@
-"""Compressed gradient sync under DDP: reduce units as they complete, then commit or roll back the step."""
+"""GradientSync: compressed gradient sync under DDP, which reduces units as they complete and commits or rolls back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.cluster.modes import MODES
-from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.block_sparse import BlockSparse
-from lightning_aigc.gradient_sync.delayed import DelayedSums
-from lightning_aigc.gradient_sync.early_choice import EarlyChoice
-from lightning_aigc.gradient_sync.executors import Work, make_executor
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
-from lightning_aigc.gradient_sync.hook import CommunicationHook, UnitGradients
-from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+from lightning_aigc.gradient_sync.executors import make_executor
+from lightning_aigc.gradient_sync.hook import BucketFuture, UnitCollector, UnitGradients, after_backward
+from lightning_aigc.gradient_sync.modes.block_selection import BlockSelection
+from lightning_aigc.gradient_sync.modes.block_sparse import BlockSparse
+from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
+from lightning_aigc.gradient_sync.modes.reductions import Reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Reduction
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.step_report import StepMeter, StepReport
-from lightning_aigc.gradient_sync.sync_error import SyncError, explain
-from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
-from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.transport.sync_error import SyncError, explain
+from lightning_aigc.gradient_sync.unit_reducer import UnitReducer, UnusedParameters
+from lightning_aigc.gradient_sync.units import FlatUnit, make_units
+from lightning_aigc.gradient_sync.watch.step_report import StepMeter, StepReport
 
 STATE_VERSION = 1
-"""Of what `state_dict` returns, whose keys keep their first names: `owed` has residuals, `late` delayed sums."""
+"""Version of the dictionary that `state_dict` returns."""
 
 MOST_DESCRIBED = 4
 
 
 class GradientSync(Sync):
-    """Adds up gradients over the ranks in one mode; `attach` makes it DDP's communication hook.
+    """Sums gradients over the ranks in one mode.
 
-    Every rank makes it with the same parameters and options. All state goes by parameter name.
+    Every rank makes it with the same parameters and options. All state is stored by parameter name.
     """
 
     def __init__(
@@ -48,16 +48,11 @@ class GradientSync(Sync):
         find_unused: bool = False,
         loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """Args: loss_scale: what this step's gradients are multiplied by; residuals are kept without it.
+        """Args: loss_scale: factor in this step's gradients; residuals are stored without it.
 
         Raises: ConfigError for options that do not fit the parameters.
         """
         super().__init__(groups)
-        if options.delay_one_step and find_unused:
-            raise ConfigError(
-                "delay_one_step wants a gradient for every parameter in each step, got DDP with find_unused_parameters "
-                "or static_graph: a delayed gradient would be dropped where its parameter goes unused"
-            )
         self.options = options
         self.parameters = [(name, p) for name, p in parameters if p.requires_grad]
         self.device = self.parameters[0][1].device
@@ -68,126 +63,119 @@ class GradientSync(Sync):
         self.residuals = Residuals(compressed, groups, self.device, error_feedback=options.error_feedback)
         unused = UnusedParameters(compressed, groups, self.device) if find_unused else None
         self.reducer = UnitReducer(groups, reductions, self.residuals, unused, self.device, loss_scale)
-        self.delayed = DelayedSums(self.units, self.device) if options.delay_one_step else None
-        chosen = [unit for unit in compressed if unit.kind == "values"]
-        self.early_choice = EarlyChoice(self.parameters, chosen, groups, self.residuals, loss_scale)
-        self.hook = CommunicationHook(self.units, self.parameters, groups.rank, self)
-        self.executor = make_executor(
-            self._explain, self.device, overlap=options.overlap, delayed=options.delay_one_step
-        )
+        selected = [unit for unit in compressed if unit.kind == "values"]
+        self.selection = BlockSelection(self.parameters, selected, groups, self.residuals, loss_scale)
+        self.collector = UnitCollector(self.units, self.parameters)
+        self.executor = make_executor(self._explain, self.device, overlap=options.overlap)
         self._meter = StepMeter(groups, sum(p.numel() for _, p in self.parameters))
-        self._is_finished = True
+        self._is_drained = True
         self._failed: SyncError | None = None
         self._submitted: dict[int, FlatUnit] = {}
         self._removable: list[Any] = []
 
     @property
     def compressing(self) -> bool:
-        """Whether this step's gradients are compressed, or still sent whole."""
+        """Whether this step's gradients are compressed; otherwise they are sent uncompressed."""
         first = int(MODES[self.options.mode].needs_dense_first_step)
         return self.step >= max(self.options.warmup_steps, first)
 
     def attach(self, ddp: DistributedDataParallel) -> None:
-        self.hook.attach(ddp)
+        super().attach(ddp)
         if isinstance(self.reduction, BlockSparse):
             self._removable.append(ddp.register_forward_pre_hook(lambda model, _: self._before_forward(model)))
 
-    # A step, unit by unit: what the hook calls
+    # A step, bucket by bucket
 
-    def begin_step(self) -> None:
-        self._finish()
-        self._is_finished = False
+    def on_bucket(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        if len(gradients) < len(parameters):
+            raise SyncError(
+                f"the gradient of {', '.join(self.collector.names_of(parameters))} is sparse; gradient sync takes "
+                "dense ones: make the module with sparse=False (torch.nn.Embedding, EmbeddingBag), or train it under "
+                "plain ddp"
+            )
+        future = BucketFuture(bucket.buffer())
+        self.gradients_ready(parameters, gradients, future, last=bucket.is_last())
+        future.release()
+        if bucket.is_last():
+            after_backward(self._end_backward)
+        return future.future
+
+    def gradients_ready(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], bucket: BucketFuture, *, last: bool
+    ) -> None:
+        """Start to reduce the units that the gradients of a bucket complete.
+
+        The last bucket of a step completes at least one unit, because it completes those of its own parameters.
+        """
+        if not self.collector.is_within_step:
+            self._begin_step()
+        complete = self.collector.collect(parameters, gradients, bucket)
+        if last:
+            self.executor.wanted()
+        for i, collected in enumerate(complete):
+            self._submitted[collected.unit.index] = collected.unit
+            done = partial(self._unit_done, collected)
+            self.executor.submit(self.reducer.reduce(collected), done, last=last and i == len(complete) - 1)
+
+    def _begin_step(self) -> None:
+        self._drain()
+        self._is_drained = False
         self.reducer.begin_step(compressing=self.compressing)
         self.executor.new_step()
         self._meter.start()
 
-    def reduce_units(self, complete: Sequence[UnitGradients], *, last: bool) -> None:
-        """Start to reduce units; with the last bucket there is at least one, which its own parameters complete."""
-        if last and self.delayed is None:
-            self.executor.wanted()
-        for i, collected in enumerate(complete):
-            is_last = last and i == len(complete) - 1
-            self._submitted[collected.unit.index] = collected.unit
-            if self.delayed is None:
-                self.executor.submit(self.reducer.reduce(collected), self._releasing(collected), last=is_last)
-            else:
-                self._reduce_delayed(collected, self.delayed, last=is_last)
-
-    def end_backward(self) -> None:
-        if self.delayed is None:
-            self.executor.finish()
-        if self._failed is not None:
-            raise self._failed
-
-    def _reduce_delayed(self, collected: UnitGradients, sums: DelayedSums, *, last: bool) -> None:
-        """Apply what the last step's gradients came to, and start to reduce this step's."""
-        flat = self.reducer.flatten(collected)
-        sums.keep(flat)
-        self.reducer.write_back(collected, sums.delayed(collected.unit))
+    def _unit_done(self, collected: UnitGradients, error: SyncError | None) -> None:
+        self._note_failure(error)
+        self._submitted.pop(collected.unit.index, None)
         collected.release()
-
-        def work() -> Work:
-            total = yield from self.reducer.add_up(collected, flat)
-            sums.set_pending(collected.unit, total)
-
-        self.executor.submit(work(), self._releasing(collected, holds_buckets=False), last=last)
-
-    def _releasing(self, collected: UnitGradients, *, holds_buckets: bool = True) -> Callable[[SyncError | None], None]:
-        def done(error: SyncError | None) -> None:
-            self._note_failure(error)
-            self._submitted.pop(collected.unit.index, None)
-            if holds_buckets:
-                collected.release()
-
-        return done
 
     def _note_failure(self, error: SyncError | None) -> None:
         self._failed = self._failed or error
 
+    def _end_backward(self) -> None:
+        self.executor.join()
+        if self._failed is not None:
+            raise self._failed
+
     def describe_wait(self) -> list[str]:
-        submitted, incomplete = list(self._submitted.values()), self.hook.incomplete_units
+        submitted, incomplete = list(self._submitted.values()), self.collector.incomplete_units
         return [
             f"step {self.step} of gradient sync in mode {self.options.mode}: of {len(self.units)} units "
             f"{len(incomplete)} wait for this rank's backward pass, {len(submitted)} for the other ranks",
-            *(f"handed over and not added up: {unit.describe()}" for unit in submitted[:MOST_DESCRIBED]),
+            *(f"submitted and not reduced: {unit.describe()}" for unit in submitted[:MOST_DESCRIBED]),
             *self.groups.traffic.describe_recent(),
         ]
 
     # Accumulation
 
-    def set_early_choice(self, enabled: bool) -> None:
-        self.early_choice.enabled = enabled
+    def set_early_selection(self, enabled: bool) -> None:
+        self.selection.enabled = enabled
 
     def _before_forward(self, ddp: DistributedDataParallel) -> None:
-        if not self.early_choice.is_due(ddp):
+        if not self.selection.is_due(ddp):
             return
-        self._finish()
-        if self.compressing and self.early_choice.units and self.groups.inside is None:
+        self._drain()
+        if self.compressing and self.selection.units and self.groups.inside is None:
             assert isinstance(self.reduction, BlockSparse)
-            self.executor.submit(self.early_choice.choose(self.reduction), self._note_failure, last=True)
+            self.executor.submit(self.selection.select(self.reduction), self._note_failure, last=True)
 
     # The end of a step
 
-    def finish_step(self) -> StepReport | None:
-        """End the step and say how it went; None before the first one.
+    def end_step(self) -> StepReport | None:
+        """Wait for the step's gradients. Returns: the step's report; None before the first step.
 
-        What the step changed is kept if every rank's gradients were finite, else rolled back. All ranks have the same
-        sums and decide alike. Waits for the step's gradients, unless they are delayed: then the report is on those that
-        were applied.
+        The step's changes of state are kept if every rank's gradients were finite, and rolled back otherwise. All ranks
+        hold the same sums and decide alike.
         """
-        if self.delayed is None:
-            self._finish()
+        self._drain()
         return self.report
 
-    def _finish(self) -> None:
-        if self._is_finished or self.hook.is_within_step:
+    def _drain(self) -> None:
+        if self._is_drained or self.collector.is_within_step:
             return
-        if self.delayed is not None:
-            self.executor.wanted()
-        self.executor.finish()
-        if self._failed is not None:
-            raise self._failed
-        self._is_finished = True
+        self._end_backward()
+        self._is_drained = True
         finite = self.reducer.is_finite()
         if finite:
             self.residuals.commit()
@@ -197,24 +185,21 @@ class GradientSync(Sync):
             self.reduction.rollback()
             self.residuals.rollback()
             self.skipped_steps += 1
-        if self.delayed is not None:
-            self.delayed.advance()
         self.report = self._meter.report(self.executor.times(), finite=finite)
 
     # State by name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and delayed sums by parameter name, and the mode's own state."""
-        self._finish()
+        """Return this rank's residuals by parameter name, and the mode's own state."""
+        self._drain()
         return {
             "version": STATE_VERSION,
             "world_size": self.groups.world_size,
             "ranks_inside": self.groups.ranks_inside,
             "mode": self.options.mode,
             "step": self.step,
-            "accumulating": self.early_choice.is_accumulating,
-            "owed": self.residuals.by_name(),
-            "late": {} if self.delayed is None else self.delayed.by_name(),
+            "accumulating": self.selection.is_accumulating,
+            "residuals": self.residuals.by_name(),
             "reduction": self.reduction.state_dict(),
         }
 
@@ -222,33 +207,30 @@ class GradientSync(Sync):
         return bool(state.get("ranks_inside", 1) != self.groups.ranks_inside)
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> list[str]:
-        """Load the states of all ranks that saved; returns sentences on what cannot be exact.
+        """Load the states of all ranks that saved. Returns: sentences on what cannot be exact.
 
-        With as many ranks as before each loads its own residuals; else, or where nodes came first in only one of the
-        two runs, the sum of all residuals is shared out evenly.
+        With as many ranks as before each rank loads its own residuals. Otherwise, or where nodes reduced first in only
+        one of the two runs, the sum of all residuals is divided evenly.
         """
         notes = []
         same = len(states) == self.groups.world_size and not self.needs_all_states(states[0])
-        own = states[self.groups.rank if same else 0]
+        state = states[self.groups.rank if same else 0]
         if same:
-            self.residuals.load_residuals([own["owed"]], 1.0)
+            self.residuals.load_residuals([state["residuals"]], 1.0)
         else:
-            self.residuals.load_residuals([state["owed"] for state in states], 1 / self.groups.between.size)
+            self.residuals.load_residuals([each["residuals"] for each in states], 1 / self.groups.between.size)
             notes.append(
-                f"{len(states)} ranks saved and {self.groups.world_size} go on, on other nodes or in other numbers: "
+                f"{len(states)} ranks saved and {self.groups.world_size} load, on other nodes or in other numbers: "
                 "their residuals are shared out evenly, their sum unchanged; the run is not bit for bit the same"
             )
         self.step = int(states[0]["step"])
-        self.early_choice.is_accumulating = bool(own.get("accumulating", False))
+        self.selection.is_accumulating = bool(state.get("accumulating", False))
         if states[0]["mode"] == self.options.mode:
-            self.reduction.load_state_dict(own["reduction"])
+            self.reduction.load_state_dict(state["reduction"])
         else:
             notes.append(f"the checkpoint was written in mode {states[0]['mode']}, this run is in {self.options.mode}")
-        if self.delayed is not None and own.get("late"):
-            finite = self.delayed.load_sums(own["late"])
-            self.report = StepReport(dict.fromkeys(self.groups.traffic.sent, 0.0), 0.0, 0.0, 0.0, finite)
         names = [entry.name for unit in self.residuals.units for entry in unit.entries]
-        missing = [name for name in names if name not in states[0]["owed"]]
+        missing = [name for name in names if name not in states[0]["residuals"]]
         if missing and same and self.groups.inside is None:
             notes.append(
                 f"{len(missing)} parameters are not in the checkpoint's sync state and start without a residual"
@@ -258,9 +240,9 @@ class GradientSync(Sync):
     def close(self) -> None:
         """Stop the executor, and destroy the process groups; residuals stay readable.
 
-        DDP keeps its communication hook, so a backward pass after this is a SyncError.
+        DDP keeps its communication hook, so a later backward pass is a SyncError.
         """
-        self.hook.close()
+        self._is_closed = True
         for handle in self._removable:
             handle.remove()
         if self.executor.close():  # a thread that still waits for a lost rank uses the groups

@@ -1,26 +1,25 @@
-"""One unit from the gradients of this rank to their mean over the ranks."""
+"""UnitReducer: one unit, from the gradients of this rank to their mean over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.direct_quantized import DirectUnit
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, Kind, view_of
 from lightning_aigc.gradient_sync.hook import UnitGradients
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.reductions import Quantized, Reduction
+from lightning_aigc.gradient_sync.modes.direct_quantized import DirectUnit
+from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.unused_parameters import UnusedParameters
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit, Kind, entry_of_each_block, own_shard, view_of
 
 
 class UnitReducer:
     """Flattens a unit's gradients, adds its residual, reduces it over the ranks, and writes the sum back.
 
-    Where nodes reduce first, that happens dense, and each rank compresses its shard of the node's sum.
+    In a hierarchical sync the reduction inside a node is dense, and each rank compresses its shard of the node's sum.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class UnitReducer:
         self._groups, self._reductions, self._residuals, self._unused = groups, reductions, residuals, unused
         self._device, self._loss_scale = device, loss_scale
         self.on_cpu = device.type == "cpu"
-        """Whether the host may look at values without waiting for a device."""
+        """Whether the host can read values without waiting for a device."""
         self._is_compressing = False
         self._scale: float | None = None
         self._checks: list[Tensor] = []
@@ -71,7 +70,7 @@ class UnitReducer:
             torch._foreach_copy_([view_of(flat, e) for e in unit.entries], [gradients[e.name] for e in unit.entries])
             return flat.mul_(share)
         residual = self._residuals.of(unit)
-        if self.on_cpu:  # one pass in place of two
+        if self.on_cpu:  # one pass instead of two
             for entry in unit.entries:
                 torch.add(view_of(residual, entry), gradients[entry.name], alpha=share, out=view_of(flat, entry))
         else:
@@ -82,7 +81,7 @@ class UnitReducer:
         return flat
 
     def add_up(self, collected: UnitGradients, flat: Tensor) -> Generator[Any, None, Tensor]:
-        """Return the sum over the ranks of what `flatten` returned."""
+        """Return the sum over the ranks of the vectors of `flatten`."""
         unit, inside = collected.unit, self._groups.inside
         compresses = not unit.uncompressed and self._is_compressing
         reduction = self._reductions[unit.kind if compresses else "protected"]
@@ -116,13 +115,13 @@ class UnitReducer:
         torch._foreach_copy_([collected.by_name[e.name] for e in entries], [view_of(total, e) for e in entries])
 
     def _share(self) -> float:
-        """Return what a gradient is multiplied by, to be this rank's share of the mean without the loss scale."""
+        """Return the factor that makes a gradient this rank's share of the mean, without the loss scale."""
         if self._scale is None:
             self._scale = self._loss_scale()
         return 1 / (self._groups.world_size * self._scale)
 
     def _direct_of(self, collected: UnitGradients) -> DirectUnit | None:
-        """Return what reduces the unit without a flat vector, where that can be."""
+        """Return the reducer of this unit without a flat vector, None if the unit needs one."""
         unit, reduction = collected.unit, self._reductions["values"]
         if not (
             self.on_cpu and self._is_compressing and unit.kind == "values" and isinstance(reduction, Quantized)
@@ -137,3 +136,35 @@ class UnitReducer:
     def _needs_own_buffer(self, unit: FlatUnit) -> bool:
         """Whether the unit needs its own buffer instead of the residual's next one."""
         return unit.uncompressed or self._groups.inside is not None
+
+
+class UnusedParameters:
+    """Keeps the residuals of parameters that no rank used in a step: DDP drops any gradient written for them."""
+
+    def __init__(self, units: Sequence[FlatUnit], groups: ProcessGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._entry_of_block = {unit.index: self._own_entries(unit).to(device) for unit in units}
+
+    def set_aside(
+        self, unit: FlatUnit, gradients: Mapping[str, Tensor], e_N: Tensor, *, on_cpu: bool
+    ) -> Generator[Any, None, Tensor | None]:
+        """Move the residuals of unused parameters out of e_N.
+
+        Returns: a vector like e_N to add to it afterwards; None where the host knows that nothing is unused, without
+            waiting for a device.
+        """
+        used = torch.stack([gradients[entry.name].count_nonzero() for entry in unit.entries]).to(torch.float32)
+        yield self._groups.everyone.all_reduce(used, "index")
+        unused = used == 0
+        if on_cpu and not unused.any():
+            return None
+        unused_K1 = unused[self._entry_of_block[unit.index]].view(-1, 1)
+        e_KB = e_N.view(-1, unit.alignment)
+        aside_KB = torch.where(unused_K1, e_KB, 0.0)
+        e_KB.masked_fill_(unused_K1, 0.0)
+        return aside_KB.view(-1)
+
+    def _own_entries(self, unit: FlatUnit) -> Tensor:
+        """Return the place in `entries` of each block that this rank compresses."""
+        start, length = own_shard(unit, self._groups)
+        return entry_of_each_block(unit)[start // unit.alignment : (start + length) // unit.alignment]

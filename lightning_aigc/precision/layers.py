@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 from lightning_aigc_kernels import Norm, Projection
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"
@@ -25,7 +25,7 @@ class CannotSwapError(Exception):
 
 def class_path(module: object) -> str:
     """The dotted path of an object's class, `module.path.ClassName`, under sharding too."""
-    cls = own_class(module)
+    cls = original_class(module)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -83,7 +83,7 @@ def refuse_dropout(module: nn.Module) -> None:
     refuse_hooks(module)
     if isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and (module.p == 0 or not module.training)):
         return
-    raise CannotSwapError(f"{own_class(module).__name__} is active")
+    raise CannotSwapError(f"{original_class(module).__name__} is active")
 
 
 def read_layer_norm(module: nn.Module) -> Norm:

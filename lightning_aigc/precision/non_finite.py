@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Calls:
         return self._running[-1] if self._running else self._outermost
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        name = f"{self._names.get(module) or 'the model'} ({own_class(module).__name__})"
+        name = f"{self._names.get(module) or 'the model'} ({original_class(module).__name__})"
         after = self._caller().last_child
         start = torch._C._autograd._get_sequence_nr()
         self._running.append(_Call(name, start, _all_finite(tree_leaves(args)), after, self._last_finite))

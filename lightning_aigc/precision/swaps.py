@@ -30,7 +30,7 @@ from lightning_aigc.precision.budget import MemoryBudget
 from lightning_aigc.precision.fused_forward import CHOICES, Choices, Memory, choices_of, fused_or_own
 from lightning_aigc.precision.layers import INSTALLED, CannotSwapError, class_path
 from lightning_aigc.precision.planner import Planner, roots_of
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, why_no_kernel
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
@@ -240,7 +240,7 @@ def swap_forwards(
     outer_is_swapped: dict[nn.Module, bool] = {}
     run_again: set[nn.Module] = set()
     for name, module, row in _candidates(model):
-        kind, reason = own_class(module).__name__, ""
+        kind, reason = original_class(module).__name__, ""
         try:
             if "forward" in module.__dict__:
                 raise CannotSwapError("its forward was replaced before")

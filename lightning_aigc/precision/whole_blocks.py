@@ -20,7 +20,7 @@ from lightning_aigc.precision.fused_forward import Choices, choices_of
 from lightning_aigc.precision.fused_transformer_blocks import forward_for
 from lightning_aigc.precision.layers import CannotSwapError, class_path
 from lightning_aigc.precision.selective import ALL, Known, Saves, saving_and_reading
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 from lightning_aigc_kernels.protection import named_modules
 
 MODELS, CONTROLNETS = "diffusers.models.transformers.", "diffusers.models.controlnets."
@@ -42,7 +42,7 @@ def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[st
     kinds: dict[nn.Module, Collection[str]] = {}
     controlnets = []
     for _, module in named_modules(model):
-        cls = own_class(module)
+        cls = original_class(module)
         if cls.__module__.startswith(MODELS):
             named = getattr(cls, "_repeated_blocks", None) or getattr(cls, "_no_split_modules", None) or ()
             kinds |= dict.fromkeys(module.modules(), named) if named else {}
@@ -52,7 +52,7 @@ def whole_blocks(model: nn.Module, served: Collection[str]) -> Iterator[tuple[st
     for controlnet in controlnets:
         kinds |= dict.fromkeys(controlnet.modules(), every_kind)
     for name, module in named_modules(model):
-        known = own_class(module).__name__ in kinds.get(module, ())
+        known = original_class(module).__name__ in kinds.get(module, ())
         if known and not any(class_path(part) in served for part in module.modules()):
             yield name, module
 

@@ -1,4 +1,4 @@
-"""Trees of tensors, such as a checkpoint: gathered whole for a file, or cut for this rank again."""
+"""Conversion of trees of tensors, such as a checkpoint, between full tensors and this rank's shards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
-    """Return a tree whose sharded tensors are whole, on the CPU. Collective: every rank calls it with an equal tree.
+    """Return a tree with full tensors on the CPU. Collective: every rank calls it with an equal tree.
 
-    Tensor by tensor, so that a device holds one of them whole at a time.
-    Args: keep: whether this rank wants the result; else it takes part, and None stands for each of them.
+    Tensors are gathered one at a time, so that a device holds only one full tensor.
+    Args: keep: whether this rank needs the result; otherwise each sharded tensor becomes None.
     """
 
     return map_tree(tree, lambda leaf: full_tensor(leaf, keep=keep) if isinstance(leaf, DTensor) else leaf)
@@ -36,7 +36,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
 
 @torch.no_grad()
 def full_tensor(tensor: DTensor, *, keep: bool) -> Tensor | None:
-    """Return the whole of a sharded tensor on the CPU, None on a rank that does not keep it. Collective."""
+    """Return a sharded tensor in full on the CPU, None on a rank that does not keep it. Collective."""
     mesh = tensor.device_mesh
     part = local_part(tensor.detach()).to(mesh.device_type)  # offloaded parts lie where the mesh has no backend
     full = sharded(part, mesh, tensor.placements, tensor.shape, tensor.stride()).full_tensor()
@@ -44,21 +44,21 @@ def full_tensor(tensor: DTensor, *, keep: bool) -> Tensor | None:
 
 
 @torch.no_grad()
-def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor as a DTensor, cut as `like` is; without a collective.
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of a full tensor as a DTensor, sharded like `like`. Not a collective.
 
-    A tensor that is sharded already, or whose counterpart is not, is returned as it is.
+    A tensor that is sharded already, or whose counterpart is not, is returned unchanged.
     """
-    if isinstance(whole, DTensor) or not isinstance(like, DTensor) or whole.shape != like.shape:
-        return whole
+    if isinstance(full, DTensor) or not isinstance(like, DTensor) or full.shape != like.shape:
+        return full
     local = local_part(like)
     start, length = rows_of(like)
-    part = whole[start : start + length].to(local.device, whole.dtype).clone()
+    part = full[start : start + length].to(local.device, full.dtype).clone()
     return sharded(part, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
-    """Return the first row and the number of rows that this rank holds of a tensor cut by rows."""
+    """Return the first row and the number of rows that this rank holds of a row-sharded tensor."""
     rows, ranks = tensor.shape[0], tensor.device_mesh.size()
     each = -(-rows // ranks)
     start = min(rows, tensor.device_mesh.get_local_rank() * each)
@@ -66,13 +66,13 @@ def rows_of(tensor: DTensor) -> tuple[int, int]:
 
 
 def sharded_weights(saved: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Return a state_dict whose weights are cut as the module's are."""
-    own = dict(module.named_parameters())
-    return {name: shard_like(value, own[name]) if name in own else value for name, value in saved.items()}
+    """Return a state_dict whose weights are sharded like the module's."""
+    current = dict(module.named_parameters())
+    return {name: shard_like(value, current[name]) if name in current else value for name, value in saved.items()}
 
 
 def sharded_states(saved: State, optimizer: torch.optim.Optimizer) -> State:
-    """Return an optimizer's state_dict whose tensors are cut as the parameters are that they belong to."""
+    """Return an optimizer's state_dict whose tensors are sharded like their parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     places = [place for group in saved["param_groups"] for place in group["params"]]
     of_place = dict(zip(places, parameters, strict=True))

@@ -1,4 +1,4 @@
-"""A reduce-scatter for gloo, which has none: its own is an all-reduce of a copy and sends twice the bytes."""
+"""Reduce-scatter for gloo, whose own is an all-reduce of a copy and sends twice the bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 class SummedParts:
-    """Parts of all ranks that are on their way to this one, and are added when it waits for them.
+    """Parts of all ranks that travel to this rank, and are added when it waits for them.
 
-    The sum begins with the lowest rank's part, so that it does not depend on which part comes first.
+    The sum begins with the lowest rank's part, so that it does not depend on the order of arrival.
     """
 
     def __init__(self, out_N: Tensor, parts_KN: Tensor, group: Any) -> None:
-        """Start to send each of K ranks its part, and to fill out_N with the sum of theirs for this rank."""
+        """Start to send each of K ranks its part, and to receive theirs; `wait` writes their sum to out_N."""
         self._out_N = out_N
         rank = dist.get_rank(group)
         others = [other for other in range(len(parts_KN)) if other != rank]
@@ -37,7 +37,7 @@ class SummedParts:
 
 
 class GlooReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes.
+    """Argument of `FSDPModule.set_custom_reduce_scatter`.
 
     Source of the interface: torch.distributed.fsdp, `Comm` and `ReduceScatter`.
     """
@@ -53,7 +53,7 @@ class GlooReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write [N], the sum or mean over ranks of this rank's part of their inputs [K N]."""
+        """Write [N]: the sum or mean over ranks of this rank's part of their inputs [K N]."""
         ranks = group.size()
         SummedParts(output_tensor, input_tensor.view(ranks, -1), group).wait()
         if op == dist.ReduceOp.AVG:

@@ -1,4 +1,4 @@
-"""Shard a model over a mesh: torch's `fully_shard` on each group, with what must stay out of it left out."""
+"""Shard a model over a mesh: torch's `fully_shard` on each group, without frozen and packed parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.sharding.fsdp_groups import fsdp_groups
+from lightning_aigc.sharding.full_parameters import free_without_backward, fsdp_groups
 from lightning_aigc.sharding.gloo_reduce_scatter import GlooReduceScatter
 from lightning_aigc.sharding.groups import (
     Group,
@@ -28,14 +28,13 @@ from lightning_aigc.sharding.groups import (
     modules_to_join,
     split_by_dtype,
 )
-from lightning_aigc.sharding.own_class import own_class
-from lightning_aigc.sharding.whole_weights import free_without_backward
+from lightning_aigc.sharding.original_class import original_class
 
 CALLED = {"AutoencoderKL": ("encode", "decode")}
-"""Methods beside forward by which models of other libraries are called."""
+"""Methods other than forward that call a model of another library, by class."""
 JOINED_BYTES = 25 * 2**20
-"""Stage 2 gathers and reduces blocks together up to here, as much as a bucket of DDP has: it keeps their weights for
-backward anyway, and each collective of a small block costs its latency."""
+"""Limit up to which stage 2 gathers and reduces blocks together, the size of a DDP bucket. Stage 2 keeps their weights
+for backward anyway, and each collective of a small block costs its latency."""
 
 
 def shard_model(
@@ -47,36 +46,36 @@ def shard_model(
     offload: bool,
     called: Sequence[str],
 ) -> list[Group]:
-    """Shard the trained parameters of a model over a 1-d mesh, in place; frozen and packed ones stay whole.
+    """Shard the trained parameters of a model over a 1-d mesh; frozen and packed ones are not sharded.
 
     Args:
         stage: 3 frees gathered weights after each block's forward; 2 keeps them until its backward, and has larger
             groups where blocks are small.
-        compute_dtype: what weights are gathered in, None for their own; gradients are reduced in float32.
+        compute_dtype: dtype of gathered weights, None for their own; gradients are reduced in float32.
         offload: keep shards and optimizer states in host memory.
-        called: methods of the root by which a step calls it.
+        called: methods of the root that a step calls.
     Returns: the groups, innermost first.
-    Raises: ConfigError for a model that cannot be cut so.
+    Raises: ConfigError for a model that cannot be sharded.
     """
     _prepare_parameters(root, stage)
     groups = make_groups(root)
     blocks = block_count(root, groups)
     if not groups:
         raise ConfigError(
-            f"{own_class(root).__name__} has no trainable parameter to shard; set requires_grad on what is to be "
+            f"{original_class(root).__name__} has no trainable parameter to shard; set requires_grad on what is to be "
             "trained"
         )
     if mesh.size() > blocks:
         raise ConfigError(
             f"stage {stage} wants at least as many blocks as ranks, got {blocks} block(s) in "
-            f"{own_class(root).__name__} and {mesh.size()} ranks; use fewer devices, or strategy zero_1 or ddp "
+            f"{original_class(root).__name__} and {mesh.size()} ranks; use fewer devices, or strategy zero_1 or ddp "
             "for so small a model"
         )
     if stage == 2:
         groups = make_groups(root, modules_to_join(root, groups, JOINED_BYTES))
     ignored = {parameter for parameter in root.parameters() if not parameter.requires_grad}
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    # Inputs are cast by autocast, operation by operation; a cast of a whole batch would round its targets too.
+    # Autocast casts inputs per operation; a cast of the batch would round its targets too.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None, cast_forward_inputs=False
     )
@@ -91,21 +90,21 @@ def shard_model(
         for owners, _ in split_by_dtype(group):
             fully_shard(owners, **settings)
         fully_shard(group.module, **settings)
-        for name in CALLED.get(own_class(group.module).__name__, ()):
+        for name in CALLED.get(original_class(group.module).__name__, ()):
             register_fsdp_forward_method(group.module, name)
-    if not isinstance(root, FSDPModule):  # the groups have all of its parameters
+    if not isinstance(root, FSDPModule):  # all of its parameters are in groups
         fully_shard(root, **settings)
     for part in root.modules():
-        if isinstance(part, FSDPModule):  # each has settings of its own
+        if isinstance(part, FSDPModule):  # each has its own settings
             if mesh.device_type == "npu":
                 part.set_force_sum_reduction_for_comms(True)  # HCCL has no mean
             if mesh.device_type == "cpu":
                 part.set_custom_reduce_scatter(GlooReduceScatter())  # type: ignore[arg-type]  # its base has no public name
-                # Gathering the next block early holds one more and hides nothing: collectives are waited for.
+                # Gathering the next block early holds one more block and hides nothing, because collectives block here.
                 part.set_modules_to_backward_prefetch([part])
     for name in called:
         register_fsdp_forward_method(root, name)
-    # A sample may be drawn before the first step, and the module that is called first would become the root.
+    # Sampling may come before the first step, and the module that is called first would become the root.
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator]
     if stage == 2:
         for part in called_parts(root):
@@ -114,7 +113,7 @@ def shard_model(
 
 
 def _prepare_parameters(root: nn.Module, stage: int) -> None:
-    """Check that each trained parameter has rows to cut, and lay it out by rows."""
+    """Check that each trained parameter has rows, and make it contiguous."""
     for name, parameter in root.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -123,13 +122,13 @@ def _prepare_parameters(root: nn.Module, stage: int) -> None:
         if kind is not None:
             raise ConfigError(
                 f"stage {stage} cuts parameters by rows, and {name} has {kind}; give it shape [1] or real values, "
-                "freeze it with requires_grad_(False), or use strategy zero_1, which keeps weights whole"
+                "freeze it with requires_grad_(False), or use strategy zero_1, which keeps full weights on each rank"
             )
         parameter.data = parameter.data.contiguous()  # torch refuses another layout, such as channels_last
 
 
 def sharded_parts(root: nn.Module) -> list[tuple[FSDPModule, list[tuple[str, Any]]]]:
-    """Return each sharded module that has parameters of its own, with their names and torch's FSDPParams, in order."""
+    """Return each sharded module with own parameters, with their names and torch's FSDPParams, in order."""
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     parts: list[tuple[FSDPModule, list[tuple[str, Any]]]] = []
     for module in root.modules():

@@ -1,7 +1,7 @@
-"""This rank's part of sharded tensors, and norms over all parts by one collective.
+"""Local parts of sharded tensors on this rank, and norms over all parts with one collective.
 
-Every operation on a DTensor may be a collective of its own, which hangs where one rank alone calls it. So what reads
-parameters and gradients takes their local parts, and adds up over the ranks at the end.
+Every operation on a DTensor may be a collective, which hangs if one rank alone calls it. Readers of parameters and
+gradients therefore use local parts, and sum over the ranks at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor, in shared memory; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""What a rank sends in a step of a sharded training, modelled as rings: gathered weights, and reduced gradients."""
+"""Model of the bytes that a rank sends in a step of a sharded training: rings of weights and gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SentBytes:
     """Bytes that one rank sends in an optimizer step of one micro-batch."""
 
     weights: float
-    """Gathered for forward and backward; in stage 1 the new weights that the owner of their states sends."""
+    """Weights gathered for forward and backward; in stage 1 the new weights from the owner of their states."""
     gradients: float
 
     @property
@@ -32,10 +32,10 @@ def sent_bytes(
     *,
     gathered_itemsize: int = 4,
 ) -> SentBytes:
-    """Return what one of these ranks sends of parameters of these shapes.
+    """Return the bytes that one rank sends of parameters of these shapes.
 
-    A ring sends each value's part once to each other rank: (K - 1) parts to gather, as many to reduce and scatter, and
-    DDP's all-reduce is both. Stage 3 gathers each block twice, for its forward and for its backward, stage 2 once.
+    A ring sends each part once to each other rank: (K - 1) parts to gather, the same number to reduce and scatter, and
+    DDP's all-reduce does both. Stage 3 gathers each block twice, for its forward and for its backward, stage 2 once.
 
     Args: stage: 0 for DDP, else ZeRO's stage. gathered_itemsize: bytes of a weight as it is gathered, 2 under
         bf16-mixed.

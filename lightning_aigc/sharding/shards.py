@@ -1,4 +1,4 @@
-"""Sharded tensors as plain values for a snapshot: {"first_row", "rows", "part"}, which any number of ranks can read."""
+"""Sharded tensors as plain values of a snapshot: {"first_row", "rows", "part"}, readable by any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEYS = {"first_row", "rows", "part"}
 
 
 def to_shards(tree: Any) -> Any:
-    """Return a nested value with each sharded tensor as a dict of this rank's rows, sharing their memory."""
+    """Return a nested value with each sharded tensor as a dict of this rank's rows, in shared memory."""
 
     def plain(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
@@ -28,7 +28,7 @@ def to_shards(tree: Any) -> Any:
 
 
 def from_shards(tree: Any, mesh: DeviceMesh, device: torch.device) -> Any:
-    """Return what `to_shards` was given, on a mesh of as many ranks."""
+    """Return the input of `to_shards`, on a mesh with the same number of ranks."""
     if _is_shard(tree):
         part = tree["part"].to(device)
         shape = torch.Size([tree["rows"], *part.shape[1:]])
@@ -42,7 +42,7 @@ def from_shards(tree: Any, mesh: DeviceMesh, device: torch.device) -> Any:
 
 
 def has_shards(tree: Any) -> bool:
-    """Whether a nested value holds what `to_shards` makes of a sharded tensor."""
+    """Whether a nested value holds a sharded tensor in the form of `to_shards`."""
     if _is_shard(tree):
         return True
     inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
@@ -50,13 +50,13 @@ def has_shards(tree: Any) -> bool:
 
 
 def joined(trees: Sequence[Any], *, mean: bool = False) -> Any:
-    """Return a nested value with whole tensors, from the trees of all ranks that saved; the rest is the first tree's.
+    """Return a nested value with full tensors from the trees of all ranks that saved; other values are the first's.
 
-    Args: mean: floating-point tensors that are not sharded become their mean over the ranks.
+    Args: mean: replace floating-point tensors that are not sharded by their mean over the ranks.
     """
     first = trees[0]
     if _is_shard(first):
-        return _whole(trees)
+        return _full(trees)
     if not mean and not has_shards(first):  # such as a callback's records, of which rank 0 may have more
         return first
     if isinstance(first, dict):
@@ -68,7 +68,7 @@ def joined(trees: Sequence[Any], *, mean: bool = False) -> Any:
     return first
 
 
-def _whole(trees: Sequence[Any]) -> Tensor:
+def _full(trees: Sequence[Any]) -> Tensor:
     """Join the rows of all ranks. Rows on several nodes become their mean: gradients of an open window differ."""
     of_row: dict[int, list[Tensor]] = {}
     for tree in trees:

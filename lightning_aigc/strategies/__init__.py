@@ -3,7 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_aigc.strategies.npu_sparse import NPUSparseStrategy
-from lightning_aigc.strategies.zero import ZeROStrategy
+from lightning_aigc.strategies.zero.strategy import ZeROStrategy
 
 __all__ = ["NPUSparseStrategy", "ZeROStrategy"]
 

@@ -1,24 +1,41 @@
-"""DDP on Ascend NPUs, CUDA GPUs and CPUs."""
+"""DDP on Ascend NPUs, CUDA GPUs and CPUs, with late parameters and an optional stall watchdog."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, report_folder
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
 from lightning_aigc.strategies.late_parameters import LateParameters
 
 
 class DeviceDDPStrategy(DeviceProcessGroup, DDPStrategy):
-    """Lightning's DDP with a backend for each kind of device, and ranks on the devices in the order of their links."""
+    """Lightning's DDP with a backend for each kind of device, and ranks on devices in the order of their links.
+
+    A subclass that calls `_watch` gets a report of a stall. A step, a batch of any stage and a new barrier count as
+    progress.
+    """
+
+    _late: LateParameters | None = None
+    _watchdog: StallWatchdog | None = None
+
+    def __init__(self, *args: Any, stall_after_s: float | None = None, **kwargs: Any) -> None:
+        if stall_after_s is not None and stall_after_s < 0:
+            raise ConfigError(
+                f"stall_after_s must be above 0, 0 for no report, or null for a third of timeout; got {stall_after_s}"
+            )
+        super().__init__(*args, **kwargs)
+        self._stall_after_s = stall_after_s
 
     def determine_ddp_device_ids(self) -> list[int] | None:
         return [self.root_device.index] if self.root_device.type == "cuda" else None
-
-    _late: LateParameters | None = None
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         if self.root_device.type == "npu":
@@ -28,11 +45,6 @@ class DeviceDDPStrategy(DeviceProcessGroup, DDPStrategy):
         if self.world_size > 1:
             self._late = LateParameters(model, self.label, bool(self._ddp_kwargs.get("find_unused_parameters")))
         return wrapped
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._late is not None:
-            self._late.refuse_frozen()
-        return super().training_step(*args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
@@ -44,6 +56,56 @@ class DeviceDDPStrategy(DeviceProcessGroup, DDPStrategy):
         """Whether the gradients that are in no bucket are finite, the same on every rank."""
         return self._late is None or self._late.is_finite
 
+    # Progress, for the watchdog
+
+    def describe_wait(self) -> Sequence[str]:
+        """Return lines that say what this rank waits for."""
+        return []
+
+    def _watch(self) -> None:
+        """Start the watchdog; needs the process group."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        root = "" if trainer is None else str(trainer.default_root_dir)
+        self._watchdog = StallWatchdog(
+            self._stall_after_s,
+            report_folder(root),
+            self.global_rank,
+            self.world_size,
+            self._timeout or default_pg_timeout,
+            lambda: self.describe_wait(),
+        )
+        self._watchdog.start()
+
+    def _note_progress(self, steps: int | None = None, doing: str | None = None) -> None:
+        if self._watchdog is not None:
+            self._watchdog.progress(steps, doing)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_progress()
+        if self._late is not None:
+            self._late.refuse_frozen()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_progress(doing="a validation batch")
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_progress(doing="a test batch")
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_progress(doing="a prediction batch")
+        return super().predict_step(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        name = args[0] if args else kwargs.get("name")
+        self._note_progress(doing=f"the barrier {name}" if name else "a barrier")
+        super().barrier(*args, **kwargs)
+
     def teardown(self) -> None:
         self._late = None
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         super().teardown()

@@ -1,4 +1,4 @@
-"""The process group of a strategy on Ascend NPUs, CUDA GPUs and CPUs: backend, order of devices, what HCCL lacks."""
+"""DeviceProcessGroup: a strategy's process group on NPUs, CUDA GPUs and CPUs, with the reductions that HCCL lacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +22,46 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightning_aigc.cluster import env_settings
-from lightning_aigc.strategies.device_order import agree_on_order
-from lightning_aigc.strategies.parent_watch import watch_parent
-from lightning_aigc.strategies.roll_call import call_roll, open_store
+from lightning_aigc.strategies.rendezvous import agree_on_order, open_store, wait_for_ranks
 
 BACKENDS = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 SAY_AFTER_S = 30.0
-"""A rank's imports differ by seconds; more is worth a sentence."""
+"""Wait before a sentence is printed; the imports of ranks differ by seconds."""
+POLL_S = 0.5
+LAST_WORDS_S = 30.0
+"""Time for an error to arrive, and for a last snapshot, which waits for its ranks as long."""
+_watching: set[int] = set()
+
+
+def watch_parent(rank: int, last_words_s: float = LAST_WORDS_S) -> None:
+    """End this process `last_words_s` after its parent, in a thread; a second call does nothing.
+
+    NCCL and HCCL do not notice that a process is gone: a rank that Lightning started and that waits in a collective
+    would hold its device until the timeout of half an hour. Under torchrun and SLURM the launcher ends the ranks.
+    """
+    parent = os.getppid()
+    if os.getpid() in _watching:
+        return
+    _watching.add(os.getpid())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        print(
+            f"rank {rank}: the process of rank 0 that started this one has ended; this one ends within "
+            f"{last_words_s:g} s; look why in the log, and start again with --resume",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(last_words_s)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 @contextlib.contextmanager
 def say_while_waiting(sentence: str, after_s: float = SAY_AFTER_S) -> Iterator[None]:
-    """Print the sentence to stderr, once, if the block takes longer than `after_s`: ranks may wait for half an hour."""
+    """Print the sentence to stderr once if the block takes longer than `after_s`; ranks may wait for half an hour."""
     timer = threading.Timer(after_s, lambda: print(sentence, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -42,17 +71,17 @@ def say_while_waiting(sentence: str, after_s: float = SAY_AFTER_S) -> Iterator[N
         timer.cancel()
 
 
-if TYPE_CHECKING:  # what a class with this mixin has from Lightning's DDPStrategy or ModelParallelStrategy
+if TYPE_CHECKING:  # a class with this mixin is a DDPStrategy or a ModelParallelStrategy of Lightning
     Parent = DDPStrategy
 else:
     Parent = ParallelStrategy
 
 
 class DeviceProcessGroup(Parent):
-    """A process group with a backend for each kind of device, and ranks on the devices in the order of their links."""
+    """Mixin: a backend for each kind of device, and ranks on the devices in the order of their links."""
 
     _store: Store | None = None
-    """The store through which ranks agreed on the order, until the process group takes it over."""
+    """Store for the agreement on the order of devices, until the process group takes it over."""
 
     @property
     def label(self) -> str:
@@ -71,7 +100,7 @@ class DeviceProcessGroup(Parent):
         super().setup_environment()
 
     def _order_devices(self) -> None:
-        """Put neighbouring ranks on devices with the best link between them, if not all links are equal."""
+        """Put neighbouring ranks on devices with the best links between them, unless all links are equal."""
         assert self.parallel_devices is not None
         indices = [device.index for device in self.parallel_devices]
         order, news = agree_on_order(indices, self._links_store, self.node_rank, decides=self.local_rank == 0)
@@ -82,7 +111,7 @@ class DeviceProcessGroup(Parent):
     def _open_store(self) -> Store:
         assert self.cluster_environment is not None
         self.set_world_ranks()
-        # As Lightning does on its way to the process group, which takes this store: two cannot share a port.
+        # Lightning sets them before it makes the process group, which takes over this store: two cannot share a port.
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         self._store = open_store(self.global_rank, self.world_size, self._timeout)
@@ -92,10 +121,10 @@ class DeviceProcessGroup(Parent):
         return PrefixStore("npu_sparse", self._open_store())
 
     def setup_distributed(self) -> None:
-        # Lightning does so for nccl alone. Gloo's threads abort a process that ends before its groups do
+        # Lightning registers this for nccl alone. Gloo's threads abort a process that ends before its groups do
         # (pytorch#179291), and a group destroyed sooner, at teardown, lets a second fit hang.
         atexit.register(_destroy_dist_connection)
-        # As DDPStrategy does, but on NPUs without device_id: connecting at once is more than every torch_npu can.
+        # Equal to DDPStrategy, but on NPUs without device_id: not every torch_npu can connect at once.
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._get_process_group_backend()
@@ -113,7 +142,7 @@ class DeviceProcessGroup(Parent):
         ):
             if not dist.is_initialized():  # else an earlier fit has made it
                 self._store = self._store or self._open_store()
-                call_roll(self._store, self.global_rank, self.world_size, self._timeout)
+                wait_for_ranks(self._store, self.global_rank, self.world_size, self._timeout)
                 arguments["store"], self._store = PrefixStore("default_pg", self._store), None
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **arguments)
 
@@ -123,7 +152,7 @@ class DeviceProcessGroup(Parent):
         )
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as DDP does; on NPUs a mean is a sum that is divided here, because HCCL has no mean."""
+        """Reduce like DDP. On NPUs a mean is a sum that is divided here, because HCCL has no mean."""
         if self.root_device.type != "npu" or not isinstance(tensor, Tensor) or reduce_op not in ("mean", "avg"):
             return super().reduce(tensor, group, reduce_op)
         total = super().reduce(tensor, group, "sum")

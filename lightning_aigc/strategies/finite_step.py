@@ -1,4 +1,4 @@
-"""Optimizer steps that all ranks take or none: a step is skipped where a rank's gradients were not finite."""
+"""Optimizer steps that all ranks take or none takes: a gradient that is not finite on one rank skips the step."""
 
 from __future__ import annotations
 
@@ -8,26 +8,34 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_aigc.sharding.local_parts import gradient_norm, is_finite
+
 
 @contextmanager
 def replaced_step(optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[None]:
-    """Make `optimizer.step` another function in the block, and what it was after it."""
-    own = vars(optimizer).get("step")
+    """Replace `optimizer.step` within the block."""
+    instance_step = vars(optimizer).get("step")
     optimizer.step = step  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if own is None:
+        if instance_step is None:
             del optimizer.step
         else:
-            optimizer.step = own  # type: ignore[method-assign]  # a learning rate schedule's wrapper
+            optimizer.step = instance_step  # type: ignore[method-assign]  # a learning rate schedule's wrapper
+
+
+def are_gradients_finite(optimizer: Optimizer) -> bool:
+    """Whether all gradients of an optimizer are finite, the same on every rank. Collective for sharded gradients."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not gradients or is_finite(gradient_norm(gradients))
 
 
 @contextmanager
 def skip_unless_finite(optimizer: Optimizer, is_finite: Callable[[], bool]) -> Iterator[None]:
-    """Make `optimizer.step(closure)` run the closure, and step only if the gradients are finite on every rank.
+    """Within the block, `optimizer.step(closure)` runs the closure and steps only if all gradients are finite.
 
-    Args: is_finite: whether they are, the same answer on every rank; asked once, after the closure.
+    Args: is_finite: the answer, the same on every rank; called once, after the closure.
     """
     step = optimizer.step
 

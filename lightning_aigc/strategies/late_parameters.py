@@ -1,6 +1,6 @@
-"""Parameters that are trained after the strategy was set up, such as a layer that a callback unfreezes on the way.
+"""LateParameters: parameters that become trainable after the strategy was set up, as when a callback unfreezes a layer.
 
-DDP makes its buckets of what is trained when it wraps a model, and leaves any later gradient to its rank alone.
+DDP makes its buckets of the parameters that are trainable when it wraps a model, and does not sync any others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MOST_NAMED = 3
 
 
 class LateParameters:
-    """Averages, over all ranks, the gradients of a wrapped model's parameters that are in no bucket of DDP."""
+    """Averages over all ranks the gradients of a wrapped model's parameters that are in no DDP bucket."""
 
     def __init__(self, module: nn.Module, label: str, find_unused: bool) -> None:
-        """Call it when DDP has wrapped the module."""
+        """Note the parameters that are trainable now; call it when DDP has wrapped the module."""
         self._module, self._label, self._find_unused = module, label, find_unused
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._in_buckets = {id(p) for p in module.parameters() if p.requires_grad}
@@ -30,9 +30,9 @@ class LateParameters:
         """Whether the last mean gradients were finite, the same answer on every rank."""
 
     def refuse_frozen(self) -> None:
-        """Check that what DDP waits for still takes gradients.
+        """Check that the parameters that DDP waits for are still trainable.
 
-        Raises: ConfigError for a parameter that was frozen since, and for which DDP would wait.
+        Raises: ConfigError for a parameter that has been frozen since; DDP would wait for its gradient.
         """
         if self._find_unused:
             return
@@ -53,7 +53,8 @@ class LateParameters:
         if len(late) != len(self._late):
             rank_zero_info(
                 f"{self._label}: {named(list(late))} began to be trained after the first step was set up; the "
-                f"gradients of these {sum(p.numel() for p in late.values())} values travel whole, after each backward"
+                f"gradients of these {sum(p.numel() for p in late.values())} values are sent "
+                "uncompressed, after each backward"
             )
         self._late = list(late.values())
         self.is_finite = average_gradients(self._late)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -16,21 +15,20 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_aigc.cluster.modes import DEFAULT_MODE, Average, Mode
+from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import SyncOptions, check_protect, without_effect
-from lightning_aigc.gradient_sync.replica_check import check_equal
-from lightning_aigc.gradient_sync.step_report import describe
-from lightning_aigc.gradient_sync.sync_error import explain, is_of_a_collective
+from lightning_aigc.gradient_sync.options import check_protect, shows_options, take_options, unused_options
+from lightning_aigc.gradient_sync.transport.sync_error import explain, is_of_a_collective
+from lightning_aigc.gradient_sync.watch.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.step_report import describe
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.report.record import SyncResult
+from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
 from lightning_aigc.strategies.finite_step import skip_unless_finite
 from lightning_aigc.strategies.refused import refuse_optimizers
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint
-from lightning_aigc.strategies.sync_metrics import log_step, sync_metrics
-from lightning_aigc.strategies.watched_ddp import WatchedDDPStrategy
 
 NAMES = {
     "npu_sparse": ("popen", False),
@@ -38,48 +36,29 @@ NAMES = {
     "npu_sparse_spawn": ("spawn", False),
     "npu_sparse_notebook": ("fork", False),
 }
-"""Registered names: how ranks are started, and whether parameters may go without a gradient."""
+"""Start method of ranks, and find_unused_parameters, by registered name."""
 LOCAL = "npu_sparse in mode local"
-"""The kind of a snapshot whose ranks have a model each."""
+"""Kind of a snapshot in which each rank has its own model."""
 
 
-class NPUSparseStrategy(WatchedDDPStrategy):
-    """DDP that sends a ninth of the bytes, equally at home on Ascend NPUs, CUDA GPUs and CPUs.
+@shows_options
+class NPUSparseStrategy(DeviceDDPStrategy):
+    """DDP that sends a ninth of the gradients' bytes, on Ascend NPUs, CUDA GPUs and CPUs.
 
     The default, `int3`, sends three-bit integers with a scale for every 32 of them, and adds the quantization error to
-    the next gradient. Every rank decodes the same bytes, so parameters stay equal to the bit. A gradient that is not
+    the next gradient. Every rank decodes the same bytes, so parameters stay bit-identical. A gradient that is not
     finite on one rank skips the step on all.
 
     Args:
-        mode: what is sent of a gradient; docs/gradient_sync.md has bytes, loss and time of each. auto measures the
-            link first and may answer dense.
-        sparsity: sparse modes: share of the gradient that waits for a later step, in [0, 1).
-        layer_wise_adaptive: sparse modes: layers share what is sent by the size of their gradients.
-        protect: name patterns of parameters that are sent whole in float32, as in FusedBackwardPrecision; null
-            protects vae.decoder and mid_block.attentions where the model has them, [] nothing.
-        warmup_steps: dense steps before compression begins.
-        error_feedback: whether what was not sent is added to the next gradient.
-        hierarchical: whether ranks of a node first add up among themselves; auto where nodes are alike.
-        bucket_mb: MB of float32 gradient that travel together.
-        overlap: whether gradients travel while backward runs on.
-        delay_one_step: apply each gradient one step late. Hides slow links and costs quality: a small
-            denoiser's loss rose by 23 %.
-        rank: low_rank: columns of the factors.
-        local_steps: local: optimizer steps between two averages of the parameters.
-        average: local: how averages travel: float32, int8, int4 or int3.
-        overlap_average: local: step on while an average travels, and take it two steps later.
-        outer_learning_rate: local: how far the parameters go to the average; 1 is all the way.
-        outer_momentum: local: Nesterov momentum over averages.
-        checksum_every_n_steps: steps between two comparisons of the ranks' parameters; 0 never compares.
-        find_unused_parameters: as in DDP.
-        gradient_as_bucket_view: as in DDP; saves a copy of the gradients.
-        static_graph: as in DDP.
-        timeout: how long a rank waits for the others before it stops with an error.
-        stall_after_s: seconds without a finished step before each rank writes where it waits to the folder `stalled`
+        find_unused_parameters: As in DDP.
+        gradient_as_bucket_view: As in DDP; saves a copy of the gradients.
+        static_graph: As in DDP.
+        timeout: How long a rank waits for the others before it stops with an error.
+        stall_after_s: Seconds without a finished step before each rank writes where it waits to the folder `stalled`
             of the run; null is a third of timeout, 0 never.
         process_group_backend: hccl, nccl or gloo by the device when null.
-        start_method: how Lightning starts the ranks.
-        ddp_kwargs: further arguments of torch's DistributedDataParallel.
+        start_method: How Lightning starts the ranks.
+        arguments: The fields of `SyncOptions`, and further arguments of torch's DistributedDataParallel.
 
     Raises: ConfigError for a value outside what is accepted.
     """
@@ -87,22 +66,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
     def __init__(
         self,
         mode: Mode = DEFAULT_MODE,
-        sparsity: float = 0.75,
-        layer_wise_adaptive: bool = True,
-        protect: Sequence[str] | None = None,
-        warmup_steps: int = 0,
-        error_feedback: bool = True,
-        hierarchical: bool | Literal["auto"] = "auto",
-        bucket_mb: float = 25.0,
-        overlap: bool = True,
-        delay_one_step: bool = False,
-        rank: int = 16,
-        local_steps: int = 8,
-        average: Average = "float32",
-        overlap_average: bool = False,
-        outer_learning_rate: float = 1.0,
-        outer_momentum: float = 0.0,
-        checksum_every_n_steps: int = 100,
+        *,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
@@ -115,9 +79,10 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         cluster_environment: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
-        **ddp_kwargs: Any,
+        **arguments: Any,
     ) -> None:
-        given = dict(locals())  # each field of SyncOptions is an argument
+        self.options = take_options(mode, arguments)
+        self.mode: Mode = mode
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -131,11 +96,9 @@ class NPUSparseStrategy(WatchedDDPStrategy):
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
-            bucket_cap_mb=bucket_mb,
-            **ddp_kwargs,
+            bucket_cap_mb=self.options.bucket_mb,
+            **arguments,
         )
-        self.options = SyncOptions(**{field.name: given[field.name] for field in fields(SyncOptions)})
-        self.mode: Mode = mode
         self._sync: Sync | None = None
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._optimizer_steps = 0
@@ -174,7 +137,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         if isinstance(self.lightning_module, ProtectsGradients):
             self.options = self.options.protecting(self.lightning_module.protected_gradients, names)
         refuse_sparse_gradients(self.model)
-        for sentence in without_effect(self.options):
+        for sentence in unused_options(self.options):
             rank_zero_warn(f"npu_sparse: {sentence}")
         if self.world_size == 1:
             rank_zero_info("npu_sparse: one rank, nothing to send; gradients are left alone")
@@ -203,7 +166,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         return [f"mode {self.mode}"] if self._sync is None else self._sync.describe_wait()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run DDP's, whose forward broadcasts buffers: the loss of a rank may show there first."""
+        """Run DDP's step. Its forward broadcasts buffers, where a lost rank may be noticed first."""
         try:
             return super().training_step(*args, **kwargs)
         except RuntimeError as error:
@@ -222,7 +185,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Take the step on all ranks, or on none where a rank's gradients were not finite."""
+        """Take the step on all ranks, or on none if a rank's gradients are not finite."""
         if self._sync is None or isinstance(optimizer, LBFGS):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         else:
@@ -232,13 +195,13 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         return result
 
     def _is_step_finite(self) -> bool:
-        report = None if self._sync is None else self._sync.finish_step()
+        report = None if self._sync is None else self._sync.end_step()
         return (report is None or report.finite) and self._is_late_finite
 
     def _after_step(self) -> None:
         self._optimizer_steps += 1
         if self._sync is not None:
-            self._sync.finish_step()
+            self._sync.end_step()
             self._sync.after_optimizer_step()
             log_step(self.lightning_module, self._sync, self._optimizer_steps)
         every = self.options.checksum_every_n_steps
@@ -252,7 +215,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         return {} if self._sync is None else sync_metrics(self._sync)
 
     def report_entries(self) -> dict[str, Any]:
-        """How gradients travelled, for RunReport's page."""
+        """Return mode, ranks and skipped steps for RunReport's page."""
         if self.world_size == 1:
             return {}
         return {
@@ -276,12 +239,12 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         return LOCAL if self.options.mode == "local" and self.world_size > 1 else "npu_sparse"
 
     def snapshot_state(self) -> dict[str, Any]:
-        """Return this rank's sync state, with its residuals, and how many steps it took."""
+        """Return this rank's sync state, with its residuals, and the number of its steps."""
         sync = None if self._sync is None else self._sync.state_dict()
         return {"sync": sync, "optimizer_steps": self._optimizer_steps}
 
     def load_snapshot_state(self, read: Callable[[int], dict[str, Any]], world_size: int) -> None:
-        """Load, once there is a sync, what `snapshot_state` returned; `read(rank)` is one of `world_size` ranks'."""
+        """Keep the state of a snapshot until there is a sync; `read(rank)` returns one rank's state."""
         if read(0)["kind"] not in ("npu_sparse", LOCAL):
             return
         self._optimizer_steps = int(read(0)["optimizer_steps"])
@@ -290,7 +253,7 @@ class NPUSparseStrategy(WatchedDDPStrategy):
             state: dict[str, Any] | None = read(rank)["sync"]
             if state is None or world_size == self.world_size:
                 return state
-            # Another number of ranks goes on from the mean of their models, so no average is on its way any more.
+            # Another number of ranks continues from the mean of their models, so no average travels any more.
             return {key: value for key, value in state.items() if key != "flight"}
 
         self._checkpoint.expect(sync_state, self.global_rank, self.world_size, world_size)
@@ -304,11 +267,11 @@ class NPUSparseStrategy(WatchedDDPStrategy):
         finally:
             self._is_without_averaging = False
 
-    # Checkpoints: each rank's state lies beside the file
+    # Checkpoints: each rank's state is in a file next to the checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._sync is not None and not self._is_without_averaging:
-            self._sync.average_parameters()  # all ranks come here, and rank zero writes
+            self._sync.average_parameters()  # all ranks call this, and rank zero writes
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -337,3 +300,30 @@ class NPUSparseStrategy(WatchedDDPStrategy):
             self._sync.close()
             self._sync = None
         super().teardown()
+
+
+def sync_metrics(sync: Sync) -> dict[str, float]:
+    """Return the last step's bytes in MB by kind, its times, and the number of skipped steps; empty at first."""
+    report = sync.report
+    if report is None:
+        return {}
+    numbers = {f"sync/{kind}_mb": sent / 1e6 for kind, sent in report.sent_bytes.items()}
+    return numbers | {
+        "sync/between_nodes_mb": report.between_nodes_bytes / 1e6,
+        "sync/ratio_to_dense": report.ratio,
+        "sync/exposed_ms": report.exposed_ms,
+        "sync/share_hidden": report.share_hidden,
+        "sync/skipped_steps": float(sync.skipped_steps),
+    }
+
+
+def log_step(module: Any, sync: Sync, optimizer_steps: int) -> None:
+    """Log the last step's metrics in the module's Trainer every `log_every_n_steps`; 0 never logs."""
+    trainer = module.trainer if module is not None else None
+    if trainer is None or sync.report is None:
+        return
+    every = trainer.log_every_n_steps
+    if not every or optimizer_steps % every:
+        return
+    for logger in trainer.loggers:
+        logger.log_metrics(sync_metrics(sync), step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,4 +1,4 @@
-"""Optimizers and callbacks that a strategy cannot take, each refused in one sentence before the first step."""
+"""Checks that refuse optimizers and callbacks that a strategy does not support, before the first step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightning_aigc.errors import ConfigError
 
 
 def refuse_optimizers(label: str, optimizers: Sequence[Optimizer], *, shares: bool, cuts: bool) -> None:
-    """Check that each optimizer takes gradients that are sent lossily, or states that are shared out.
+    """Check that each optimizer works with lossy gradients, or with states that are divided over the ranks.
 
-    Args: shares: whether each rank steps a share of the parameters; cuts: whether that share is rows of each.
+    Args: shares: whether each rank steps a part of the parameters; cuts: whether that part is rows of each.
     Raises: ConfigError for one that needs more than one gradient a step, or all parameters at once.
     """
     for configured in optimizers:
@@ -39,7 +39,7 @@ def refuse_optimizers(label: str, optimizers: Sequence[Optimizer], *, shares: bo
 
 
 def refuse_callbacks(label: str, trainer: Trainer) -> None:
-    """Check that no callback of Lightning copies weights or trains others on the way, which shards do not take.
+    """Check that no Lightning callback copies weights or makes more of them trainable, which shards do not support.
 
     Raises: ConfigError with the callback's name.
     """
@@ -53,7 +53,7 @@ def refuse_callbacks(label: str, trainer: Trainer) -> None:
             )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ConfigError(
-                f"{label} cuts weights over the ranks, and {name} averages a copy of the whole module; leave it out, "
+                f"{label} cuts weights over the ranks, and {name} averages a copy of the full module; leave it out, "
                 "set use_ema: true on the model where it has that, or use strategy zero_1 or npu_sparse"
             )
 

@@ -1,4 +1,4 @@
-"""Sync checkpoints: each rank's sync state in a file beside the checkpoint, `last.ckpt.sync/rank0.ckpt` and so on."""
+"""SyncCheckpoint: each rank's sync state in a file next to the checkpoint, `last.ckpt.sync/rank0.ckpt` and so on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_aigc.gradient_sync.base import Sync
 
 
 class SyncCheckpoint:
-    """Writes a rank's sync state, and keeps what was read until there is a sync to load it."""
+    """Writes a rank's sync state, and keeps a loaded state until there is a sync."""
 
     KEY = "npu_sparse"
 
@@ -24,7 +24,7 @@ class SyncCheckpoint:
         self._saved_ranks = 0
         self._error = ""
         self._written: dict[str, Any] = {}
-        """The step of each file that some rank was asked to write, until it is removed."""
+        """Step of each file that a rank was asked to write, until the file is removed."""
 
     def save(self, checkpoint_io: Any, sync: Sync, checkpoint: dict[str, Any], filepath: Any) -> dict[str, Any]:
         """Write this rank's file.
@@ -66,7 +66,7 @@ class SyncCheckpoint:
                 if any(state["global_step"] != written["global_step"] for state in states):
                     raise OSError("its files are of another step than the checkpoint")
             except OSError as error:
-                self._error = f"{_folder(filepath)} has no whole sync state: {error}"
+                self._error = f"{_folder(filepath)} has no complete sync state: {error}"
                 return []
             return states
 
@@ -76,7 +76,7 @@ class SyncCheckpoint:
         return checkpoint if own is None else {**checkpoint, "optimizer_states": own}
 
     def expect(self, state_of: Callable[[int], dict[str, Any] | None], rank: int, ranks: int, saved_ranks: int) -> None:
-        """Take a snapshot's states in place of a checkpoint's; `state_of` is None where the run had no sync."""
+        """Use a snapshot's states instead of a checkpoint's; `state_of` returns None if that run had no sync."""
 
         def read(of_ranks: Iterable[int]) -> list[dict[str, Any]]:
             return [state for state in map(state_of, of_ranks) if state is not None]
@@ -86,9 +86,10 @@ class SyncCheckpoint:
         self._expected = bool(self._states)
 
     def apply(self, sync: Sync | None, agree: Callable[[bool], bool]) -> list[str]:
-        """Load what was read into the sync; returns sentences on what is not exact. Collective where there is a sync.
+        """Load the kept states into the sync. Collective if there is a sync.
 
         Args: agree: returns whether all ranks say yes.
+        Returns: sentences on what cannot be exact.
         """
         states, expected, self._states, self._expected = self._states, self._expected, [], False
         if not expected:
@@ -100,7 +101,7 @@ class SyncCheckpoint:
                 states = self._read(range(self._saved_ranks))
             else:
                 states = states * self._saved_ranks
-        if not agree(bool(states)):  # one rank with another history would choose and send other values than the rest
+        if not agree(bool(states)):  # a rank with another history would select and send other values
             return [
                 f"{self._error or 'another rank misses its sync state'}; the residuals of {self._saved_ranks} ranks "
                 "are lost, and compression starts anew"
@@ -110,8 +111,8 @@ class SyncCheckpoint:
     def remove(self, checkpoint_io: Any, filepath: Any) -> None:
         """Remove a checkpoint and its files.
 
-        An IO that writes behind training does so once the other ranks' files of the remaining checkpoints are durable:
-        rank 0 knows about its own files only.
+        An IO that writes in the background removes them when all ranks' files of the remaining checkpoints are durable;
+        rank 0 knows only its own files.
         """
         folder = _folder(filepath)
         self._written = {path: step for path, step in self._written.items() if not path.startswith(f"{folder}/")}
@@ -124,8 +125,8 @@ class SyncCheckpoint:
 
 
 def _are_written(steps: dict[str, Any]) -> bool:
-    found = {path: _step_in(path) for path in steps}  # a newer file in its place is as good
-    return all(found[path] is not None and found[path] >= step for path, step in steps.items())
+    on_disk = {path: _step_in(path) for path in steps}  # a newer file counts as well
+    return all(on_disk[path] is not None and on_disk[path] >= step for path, step in steps.items())
 
 
 def _step_in(path: str) -> Any:

@@ -144,7 +144,7 @@ report([two.global_rank, torch.distributed.get_backend(), module.dtypes, state],
 
 
 def run(code: str, ranks: int, folder: Path) -> tuple[list[Any], str]:
-    """What each rank of the script reported, and what rank 0 said besides."""
+    """Reports of each rank of the script, and the other output of rank 0."""
     script = folder / "script.py"
     script.write_text(code)
     said = run_script(script, ranks, folder / "ranks", folder)

@@ -99,7 +99,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 def outcome(arguments: dict[str, Any]) -> list[str]:
-    """What the connector made of Trainer arguments: its parts with all they hold, or its error; and its warnings."""
+    """Result of the connector for Trainer arguments: its parts with all they hold, or its error; and its warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:

@@ -42,12 +42,6 @@ def test_protected_parameters_are_sent_uncompressed_and_small_ones_in_eight_bits
     assert mixed == pytest.approx(plain * 0.89 + (4 * 0.1 + 1.0625 * 0.01) * N)
 
 
-def test_low_rank_sends_its_factors() -> None:
-    assert sent_bytes("low_rank", job(low_rank_elements=5000), Shape(1, 2)) == (pytest.approx(4 * 5000), 0)
-    with pytest.raises(ConfigError, match="low_rank_elements"):
-        sent_bytes("low_rank", job(), Shape(1, 2))
-
-
 def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
     inside, between = sent_bytes("int8", SD15, Shape(48, 8))
     assert inside == pytest.approx(2 * 7 / 8 * 4 * 859.5e6)
@@ -56,7 +50,7 @@ def test_nodes_add_up_inside_first_and_send_a_share_each() -> None:
 
 @pytest.mark.parametrize("mode", FLAT_MODES)
 def test_modes_that_know_no_nodes_send_one_ring_over_all_ranks(mode: str) -> None:
-    some = job(low_rank_elements=N / 10)
+    some = job()
     alike, _ = sent_bytes(mode, some, Shape(1, 16))
     inside, between = sent_bytes(mode, some, Shape(4, 4))
     assert inside + between == pytest.approx(alike)
@@ -75,10 +69,11 @@ def test_a_single_rank_sends_nothing_and_is_linear() -> None:
 
 
 def test_constants_are_the_compressors_own() -> None:
-    from lightning_aigc.gradient_sync import block_sparse, quantization
+    from lightning_aigc.gradient_sync.modes import block_sparse
+    from lightning_aigc_kernels.quantize_blocks import BLOCK, SCALE_BYTES
 
-    assert quantization.BLOCK == cost_model.QUANTIZATION_BLOCK
-    assert 8 * quantization.SCALE_BYTES == cost_model.SCALE_BITS
+    assert BLOCK == cost_model.QUANTIZATION_BLOCK
+    assert 8 * SCALE_BYTES == cost_model.SCALE_BITS
     assert block_sparse.BLOCK == cost_model.ENERGY_BLOCK
 
 
@@ -86,9 +81,9 @@ def test_every_mode_that_compresses_has_a_reduction_with_the_bits_of_the_table()
     import torch
 
     from fakes.echoing_groups import EchoingGroups
-    from lightning_aigc.gradient_sync.mode_reductions import make_reductions
+    from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
+    from lightning_aigc.gradient_sync.modes.reductions import Quantized, Uncompressed
     from lightning_aigc.gradient_sync.options import SyncOptions
-    from lightning_aigc.gradient_sync.reductions import Quantized, Uncompressed
 
     for mode, traits in MODES.items():
         reductions = make_reductions(SyncOptions(mode=mode), [], EchoingGroups(), torch.device("cpu"))  # type: ignore[arg-type]
@@ -119,7 +114,7 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
             return op(*args, **(kwargs or {}))
 
     class Triton:
-        """In the kernels' place: their launches, and numbers of the right shapes."""
+        """Stand-in for the kernels: counts launches, and returns numbers of the right shapes."""
 
         launches = 0
 
@@ -136,7 +131,7 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
     triton = Triton()
     monkeypatch.setattr(op, "_implementation", lambda values: triton)
     parameters = [(f"layer{i}", torch.nn.Parameter(torch.zeros(256, 256))) for i in range(4)]
-    groups = EchoingGroups(8, 1 if mode == "low_rank" else 2, rank=3)
+    groups = EchoingGroups(8, 2, rank=3)
     sync = GradientSync(parameters, SyncOptions(mode=mode, overlap=False), groups)
     sync.reducer.on_cpu = False
     for _ in range(2):  # the first of a sparse mode is dense
@@ -144,8 +139,8 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
         waiting = BucketFuture(gradients[0])
         triton.launches = 0
         with Counted() as counted:
-            sync.hook.gradients_ready([p for _, p in parameters], gradients, waiting, last=True)
-        sync.finish_step()
+            sync.gradients_ready([p for _, p in parameters], gradients, waiting, last=True)
+        sync.end_step()
     assert counted.launches + triton.launches == pytest.approx(cost_model.LAUNCHES[mode], rel=0.15)
 
 
@@ -154,7 +149,7 @@ def test_modes_are_those_that_can_be_chosen() -> None:
 
 
 def test_quantized_values_pack_to_the_modelled_bytes() -> None:
-    from lightning_aigc.gradient_sync.quantization import BlockQuantizer
+    from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer
 
     for mode in QUANTIZED_MODES:
         bits = MODES[mode].value_bits

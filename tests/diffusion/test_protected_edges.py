@@ -17,8 +17,8 @@ from fakes.training_losses import example_losses
 from lightning_aigc.callbacks.health.parameter_names import zero_convolution_gates
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.diffusion.families.sd import EDGE_PATH
-from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
+from lightning_aigc.gradient_sync.units import make_units
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.quantization.layers import PackedWeight
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.collectives import Traffic
-from lightning_aigc.gradient_sync.process_groups import ProcessGroups
+from lightning_aigc.gradient_sync.transport.collectives import Traffic
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 
 
 class Done:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_aigc.sharding.fsdp_groups import fsdp_groups
+from lightning_aigc.sharding.full_parameters import fsdp_groups
 
 
 def gathered_bytes(root: nn.Module) -> int:

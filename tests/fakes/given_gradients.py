@@ -23,7 +23,7 @@ SMALL = ("bias", "tail")
 """What travels in eight bits in most modes, unless it is protected."""
 MODES = (
     *("dense", "bf16", "int8", "int4", "int3", "ternary", "sparse", "sparse_int8", "sparse_int4"),
-    *("two_four", "low_rank", "local"),
+    *("two_four", "local"),
 )
 MakeGradients = Callable[[int, int], dict[str, Tensor]]
 
@@ -110,7 +110,7 @@ def poisoned(gradients: dict[str, Tensor], name: str, at: int, value: float = ma
 def residuals_of(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
     """The residuals in a rank's state, by name, float64 [values of the parameter]."""
     residuals = {name: torch.zeros(math.prod(shape), dtype=torch.float64) for name, shape in shapes.items()}
-    for name, part in state["owed"].items():
+    for name, part in state["residuals"].items():
         residuals[name][part["start"] : part["start"] + part["values"].numel()] = part["values"].double()
     return residuals
 

@@ -16,13 +16,12 @@ from fakes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
 from fakes.ranks import run_ranks
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.workload import Job, Shape
-from lightning_aigc.gradient_sync import process_groups
-from lightning_aigc.gradient_sync.flat_units import FlatUnit, make_units
+from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.quantization import BlockQuantizer
+from lightning_aigc.gradient_sync.transport import process_groups
+from lightning_aigc.gradient_sync.units import FlatUnit, make_units
 
 COMPRESSED = tuple(mode for mode in MODES if mode not in ("dense", "local"))
-RANK = 5
 DENSITY = 0.25
 SETTINGS = {"two": (1, 2), "four": (1, 4), "two nodes of two": (2, 2)}
 """Nodes, and ranks of each."""
@@ -35,7 +34,6 @@ PER_VALUE = {
     **{"sparse_int8": DENSITY * (1 + 2 / 32), "sparse_int4": DENSITY * (1 / 2 + 2 / 32)},
     "sparse": DENSITY * 2 + 2 / 256,
     "ternary": (52 + 2) / 256,
-    "low_rank": 4 * RANK * (512 + 320 + 256 + 64 * 9) / N,
 }  # fmt: skip
 """Bytes; a scale of two bytes for 32 values, and for 256 an energy of two, which `sparse` sends with its values."""
 
@@ -44,7 +42,7 @@ def work(rank: int, nodes: int, inside: int) -> dict[str, Any]:
     process_groups.node_key = lambda: f"node {rank // inside}"
 
     def last_step(shapes: Mapping[str, tuple[int, ...]], **options: Any) -> tuple[dict[str, float], float]:
-        run = Training(module=Given(shapes), strategy="uniform", sparsity_target=1 - DENSITY, rank=RANK, **options)
+        run = Training(module=Given(shapes), strategy="uniform", sparsity_target=1 - DENSITY, **options)
         run.steps(rank, range(2), partial(make_gradients, shapes=shapes))  # the first of a sparse mode is dense
         run.compressor.close()
         report = run.compressor.last_step
@@ -70,7 +68,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_counted_bytes_are_those_of_the_parameters(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
     nodes, inside = SETTINGS[setting]
     per_small = PER_VALUE["bf16" if mode == "bf16" else "int8"]
-    if nodes > 1 and mode != "low_rank":
+    if nodes > 1:
         # One of the two cards of each node sends half: 2 (M-1) / M is 1. Of 301 values a half is 151 with its padding.
         wanted = {"values": PER_VALUE[mode] * N / 2, "protected": 4 * 151, "small": per_small * SMALL / 2}
         wanted["intra_node"] = 4 * (N + 302 + SMALL)
@@ -91,11 +89,10 @@ def test_counted_bytes_are_those_of_the_parameters(mode: str, setting: str, coun
 @pytest.mark.parametrize("mode", COMPRESSED)
 def test_plan_says_the_bytes_that_are_counted(mode: str, setting: str, counted: dict[str, list[Any]]) -> None:
     nodes, inside = SETTINGS[setting]
-    factors = RANK * (512 + 320 + 256 + 64 * 9)
-    job = Job(N + 301 + SMALL, 1.0, 2.0, protected=301, small=SMALL, sparsity=1 - DENSITY, low_rank_elements=factors)
+    job = Job(N + 301 + SMALL, 1.0, 2.0, protected=301, small=SMALL, sparsity=1 - DENSITY)
     in_node, between = cost_model.sent_bytes(mode, job, Shape(nodes, inside))
     for sent, _ in (row[mode] for row in counted[setting]):
-        if nodes > 1 and mode != "low_rank":
+        if nodes > 1:
             assert sent["intra_node"] == pytest.approx(in_node, rel=1e-4)
             assert sum(sent.values()) - sent["intra_node"] == pytest.approx(between, rel=1e-4)
         else:

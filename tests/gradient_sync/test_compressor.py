@@ -15,7 +15,7 @@ from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncOptions, factory
 from lightning_aigc.gradient_sync.autotune import ModeTimings, choose_mode
-from lightning_aigc.gradient_sync.replica_check import bits_of, check_equal
+from lightning_aigc.gradient_sync.watch.replica_check import bits_of, check_equal
 
 FAST = ModeTimings(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})
 SLOW = ModeTimings(1 << 20, {"dense": 1e-1, "bf16": 5e-2, "int8": 2.8e-2, "int4": 1.6e-2, "int3": 1.3e-2})
@@ -57,8 +57,7 @@ def two_ranks(rank: int) -> dict[str, Any]:
         "local": refusal(lambda: GradientCompressor(mode="local").hook_into_model(Training().ddp)),
         "twice": refusal(lambda: (run := Training()).compressor.hook_into_model(run.ddp)),
         "hierarchical": refusal(lambda: Training(hierarchical=True)),
-        "low_rank": refusal(lambda: Training(mode="low_rank", hierarchical=True)),
-        "late": refusal(lambda: Training({"find_unused_parameters": True}, delay_one_step=True)),
+        "flat": refusal(lambda: Training(mode="dense", hierarchical=True)),
         "accumulation": refusal(lambda: GradientCompressor().enable_gradient_accumulation()),
         "no steps": refusal(lambda: Training(accumulate=2, sync_mode="eager")),
     }
@@ -95,7 +94,7 @@ def closed(mode: str) -> Any:
 
 
 def drift(rank: int) -> dict[str, str]:
-    """What is said when one rank's parameter changes in one bit, and what when none does."""
+    """Messages when one rank's parameter changes in one bit, and when none does."""
     said = {}
     for bit in (0, 22, 23, 30, 31):
         module = Given()
@@ -160,8 +159,7 @@ def test_an_early_choice_sees_this_steps_gradients_and_a_plain_one_the_last_step
             "hierarchical",
             "ConfigError: hierarchical: true wants several nodes with equally many ranks, two or more; got 2",
         ),
-        ("low_rank", "ConfigError: mode low_rank adds up over all ranks at once; leave hierarchical at auto"),
-        ("late", "ConfigError: delay_one_step wants a gradient for every parameter in each step"),
+        ("flat", "ConfigError: mode dense adds up over all ranks at once; leave hierarchical at auto"),
         ("accumulation", "ConfigError: call hook_into_model(ddp_model) before enable_gradient_accumulation"),
         ("no steps", "ConfigError: wanted steps of at least 1 and sync_mode overlap or plain, got 2 and 'eager'"),
     ],
@@ -196,7 +194,7 @@ def test_a_closed_sync_has_no_groups_left_and_says_so_in_a_later_backward(mode: 
     for rank in both:
         (before, within, after), said = rank["closed"][mode]
         assert before == after < within
-        assert "this gradient sync was closed, and DDP calls it still" in said
+        assert "this gradient sync is closed, and DDP still calls it" in said
 
 
 @pytest.mark.parametrize(
@@ -282,9 +280,11 @@ def test_a_model_that_is_not_ddp_is_refused() -> None:
         ({"hierarchical": "yes"}, "hierarchical must be true, false or auto; got 'yes'"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),
-        ({"rank": 0}, "rank must be above 0, got 0"),
+        ({"rank": 16}, "unexpected keyword argument 'rank'; SyncOptions has mode, sparsity"),
+        ({"mode": "low_rank"}, "mode must be one of auto, .*; got 'low_rank'"),
+        ({"delay_one_step": True}, "unexpected keyword argument 'delay_one_step'"),
+        ({"local_steps": 0}, "local_steps must be above 0, got 0"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
-        ({"mode": "local", "delay_one_step": True}, "delay_one_step wants a mode that compresses, got mode='local'"),
     ],
 )
 def test_a_value_outside_what_is_accepted_is_refused_with_what_is(arguments: dict[str, Any], words: str) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fakes.echoing_groups import EchoingGroups
-from lightning_aigc.gradient_sync.direct_quantized import pieces_of
-from lightning_aigc.gradient_sync.flat_units import make_units
 from lightning_aigc.gradient_sync.hook import BucketFuture
+from lightning_aigc.gradient_sync.modes.direct_quantized import pieces_of
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
+from lightning_aigc.gradient_sync.units import make_units
 
 # Whole groups, and as many in each of two or four shards: a rank that echoes another's shard would fill its padding.
 SHAPES = {"first": (40, 32), "second": (64, 48), "third": (44, 64), "bias": (40,)}
@@ -35,8 +35,8 @@ def train(gradients: list[dict[str, Tensor]], ranks: int, rank: int, **options: 
     for given in gradients:
         own = {name: gradient.clone() for name, gradient in given.items()}
         waiting = BucketFuture(next(iter(own.values())))
-        sync.hook.gradients_ready([p for _, p in named], [own[name] for name, _ in named], waiting, last=True)
-        sync.finish_step()
+        sync.gradients_ready([p for _, p in named], [own[name] for name, _ in named], waiting, last=True)
+        sync.end_step()
         found += own.values()
     return found, sync.state_dict()
 
@@ -62,8 +62,8 @@ def test_sums_and_residuals_are_those_of_a_flat_vector(
     skipped = slice(len(SHAPES), 2 * len(SHAPES))
     assert any(not each.isfinite().all() for each in direct[skipped]), "a loss scaler must find what is not finite"
     assert direct_state["step"] == flat_state["step"] == 2
-    for name, kept in flat_state["owed"].items():
-        assert torch.equal(direct_state["owed"][name]["values"], kept["values"]), name
+    for name, kept in flat_state["residuals"].items():
+        assert torch.equal(direct_state["residuals"][name]["values"], kept["values"]), name
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 8])

@@ -20,13 +20,13 @@ from fakes import network
 from fakes.given_gradients import Given, Training, make_gradients, refusal
 from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync import SyncError
-from lightning_aigc.gradient_sync.replica_check import check_equal
+from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 
 SHAPES = {"first": (512, 384), "second": (512, 384), "third": (512, 384), "bias": (384,)}
 """590 000 values: a step takes a slow link a moment, so that a fault falls into it."""
 RATE, LOW_RATE = "20mbit", "10mbit"
 SMALL_BURST = "16kb"
-"""What a link lets pass at once: with so little, a step of 200 kB and more cannot be over before the link is cut."""
+"""Burst of a link: with this little, a step of 200 kB and more cannot be over before the link is cut."""
 STEPS, AT = 5, 2
 """Steps of a run, and the one in which the fault begins."""
 AT_FAULT = {"die": 1, "cut_for_good": 0, "pause": 1}
@@ -170,7 +170,7 @@ def cut_for_good(rank: int, seconds: float) -> None:
 
 
 def ending(rank: int, name: str, mode: str, seconds: float, moment: str) -> tuple[str, float]:
-    """How this rank ends, and when on the clock that all ranks share; the rank at fault writes its moment to a file."""
+    """The end of this rank, and its time on the ranks' common clock; the rank at fault writes its moment to a file."""
 
     def note_and_act(rank: int, seconds: float) -> None:
         if rank == AT_FAULT[name]:
@@ -181,7 +181,7 @@ def ending(rank: int, name: str, mode: str, seconds: float, moment: str) -> tupl
 
 
 def endings(name: str, mode: str, seconds: float, folder: Path, **options: Any) -> list[tuple[str, float] | None]:
-    """How each rank ends, and how many seconds after the fault; None for one that died."""
+    """The end of each rank, and how many seconds after the fault; None for one that died."""
     moment = folder / "moment"
     ends = run_ranks(ending, 2, folder, name, mode, seconds, str(moment), **options)
     return [end and (end[0], end[1] - float(moment.read_text())) for end in ends]

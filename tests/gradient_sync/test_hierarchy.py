@@ -23,11 +23,11 @@ from fakes.given_gradients import (
     residuals_of,
 )
 from fakes.ranks import run_ranks
-from lightning_aigc.gradient_sync import process_groups
+from lightning_aigc.gradient_sync.transport import process_groups
 
 STEPS = range(5)
 WITH_RESIDUALS = [mode for mode in MODES if mode not in ("dense", "local", "ternary")]
-NODES_FIRST = [mode for mode in MODES if mode not in ("dense", "local", "low_rank")]
+NODES_FIRST = [mode for mode in MODES if mode not in ("dense", "local")]
 EXACT = ("dense", "bf16", "sparse")
 """Modes whose sums of eighths are exact with everything sent."""
 REPEATS = ("int8", "int4", "sparse_int8")
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Ranks:
-    """What four ranks found in a mode, which runs with the modes beside it when it is first asked for."""
+    """Results of four ranks in a mode, which runs with the modes beside it when it is first asked for."""
 
     @functools.cache
     def run(modes: tuple[str, ...]) -> list[Any]:
@@ -137,7 +137,7 @@ def ranks(folder: Path) -> Ranks:
 
 @pytest.fixture(scope="module")
 def resumed(folder: Path, ranks: Ranks) -> Resumed:
-    """What the ranks found that took up the states of a mode."""
+    """Results of the ranks that loaded the states of a mode."""
 
     @functools.cache
     def run(modes: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -177,8 +177,8 @@ def test_what_is_not_finite_in_another_ranks_half_skips_the_step_on_all(mode: st
         finite, without, bad, state_without, state = rank["bad", mode]
         assert finite == [True, True, False, True]
         assert torch.equal(without, bad)
-        for name, part in state["owed"].items():
-            assert torch.equal(part["values"], state_without["owed"][name]["values"])
+        for name, part in state["residuals"].items():
+            assert torch.equal(part["values"], state_without["residuals"][name]["values"])
 
 
 @pytest.mark.parametrize("mode", marked(WITH_RESIDUALS))
@@ -203,7 +203,7 @@ def test_other_ranks_or_nodes_share_out_the_sum_of_the_residuals(
         torch.testing.assert_close(sum(state[name] for state in taken), residuals, rtol=1e-6, atol=1e-7)
         if name in ("first", "second", "third"):
             assert residuals.any()  # type: ignore[union-attr]
-    flat = {name: "flat" if mode == "low_rank" or name != "four on two nodes" else "nodes" for name in RESUMED_ON}
+    flat = {name: "nodes" if name == "four on two nodes" else "flat" for name in RESUMED_ON}
     same = RESUMED_ON[before] == RESUMED_ON[now] and flat[before] == flat[now]
     assert ("shared out evenly" in str(found[0][before, mode][1])) == (not same)
     for rank in found[1:]:

@@ -15,15 +15,12 @@ from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync import SyncError
 
 SHORT = timedelta(seconds=3)
-ENDS = ("int3", "dense", "sparse", "local", "inline", "delayed")
+ENDS = ("int3", "dense", "sparse", "local", "inline")
 
 
 def left_alone(rank: int, how: str) -> Any:
-    """What rank 0 meets in the step that rank 1 never takes, and after how many seconds."""
-    options: dict[str, Any] = {
-        "inline": {"mode": "int3", "overlap": False},
-        "delayed": {"mode": "int3", "delay_one_step": True},
-    }.get(how, {"mode": how})
+    """The error of rank 0 in the step that rank 1 never takes, and after how many seconds."""
+    options: dict[str, Any] = {"mode": "int3", "overlap": False} if how == "inline" else {"mode": how}
     run = Training({"bucket_cap_mb": 0.001}, **options, bucket_mb=0.002, timeout=SHORT)
     run.steps(rank, [0, 1])
     if rank == 1:
@@ -42,7 +39,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_and_never_a_hang(how: str, t
     assert "rank 0 of 2 could not add up gradients in step" in said
     assert "another rank has stopped or hangs: look at its log first" in said
     assert seconds < SHORT.total_seconds() + 2
-    if how in ("int3", "sparse", "inline", "delayed"):
+    if how in ("int3", "sparse", "inline"):
         assert afterwards.startswith("SyncError: rank 0 of 2 could not")  # a state of half a step would be none
 
 

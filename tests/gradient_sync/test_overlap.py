@@ -1,4 +1,4 @@
-"""What runs beside what: the order between streams, tensors that outlive it, and the times that are reported."""
+"""Concurrency: the order between streams, tensors that outlive it, and the times that are reported."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def make_sync(
     sync = GradientSync(parameters, SyncOptions(**options), groups, find_unused=find_unused)
     if device is not None:
         sync.reducer.on_cpu = False
-        sync.executor = StreamExecutor(sync._explain, sync.device, delayed=sync.options.delay_one_step)
+        sync.executor = StreamExecutor(sync._explain, sync.device)
     return sync
 
 
 def arrive(sync: GradientSync, gradients: dict[str, Tensor], names: Sequence[str], *, last: bool) -> None:
     parameters = dict(sync.parameters)
     waiting = BucketFuture(next(iter(gradients.values())))
-    sync.hook.gradients_ready([parameters[n] for n in names], [gradients[n] for n in names], waiting, last=last)
+    sync.gradients_ready([parameters[n] for n in names], [gradients[n] for n in names], waiting, last=last)
 
 
 def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
@@ -66,7 +66,7 @@ def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
                 buckets[name].copy_(gradients[name] * 2)
                 arrive(sync, buckets, [name], last=name == next(iter(SHAPES)))
             found += [bucket.clone() for bucket in buckets.values()]
-            sync.finish_step()
+            sync.end_step()
     if device is not None:
         device.main.run()
     return found
@@ -75,11 +75,10 @@ def train(sync: GradientSync, device: Device | None) -> list[Tensor]:
 NODES_FIRST = [(mode, inside) for mode in ("bf16", "int3", "sparse", "sparse_int8") for inside in (1, 2)]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["on time", "late"])
-@pytest.mark.parametrize(("mode", "inside"), [*NODES_FIRST, ("low_rank", 1)])
-def test_streams_wait_for_each_other(mode: Any, late: bool, inside: int, device: Device) -> None:
+@pytest.mark.parametrize(("mode", "inside"), NODES_FIRST)
+def test_streams_wait_for_each_other(mode: Any, inside: int, device: Device) -> None:
     """And what one of them still reads stays where it is: else a number here is NaN, or of another step."""
-    options = {"mode": mode, "delay_one_step": late, "inside": inside, "rank": 4}
+    options = {"mode": mode, "inside": inside}
     torch.manual_seed(0)
     expected = train(make_sync(None, **options), None)
     torch.manual_seed(0)
@@ -90,8 +89,8 @@ def test_streams_wait_for_each_other(mode: Any, late: bool, inside: int, device:
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("mode", ["bf16", "int3", "sparse_int8", "two_four", "low_rank"])
-def test_the_host_waits_for_nothing_before_the_step_is_finished(
+@pytest.mark.parametrize("mode", ["bf16", "int3", "sparse_int8", "two_four"])
+def test_the_host_waits_for_nothing_before_the_step_is_drained(
     mode: Any, find_unused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(side_runs_at_once=False)
@@ -103,10 +102,10 @@ def test_the_host_waits_for_nothing_before_the_step_is_finished(
             before = [stream.done for stream in device.streams]
             arrive(sync, gradients, list(SHAPES), last=True)
             assert [stream.done for stream in device.streams] == before
-            assert sync.finish_step().finite
+            assert sync.end_step().finite
 
 
-@pytest.mark.parametrize("mode", ["bf16", "int3", "sparse", "low_rank"])
+@pytest.mark.parametrize("mode", ["bf16", "int3", "sparse"])
 def test_the_residual_of_an_unused_parameter_waits_without_the_host_looking(mode: Any, device: Device) -> None:
     residuals, found = {}, {}
     for on in (None, device):
@@ -118,8 +117,8 @@ def test_the_residual_of_an_unused_parameter_waits_without_the_host_looking(mode
         with torch.no_grad(), on or contextlib.nullcontext():
             for gradients in given:
                 arrive(sync, gradients, list(SHAPES), last=True)
-                sync.finish_step()
-                residuals[on].append(sync.state_dict()["owed"]["second"]["values"].clone())
+                sync.end_step()
+                residuals[on].append(sync.state_dict()["residuals"]["second"]["values"].clone())
                 found[on] += [gradients[name].clone() for name in SHAPES]
         device.main.run()
     for one, other in zip([*residuals[None], *found[None]], [*residuals[device], *found[device]], strict=True):
@@ -163,23 +162,11 @@ def test_the_report_says_what_backward_hid(
             arrive(sync, gradients, ["second"], last=False)
             device.busy(backward_ms)
             arrive(sync, gradients, ["first"], last=True)
-            report = sync.finish_step()
+            report = sync.end_step()
             assert report is not None
             assert report.exposed_ms == pytest.approx(exposed_ms)
             assert report.share_hidden == pytest.approx(hidden)
             device.busy(50)  # the next step's forward is no one's wait
-
-
-def test_a_late_step_waits_only_for_what_outlasts_the_next_ones_beginning(device: Device) -> None:
-    with lasting(device, delay_one_step=True) as sync:
-        gradients = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-        for _ in range(2):
-            arrive(sync, gradients, list(SHAPES), last=True)
-            device.busy(2 * COLLECTIVE_MS)
-        report = sync.finish_step()
-        assert report is not None
-        assert report.exposed_ms == pytest.approx(COLLECTIVE_MS)
-        assert report.share_hidden == pytest.approx(2 / 3)
 
 
 def test_the_thread_starts_to_send_before_the_last_gradient_has_come() -> None:
@@ -193,6 +180,6 @@ def test_the_thread_starts_to_send_before_the_last_gradient_has_come() -> None:
             time.sleep(0.001)
         assert groups.between.started == ["all_reduce"]
         arrive(sync, gradients, ["second", "first"], last=True)
-        assert sync.finish_step().finite
+        assert sync.end_step().finite
     assert groups.between.started == ["all_reduce"] * 3
     sync.close()

@@ -17,7 +17,7 @@ OVERLAPPED: dict[str, Any] = {"mode": "local", "local_steps": 4, "overlap_averag
 
 
 def moved(steps: range, ranks: tuple[int, ...]) -> Tensor:
-    """How far SGD at a rate of 1 goes with the mean of these ranks' gradients: their eighths add up exactly."""
+    """Update of SGD at a rate of 1 with the mean of these ranks' gradients: their eighths add up exactly."""
     gradients = [[make_round_gradients(step, rank) for rank in ranks] for step in steps]
     mean = [sum(torch.cat([g.reshape(-1) for g in of_rank.values()]) for of_rank in s) / len(ranks) for s in gradients]
     return -sum(mean, torch.zeros(()))

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_aigc.gradient_sync.quantization import BLOCK, BlockQuantizer
-from lightning_aigc.gradient_sync.reductions import in_two_hops
-from lightning_aigc_kernels.quantize_blocks import op, reference
+from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer, in_two_hops
+from lightning_aigc_kernels.quantize_blocks import BLOCK, op, reference
 from lightning_aigc_kernels.quantize_blocks.layout import TINY
 from lightning_aigc_kernels.quantize_blocks.reference import CPU_CHUNK
 
@@ -21,7 +20,7 @@ LENGTHS = (256, 512, 256 * 7, CPU_CHUNK, CPU_CHUNK + 256, 2 * CPU_CHUNK + 768)
 
 
 def round_trip(bits: int, values_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What is read back, what is left, and the check; into memory that held NaN and ones."""
+    """Decoded values, the error that is left, and the check; into memory that held NaN and ones."""
     code = BlockQuantizer(bits)
     left_N, out_N = values_N.clone(), torch.full_like(values_N, torch.nan)
     wire_1B = torch.full((1, code.wire_bytes(len(values_N))), 255, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""When no step finishes, each rank writes where it waits, one line names who does not answer, and the run goes on."""
+"""A stall: each rank writes where it waits, one line names who does not answer, and the run goes on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fakes.given_gradients import Training
 from fakes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor
-from lightning_aigc.gradient_sync.stall_watchdog import StallWatchdog, default_after_s
+from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s
 from lightning_aigc_kernels.quantize_blocks import part_kernel
 
 AFTER_S = 1.0
@@ -32,7 +32,7 @@ def oversleep(seconds: float) -> None:
 
 
 def stalled(rank: int, how: str, mode: str, folder: str) -> str:
-    """What this rank says of a run in which rank 1 comes late to the third step."""
+    """Output of this rank in a run in which rank 1 comes late to the third step."""
     part_kernel(torch.device("cpu"))  # loading Numba takes about as long as a stall here
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -66,8 +66,8 @@ def test_every_rank_writes_where_it_waits_and_one_line_says_so(mode: str, tmp_pa
     assert "in oversleep" in sleeps and "in oversleep" not in waits  # faulthandler's stacks
     assert "  rank 1: step 3, in test_stall_watchdog.py" in waits
     if mode == "int3":
-        assert "handed over and not added up: unit " in waits
-        assert "wait for this rank's backward pass" in sleeps and "handed over" not in sleeps
+        assert "submitted and not reduced: unit " in waits
+        assert "wait for this rank's backward pass" in sleeps and "submitted and not" not in sleeps
 
 
 def test_a_stopped_rank_is_the_one_that_gives_no_answer(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sync state on disk, format version 1: files written before still load, and new files have the same keys."""
+"""Keys and tensors of a sync's state on disk: what `state_dict` returns, and what `load_state_dict` makes of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fakes.echoing_groups import EchoingGroups
-from lightning_aigc.gradient_sync.dense import Dense
 from lightning_aigc.gradient_sync.hook import BucketFuture
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.modes.dense import Dense
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 
 SHAPE = (32, 40)
 RESIDUAL = torch.linspace(-1, 1, 1280)
-DELAYED = torch.linspace(2, 3, 1280).view(SHAPE)
+ANCHOR = torch.linspace(2, 3, 1280).view(SHAPE)
 REDUCTIONS: dict[str, dict[str, Any]] = {
     "int3": {},
     "bf16": {},
@@ -29,13 +29,12 @@ REDUCTIONS: dict[str, dict[str, Any]] = {
         "seen": {"0": torch.arange(1536).view(-1, 4).bfloat16()},
         "age": {"0": (torch.arange(1536) % 7).view(-1, 4).to(torch.uint8)},
     },
-    "low_rank": {"columns": {"matrix": torch.linspace(0, 1, 160).view(40, 4)}},
 }
-"""What each mode's reduction wrote, for one unit of a matrix of 1280 values, which two ranks pad to 1536."""
+"""State of each mode's reduction, for one unit of a matrix of 1280 values, which two ranks pad to 1536."""
 
 
-def old_state(mode: str, *, delayed: bool = False) -> dict[str, Any]:
-    """A rank's state as the first version wrote it, key by key."""
+def saved_state(mode: str) -> dict[str, Any]:
+    """Return a rank's state, key by key."""
     return {
         "version": 1,
         "world_size": 2,
@@ -43,15 +42,14 @@ def old_state(mode: str, *, delayed: bool = False) -> dict[str, Any]:
         "mode": mode,
         "step": 7,
         "accumulating": False,
-        "owed": {"matrix": {"start": 0, "values": RESIDUAL.clone()}},
-        "late": {"matrix": DELAYED.flatten().clone()} if delayed else {},
+        "residuals": {"matrix": {"start": 0, "values": RESIDUAL.clone()}},
         "reduction": REDUCTIONS[mode],
     }
 
 
-def make_sync(mode: Any, *, delayed: bool = False) -> GradientSync:
+def make_sync(mode: Any) -> GradientSync:
     parameters = [("matrix", nn.Parameter(torch.zeros(SHAPE)))]
-    options = SyncOptions(mode=mode, rank=4, delay_one_step=delayed, overlap=False)
+    options = SyncOptions(mode=mode, overlap=False)
     return GradientSync(parameters, options, EchoingGroups())
 
 
@@ -59,8 +57,8 @@ def step(sync: GradientSync, gradient: Tensor) -> Tensor:
     """The gradient as the optimizer finds it."""
     found = gradient.clone()
     with torch.no_grad():
-        sync.hook.gradients_ready([sync.parameters[0][1]], [found], BucketFuture(found), last=True)
-        sync.finish_step()
+        sync.gradients_ready([sync.parameters[0][1]], [found], BucketFuture(found), last=True)
+        sync.end_step()
     return found
 
 
@@ -76,44 +74,37 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", REDUCTIONS)
-def test_an_old_state_loads_and_is_written_again_with_the_same_keys(mode: str) -> None:
+def test_a_state_loads_and_is_written_again_with_the_same_keys(mode: str) -> None:
     sync = make_sync(mode)
-    assert sync.load_state_dict([old_state(mode), old_state(mode)]) == []
-    assert_same(sync.state_dict(), old_state(mode))
+    assert sync.load_state_dict([saved_state(mode), saved_state(mode)]) == []
+    assert_same(sync.state_dict(), saved_state(mode))
 
 
-def test_an_old_residual_goes_into_the_next_sum() -> None:
+def test_a_loaded_residual_goes_into_the_next_sum() -> None:
     sync = make_sync("bf16")
-    sync.load_state_dict([old_state("bf16")] * 2)
+    sync.load_state_dict([saved_state("bf16")] * 2)
     found = step(sync, torch.zeros(SHAPE))
     assert torch.equal(found, 2 * RESIDUAL.bfloat16().float().view(SHAPE))  # both ranks have it
     assert sync.step == 8
 
 
-def test_an_old_delayed_sum_is_applied_by_the_next_step() -> None:
-    sync = make_sync("bf16", delayed=True)
-    assert sync.load_state_dict([old_state("bf16", delayed=True)] * 2) == []
-    assert_same(sync.state_dict(), old_state("bf16", delayed=True))
-    assert torch.equal(step(sync, torch.ones(SHAPE)), DELAYED)
-
-
-def test_a_run_in_mode_dense_says_that_it_drops_old_residuals() -> None:
+def test_a_run_in_mode_dense_says_that_it_drops_residuals() -> None:
     sync = Dense(EchoingGroups())
-    (note,) = sync.load_state_dict([old_state("int3")])
+    (note,) = sync.load_state_dict([saved_state("int3")])
     assert "residuals are dropped" in note and sync.step == 7
-    assert sync.state_dict() == {"mode": "dense", "step": 7, "owed": {}, "reduction": {}, "world_size": 2}
+    assert sync.state_dict() == {"mode": "dense", "step": 7, "residuals": {}, "reduction": {}, "world_size": 2}
 
 
-def test_an_old_state_of_mode_local_loads() -> None:
-    old = {
+def test_a_state_of_mode_local_loads() -> None:
+    saved = {
         "mode": "local",
         "step": 9,
         "since_average": 3,
-        "owed": {},
+        "residuals": {},
         "world_size": 2,
-        "reduction": {"anchor": {"matrix": DELAYED.clone()}, "momentum": {"matrix": DELAYED / 2}},
+        "reduction": {"anchor": {"matrix": ANCHOR.clone()}, "momentum": {"matrix": ANCHOR / 2}},
     }
     parameters = [("matrix", nn.Parameter(torch.zeros(SHAPE)))]
     sync = LocalSGD(parameters, SyncOptions(mode="local", outer_momentum=0.9), EchoingGroups())
-    assert sync.load_state_dict([old]) == []
-    assert_same(sync.state_dict(), old)
+    assert sync.load_state_dict([saved]) == []
+    assert_same(sync.state_dict(), saved)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_aigc.gradient_sync.ternary import BLOCK, LEVEL, THRESHOLD, TernaryQuantizer, hadamard
+from lightning_aigc.gradient_sync.modes.ternary import BLOCK, LEVEL, THRESHOLD, TernaryQuantizer, hadamard
 
 
 def packed(values_RN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What arrives, what was rounded off, and the check."""
+    """Decoded values, the rounding error, and the check."""
     quantizer, rounded_off = TernaryQuantizer(), values_RN.clone()
     wire = torch.empty(len(values_RN), quantizer.wire_bytes(values_RN.shape[1]), dtype=torch.uint8)
     quantizer.encode_(rounded_off, wire)

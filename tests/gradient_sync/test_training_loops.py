@@ -17,7 +17,7 @@ from fakes.ranks import run_ranks
 from lightning_aigc.gradient_sync import GradientCompressor
 
 ROOT = Path(__file__).parents[2]
-SCALED = ("dense", "int3", "sparse", "low_rank", "local")
+SCALED = ("dense", "int3", "sparse", "local")
 
 
 def scaled_loop(rank: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def scaled_loop(rank: int) -> dict[str, Any]:
 
 
 def after_a_bad_window(rank: int) -> list[Any]:
-    """What `finish_step` says of a window with NaN on rank 1 and of the next, with nobody setting gradients to zero."""
+    """Results of `finish_step` for a window with NaN on rank 1 and for the next, without setting gradients to zero."""
     run = Training(accumulate=2)
     told = []
     for step in range(4):
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
 def loops(rank: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Training(mode="int3", sparsity_target=0.95, strategy="uniform", rank=4)
+        Training(mode="int3", sparsity_target=0.95, strategy="uniform", outer_momentum=0.5)
         Training(mode="sparse", sparsity_target=0.95, strategy="uniform")
         articles = Training(strategy="layer_wise_adaptive", sparsity_target=0.75)
         Training()
@@ -127,7 +127,6 @@ def loops(rank: int) -> dict[str, Any]:
     embedding = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
     return {
         "article's words": (articles.compressor.mode, articles.compressor.report()),
-        "factors": [Training(mode="low_rank", rank=columns).compressor.report() for columns in (1, 16)],
         "scaled": scaled_loop(rank),
         "documented": documented_loops(rank),
         "heard": heard,
@@ -174,7 +173,8 @@ def test_an_argument_that_the_mode_does_not_look_at_is_said_once_and_by_its_name
     assert of_loops[0]["heard"] == [
         f"GradientCompressor: sparsity_target=0.95 changes nothing in mode int3: write {sparse}",
         f"GradientCompressor: strategy='uniform' changes nothing in mode int3: write {sparse}",
-        "GradientCompressor: rank=4 changes nothing in mode int3: write mode='low_rank' to have it, or leave it out",
+        "GradientCompressor: outer_momentum=0.5 changes nothing in mode int3: write mode='local' to have it, or leave "
+        "it out",
         "GradientCompressor: mode sparse, because sparsity_target=0.75 and strategy='layer_wise_adaptive' asks for it: "
         "what is not sent waits for a later step, which costs loss. mode='int3', the default without it, costs almost "
         "none; mode='sparse' keeps this without the warning",
@@ -185,16 +185,6 @@ def test_the_articles_words_sparsify_and_the_report_says_so(of_loops: list[Any])
     for mode, report in (row["article's words"] for row in of_loops):
         assert mode == "sparse"
         assert "gradient sync: mode sparse\nmode sparse, because sparsity_target=0.75 and " in report
-
-
-def test_factors_that_are_larger_than_eight_bits_are_told(of_loops: list[Any]) -> None:
-    for row in of_loops:
-        few, many = row["factors"]
-        assert few.startswith("gradient sync: mode low_rank\n")
-        assert many.startswith(
-            "gradient sync: mode low_rank, whose factors of rank 16 take 0.83 of dense's bytes here, where int8 takes "
-            "0.27 and loses nothing: choose int8, or a lower rank\n"
-        )
 
 
 def test_sparse_gradients_are_refused_before_training(of_loops: list[Any]) -> None:

@@ -16,10 +16,10 @@ from fakes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.saved_tensors import SavedBytes, owned_by
 from lightning_aigc.precision.swaps import swap_forwards
+from lightning_aigc.sharding.full_parameters import full_parameters
 from lightning_aigc.sharding.groups import make_groups, split_by_dtype
 from lightning_aigc.sharding.layout import shard_model
-from lightning_aigc.sharding.own_class import own_class
-from lightning_aigc.sharding.whole_weights import whole_weights
+from lightning_aigc.sharding.original_class import original_class
 
 BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock")
 
@@ -79,7 +79,7 @@ def work(rank: int) -> dict[str, Any]:
         gradients = zip(alone.parameters(), sharded.parameters(), strict=True)
         results[memory, "gradients"] = max(float((a.grad - s.grad.full_tensor()).abs().max()) for a, s in gradients)  # type: ignore[union-attr]
 
-    with whole_weights(sharded):
+    with full_parameters(sharded):
         if rank == 0:  # alone, without a collective
             with torch.no_grad():
                 results["alone"] = float(
@@ -145,4 +145,4 @@ def test_a_block_is_one_group_and_a_block_of_blocks_none() -> None:
 
 
 def test_the_class_of_a_plain_module_is_its_own() -> None:
-    assert own_class(nn.Linear(1, 1)) is nn.Linear
+    assert original_class(nn.Linear(1, 1)) is nn.Linear

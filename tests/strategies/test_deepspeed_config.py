@@ -12,10 +12,10 @@ from lightning_aigc.cli import main
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.strategies import ZeROStrategy
-from lightning_aigc.strategies.deepspeed_config import import_file
+from lightning_aigc.strategies.deepspeed.config import import_file
 
 ARTICLE: dict[str, Any] = json.loads(Path(__file__).with_name("ds_config.json").read_text(encoding="utf-8"))
-"""As the second article has it."""
+"""The second article's config."""
 
 
 def written(folder: Path, config: Any, name: str = "ds_config.json") -> Path:
@@ -116,7 +116,7 @@ def test_the_yamls_precision_wins_over_the_files_with_a_line_each(
     strategy: Any = ZeROStrategy(deepspeed_config=str(written(tmp_path, ARTICLE)))
     own = strategy.precision_plugin = FusedBackwardPrecision("32-true", memory="lean")
     with caplog.at_level("INFO"):
-        strategy._take_precision(strategy.imported.precision)
+        strategy.settings.apply_to_strategy(strategy)
     assert strategy.precision_plugin is own
     said = " ".join(record.getMessage() for record in caplog.records)
     for name, here, there in (("precision", "32-true", "bf16-mixed"), ("memory", "lean", "max")):

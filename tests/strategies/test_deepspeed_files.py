@@ -13,7 +13,7 @@ from lightning_aigc.diffusion.training.optimization import build_schedule
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.schedulers.deepspeed_rates import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from lightning_aigc.strategies import ZeROStrategy
-from lightning_aigc.strategies.deepspeed_config import import_file
+from lightning_aigc.strategies.deepspeed.config import import_file
 
 AUTO_ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 AUTO_WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
@@ -253,7 +253,7 @@ def adam(lr: float = 2e-3) -> torch.optim.Optimizer:
 
 
 def test_rates_are_those_of_deepspeeds_schedules() -> None:
-    """By deepspeed/runtime/lr_schedules.py: the first two steps have the lowest rate, its iterations -1 and 0."""
+    """Schedules of DeepSpeed's lr_schedules.py: the first two steps have the lowest rate, its iterations -1 and 0."""
     log = rates(WarmupLR(adam(), warmup_max_lr=1e-3, warmup_num_steps=10), 13)
     wanted = [
         0,

@@ -1,18 +1,16 @@
-"""What the strategy and the syncs promise to those who use them without knowing the mode."""
+"""Interface of the strategy and the syncs, which does not depend on the mode."""
 
 from __future__ import annotations
 
-import warnings
+import inspect
 
-import pytest
 import torch
 from torch import nn
 
 from fakes.echoing_groups import EchoingGroups
-from lightning_aigc.gradient_sync import GradientCompressor
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.dense import Dense
-from lightning_aigc.gradient_sync.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.modes.dense import Dense
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.protocols import HasSnapshotState
@@ -47,7 +45,7 @@ def test_every_sync_can_be_told_of_optimizer_steps_and_averages() -> None:
     for sync in make_syncs().values():
         sync.after_optimizer_step()
         sync.average_parameters()
-        sync.set_early_choice(False)
+        sync.set_early_selection(False)
     assert not any(sync.needs_all_states({"ranks_inside": 1}) for sync in make_syncs().values())
 
 
@@ -66,10 +64,9 @@ def test_a_hierarchical_state_is_read_from_all_ranks_by_the_modes_that_have_resi
     assert needed == {"int3": True, "dense": False, "local": False}
 
 
-def test_settle_is_the_old_name_of_finish_step() -> None:
-    compressor = GradientCompressor()
-    with pytest.warns(FutureWarning, match="settle is now finish_step"):
-        assert compressor.settle() is False  # no backward pass was synced
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert compressor.finish_step() is False
+def test_every_option_is_an_argument_of_the_strategy_with_its_default_and_help() -> None:
+    shown = inspect.signature(NPUSparseStrategy).parameters
+    helped = [line.split(":")[0].strip() for line in (NPUSparseStrategy.__doc__ or "").splitlines()]
+    for name, option in inspect.signature(SyncOptions).parameters.items():
+        assert shown[name].default == option.default
+        assert helped.count(name) == 1

@@ -165,7 +165,7 @@ def odd(rank: int) -> dict[str, Any]:
     for kind in ODD:
         for name in ("ddp", "zero_1", *SHARDED, *MODES):
             strategy: Any = NPUSparseStrategy(mode=name, local_steps=3) if name in MODES else name
-            if name in MODES and kind != "complex" and name not in ("dense", "int3", "low_rank", "local"):
+            if name in MODES and kind != "complex" and name not in ("dense", "int3", "local"):
                 continue
             found[f"{kind} {name}"] = fit(Layers(middle=Odd(kind)), strategy)
     return found

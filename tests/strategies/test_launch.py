@@ -18,7 +18,7 @@ from fakes import fake_npu
 from fakes.ranks import meeting_point, run_ranks
 from fakes.small_lightning import Small, fit
 from lightning_aigc.cluster.topology import Reading, parse_topology
-from lightning_aigc.strategies import device_order
+from lightning_aigc.strategies import rendezvous
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -56,7 +56,7 @@ NPU3   SYS   HCCS  SYS   X     4-7
 
 
 def trained(folder: Path, *names: str, launcher: tuple[str, ...] = ()) -> dict[str, list[Any]]:
-    """What both ranks reported of a run under each of these names."""
+    """Reports of both ranks for a run under each of these names."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
@@ -99,7 +99,7 @@ def test_torchrun_starts_the_ranks_too(tmp_path: Path) -> None:
 
 
 def under_slurm(rank: int) -> Any:
-    """What srun sets, in place of the variables that Lightning's own launcher sets."""
+    """Variables that srun sets, instead of the variables that Lightning's own launcher sets."""
     warnings.simplefilter("ignore")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
         del os.environ[name]
@@ -160,23 +160,23 @@ def test_some_of_a_nodes_cards_are_ordered_by_their_own_links() -> None:
     cells = [["X" if i == j else "PIX" if pairs[i] == pairs[j] else "SYS" for j in range(8)] for i in range(8)]
     rows = [f"{name} {' '.join(row)} {i}" for i, (name, row) in enumerate(zip(lines, cells, strict=True))]
     table = parse_topology("\n".join([" ".join([*lines, "CPU Affinity"]), *rows]))
-    assert device_order.ordered([4, 5, 6, 7], table) == [4, 5, 6, 7]
-    assert device_order.ordered([4, 6, 5, 7], table) == [4, 5, 6, 7]
-    assert device_order.ordered([0, 1, 2, 3], table) == [0, 2, 1, 3]
-    assert device_order.ordered([7, 1, 3], table) == [7, 1, 3]
-    assert device_order.ordered([6, 7, 8], table) == [6, 7, 8]  # a card that the tool does not know
-    assert device_order.ordered([1, 0], None) == [1, 0]
+    assert rendezvous.ordered([4, 5, 6, 7], table) == [4, 5, 6, 7]
+    assert rendezvous.ordered([4, 6, 5, 7], table) == [4, 5, 6, 7]
+    assert rendezvous.ordered([0, 1, 2, 3], table) == [0, 2, 1, 3]
+    assert rendezvous.ordered([7, 1, 3], table) == [7, 1, 3]
+    assert rendezvous.ordered([6, 7, 8], table) == [6, 7, 8]  # a card that the tool does not know
+    assert rendezvous.ordered([1, 0], None) == [1, 0]
 
 
 def test_each_node_has_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_order, "_agreed", {})
+    monkeypatch.setattr(rendezvous, "_agreed", {})
     store = dist.HashStore()
     asked = iter([parse_topology(TABLE), None])
-    monkeypatch.setattr(device_order, "read_topology", lambda: Reading(next(asked), "a stub"))
+    monkeypatch.setattr(rendezvous, "read_topology", lambda: Reading(next(asked), "a stub"))
     said = []
     for node, decides in ((0, True), (1, True), (0, False), (1, False)):
-        device_order._agreed.clear()  # as in a process of its own
-        said.append(device_order.agree_on_order([0, 1, 2, 3], lambda: store, node, decides=decides))
+        rendezvous._agreed.clear()  # as in a process of its own
+        said.append(rendezvous.agree_on_order([0, 1, 2, 3], lambda: store, node, decides=decides))
     assert [order for order, _ in said] == [[0, 2, 1, 3], [0, 1, 2, 3]] * 2
     assert said[0][1] == "puts the ranks of a node on its devices in the order [0, 2, 1, 3], by their links"
     assert said[1][1] == ""

@@ -27,8 +27,6 @@ WALKED = [(mode, precision) for mode, precision in PAIRS if precision == "16-mix
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "late": {"delay_one_step": True},
-    "late sparse": {"mode": "sparse", "delay_one_step": True},
     "without overlap": {"overlap": False},
     "unused": {"find_unused_parameters": True},
     "unused sparse": {"mode": "sparse", "find_unused_parameters": True},
@@ -47,7 +45,7 @@ def run(rank: int, ranks: int, mode: str, precision: str = "32-true", **argument
 
 
 def in_modes(rank: int, ranks: int, pairs: Sequence[tuple[str, str]]) -> dict[Any, Any]:
-    """What a training left in each mode and precision."""
+    """Results of a training in each mode and precision."""
     warnings.simplefilter("ignore")
     fake_npu.install()
     fake_npu.pin_everything()
@@ -179,9 +177,9 @@ def test_what_ranks_owe_is_written_as_cpu_tensors(rows: Rows) -> None:
     for path in paths:
         state = torch.load(path, weights_only=True)  # no map_location: this process has no npu
         weights = {"net.0.weight", "net.2.weight", "head.weight"}
-        assert state["owed"].keys() == weights | {name.replace("weight", "bias") for name in weights}
-        assert all(part["values"].device.type == "cpu" for part in state["owed"].values())
-        assert all(state["owed"][name]["values"].any() for name in weights)
+        assert state["residuals"].keys() == weights | {name.replace("weight", "bias") for name in weights}
+        assert all(part["values"].device.type == "cpu" for part in state["residuals"].values())
+        assert all(state["residuals"][name]["values"].any() for name in weights)
 
 
 def test_the_name_alone_trains_on_the_npu(rows: Rows) -> None:

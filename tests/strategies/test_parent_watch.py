@@ -10,7 +10,7 @@ from pathlib import Path
 
 CHILD = """
 import os, sys, time
-from lightning_aigc.strategies.parent_watch import watch_parent
+from lightning_aigc.strategies.device_process_group import watch_parent
 watch_parent(1, last_words_s=0.2)
 print(os.getpid(), flush=True)
 time.sleep(60)

@@ -140,8 +140,8 @@ def test_an_optimizer_trains_all_ranks_alike_or_is_refused_by_its_name(
 
 def test_averages_of_a_copy_are_refused_where_weights_are_cut(ranks: list[dict[str, Any]]) -> None:
     for of_one in ranks:
-        assert "and StochasticWeightAveraging averages a copy of the whole module" in of_one["averages zero_3"]
-        assert "and EMAWeightAveraging averages a copy of the whole module" in of_one["moving averages zero_3"]
+        assert "and StochasticWeightAveraging averages a copy of the full module" in of_one["averages zero_3"]
+        assert "and EMAWeightAveraging averages a copy of the full module" in of_one["moving averages zero_3"]
         assert isinstance(of_one["averages zero_1"], list) and isinstance(of_one["moving averages zero_1"], list)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from fakes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.strategies import NPUSparseStrategy, ZeROStrategy
-from lightning_aigc.strategies.zero_states import own_states
+from lightning_aigc.strategies.zero.stage_1 import own_states
 
 WIDTH = 5
 STEPS = 4

@@ -156,7 +156,7 @@ Ranks = Callable[[int], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """What so many ranks found, who run once."""
+    """Results of these ranks, which run once."""
 
     @functools.cache
     def run(count: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from fakes.ranks import run_ranks
 from fakes.small_lightning import WIDTH, Small
-from lightning_aigc.gradient_sync import process_groups
+from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy
 

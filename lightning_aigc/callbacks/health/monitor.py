@@ -29,7 +29,7 @@ from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasSnapshotState
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 OnError = Literal["warn", "stop", "skip_step"]
 NormsInLogger = Literal["auto", "all", "blocks", "layers", "off"]
@@ -126,13 +126,13 @@ class GradientHealthMonitor(Callback):
             return
         if not any(p.requires_grad for p in pl_module.parameters()):
             raise ConfigError(
-                f"{own_class(pl_module).__name__} has no trainable parameter; set requires_grad on what is to be"
+                f"{original_class(pl_module).__name__} has no trainable parameter; set requires_grad on what is to be"
                 " trained, or add the LoRA in __init__ or configure_model"
             )
         if all(isinstance(optimizer, _MockOptimizer) for optimizer in trainer.optimizers):  # None to Lightning
             rank_zero_warn(
-                f"GradientHealthMonitor stays off: {own_class(pl_module).__name__}.configure_optimizers returned no"
-                " optimizer, so nothing is trained; return one, or run trainer.validate instead of fit"
+                f"GradientHealthMonitor stays off: {original_class(pl_module).__name__}.configure_optimizers returned "
+                "no optimizer, so nothing is trained; return one, or run trainer.validate instead of fit"
             )
             return
         if self.norms_in_logger not in ("auto", "off") and not trainer.loggers:

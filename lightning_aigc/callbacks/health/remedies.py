@@ -14,7 +14,7 @@ from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler
 from lightning_aigc.schedulers.adaptive_rate import HeldRate
 from lightning_aigc.schedulers.rate_search import SEARCH_START
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 LARGEST_FACTOR = 10.0
 """By how much a remedy changes a learning rate at most."""
@@ -52,7 +52,7 @@ class Remedies:
         scheduled = max((float(group.get("lr", 0)) for group in groups), default=None)
         configured = max((float(group.get("initial_lr", group.get("lr", 0))) for group in groups), default=None)
         return cls(
-            model_keys=frozenset(inspect.signature(own_class(model)).parameters),
+            model_keys=frozenset(inspect.signature(original_class(model)).parameters),
             precision_key="trainer.plugins.init_args.precision" if own else "trainer.precision",
             precision=str(trainer.precision),
             rate=held.configured if held is not None else configured,

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule
 
+from lightning_aigc.sharding.full_parameters import full_parameters, full_parameters_on_host
 from lightning_aigc.sharding.layout import is_sharded
-from lightning_aigc.sharding.whole_weights import whole_on_host, whole_weights
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ def gathered_weights(pl_module: LightningModule) -> Iterator[None]:
     if not is_sharded(pl_module):
         yield
         return
-    with _average(pl_module), whole_weights(pl_module):
+    with _average(pl_module), full_parameters(pl_module):
         yield
 
 
@@ -44,7 +44,7 @@ def written_weights(pl_module: LightningModule) -> Iterator[bool]:
     if not is_sharded(pl_module):
         yield writes
         return
-    with _average(pl_module), whole_on_host(pl_module, keep=writes):
+    with _average(pl_module), full_parameters_on_host(pl_module, keep=writes):
         yield writes
 
 

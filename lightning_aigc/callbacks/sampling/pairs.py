@@ -17,7 +17,7 @@ from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasReferenceImages, HasValidationPrompts, SupportsSampling
 from lightning_aigc.rng import isolate_rng
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
@@ -45,7 +45,9 @@ def make_pairs(prompts: Sequence[str], seeds: Sequence[int]) -> list[Pair]:
 def require_sampling(pl_module: LightningModule, callback: str) -> None:
     """Raises: ModelError, in the name of the callback, where the module cannot sample."""
     if not isinstance(pl_module, SupportsSampling):
-        raise ModelError(f"{callback} cannot draw: {own_class(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}")
+        raise ModelError(
+            f"{callback} cannot draw: {original_class(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}"
+        )
 
 
 def find_prompts(pl_module: LightningModule, prompts: Sequence[str] | None) -> list[str]:
@@ -72,7 +74,7 @@ def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
     shape = list(images.shape) if isinstance(images, Tensor) else type(images).__name__
     if not isinstance(images, Tensor) or images.ndim != 4 or shape[:2] != [len(pairs), 3]:
         raise ModelError(
-            f"{own_class(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
+            f"{original_class(pl_module).__name__}.sample returned {shape} for {len(pairs)} prompts; "
             f"wanted [{len(pairs)}, 3, H, W] in 0..1"
         )
     return images.detach().float()

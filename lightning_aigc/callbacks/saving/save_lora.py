@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_aigc.callbacks.saving.save_result import SaveResult
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import DescribesTrainingData, SavesLoRA
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 
 class SaveLoRA(SaveResult):
@@ -37,7 +37,8 @@ class SaveLoRA(SaveResult):
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(pl_module, SavesLoRA):
             raise ModelError(
-                f"SaveLoRA needs a module with save_lora(path, **metadata), {own_class(pl_module).__name__} has none"
+                f"SaveLoRA needs a module with save_lora(path, **metadata), "
+                f"{original_class(pl_module).__name__} has none"
             )
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:

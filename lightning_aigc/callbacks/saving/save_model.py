@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_aigc.callbacks.saving.save_result import SaveResult
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import SavesModel
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 
 class SaveModel(SaveResult):
@@ -32,7 +32,7 @@ class SaveModel(SaveResult):
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and not isinstance(pl_module, SavesModel):
             raise ModelError(
-                f"SaveModel needs a module with save_model(path), {own_class(pl_module).__name__} has none"
+                f"SaveModel needs a module with save_model(path), {original_class(pl_module).__name__} has none"
             )
         self._written: list[Path] = []
         self._kind = pl_module.saved_kind if isinstance(pl_module, SavesModel) else "model"

@@ -35,7 +35,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
         from lightning.fabric.utilities.exceptions import MisconfigurationException
 
         from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
-        from lightning_aigc.strategies.roll_call import tell_others
+        from lightning_aigc.strategies.rendezvous import tell_others
 
     atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
     sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
@@ -83,7 +83,7 @@ def _garbage_left_alone() -> Iterator[None]:
 
 def _refused(sentence: str) -> int:
     """Print an error, tell it to ranks that wait for this one, and return the exit status."""
-    from lightning_aigc.strategies.roll_call import tell_others
+    from lightning_aigc.strategies.rendezvous import tell_others
 
     print(f"error: {redact_text(sentence)}", file=sys.stderr, flush=True)
     tell_others(sentence)
@@ -92,7 +92,7 @@ def _refused(sentence: str) -> int:
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:
     """The error line for a failed collective, most often because another rank has ended; None for other errors."""
-    from lightning_aigc.gradient_sync.sync_error import SyncError, is_of_a_collective
+    from lightning_aigc.gradient_sync.transport.sync_error import SyncError, is_of_a_collective
 
     if isinstance(error, SyncError):
         return str(error)

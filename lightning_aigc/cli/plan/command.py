@@ -9,7 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.cli.plan.model import DRY_RUN_LIMIT, count_parameters, read_configs, sync_options, time_one_step
+from lightning_aigc.cli.plan.model import (
+    DRY_RUN_LIMIT,
+    count_parameters,
+    read_configs,
+    sync_options,
+    time_one_step,
+)
 from lightning_aigc.cli.plan.zero import STAGES, Sharing, zero_strategy
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
 from lightning_aigc.cluster import cost_model
@@ -77,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(args)
     strategy = args.strategy or plan.strategy
     sharing = None if strategy is None else Sharing.of(strategy, plan.job, plan.shape, plan.shapes)
-    rows = [row_of(mode, plan, args.efficiency) for mode in modes_of(plan)]
+    rows = [row_of(mode, plan, args.efficiency) for mode in MODES]
     if args.json:
         about = {"modelled": True, "plan": asdict(plan), "constants": constants(plan), "modes": rows}
         if sharing is not None:
@@ -115,7 +121,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         forward_s=step_time * (1 - cost_model.BACKWARD_SHARE),
         backward_s=step_time * cost_model.BACKWARD_SHARE,
         sparsity=options.sparsity if args.sparsity is None else args.sparsity,
-        low_rank_elements=counted.low_rank_elements if counted else None,
         local_steps=options.local_steps,
         average_bits=AVERAGE_BITS[options.average],
         bucket_bytes=(options.bucket_mb if args.bucket_mb is None else args.bucket_mb) * 1e6,
@@ -129,11 +134,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         chosen = worthwhile_mode({mode: cost.wire_s + cost.compression_s for mode, cost in costs.items()})
     shapes = () if counted is None else counted.shapes
     return Plan(job, shape, links, step_time_from, source, chosen, is_auto, shapes, zero_strategy(config))
-
-
-def modes_of(plan: Plan) -> list[str]:
-    """The modes that can be modelled: low_rank needs the parameters' shapes, known only of a counted model."""
-    return [mode for mode in MODES if mode != "low_rank" or plan.job.low_rank_elements is not None]
 
 
 def row_of(mode: str, plan: Plan, efficiency: float | None) -> dict[str, Any]:

@@ -27,7 +27,6 @@ class Counted:
     frozen: int
     frozen_bytes: float
     """Mean bytes per frozen parameter."""
-    low_rank_elements: int
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shape of each trained parameter."""
 
@@ -81,7 +80,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
 
     from lightning_aigc.cli.fit.aigc_cli import AIGCArgumentParser
     from lightning_aigc.cli.fit.dry_run import all_parameters
-    from lightning_aigc.gradient_sync.flat_units import is_small
+    from lightning_aigc.gradient_sync.units import is_small
 
     parser = AIGCArgumentParser()
     parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
@@ -92,7 +91,6 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
     protection = options.protection(trained)
     protected = {name for name in trained if protection.covers(name)}
     small = {name for name, p in trained.items() if name not in protected and is_small(p)}
-    shapes = [(p.shape[0], p.numel() // p.shape[0]) for name, p in trained.items() if name not in protected | small]
     frozen = [p for p in all_parameters(model) if not p.requires_grad]
     frozen_count = sum(p.numel() for p in frozen)
     return Counted(
@@ -102,7 +100,6 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
         frozen=frozen_count,
         frozen_bytes=sum(p.numel() * p.element_size() for p in frozen) / max(frozen_count, 1),
         shapes=tuple(tuple(p.shape) for p in trained.values()),
-        low_rank_elements=sum(min(options.rank, rows, columns) * (rows + columns) for rows, columns in shapes),
     )
 
 

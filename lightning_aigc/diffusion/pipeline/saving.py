@@ -30,7 +30,7 @@ from lightning_aigc.diffusion.pipeline.single_file_names import (
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.sharding.own_class import own_class
+from lightning_aigc.sharding.original_class import original_class
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The floating-point names of safetensors."""
@@ -94,7 +94,7 @@ def save_part(folder: Path, component: Any, dtype: torch.dtype | None) -> None:
         _name_own_class(folder / "config.json", component)
         file = WEIGHTS["diffusers"]
     else:
-        component.config.architectures = [own_class(component).__name__]
+        component.config.architectures = [original_class(component).__name__]
         component.config.save_pretrained(folder)
         file = WEIGHTS["transformers"]
     write_tensors(folder / file, deferred(component, dtype))
@@ -103,8 +103,8 @@ def save_part(folder: Path, component: Any, dtype: torch.dtype | None) -> None:
 def _name_own_class(config: Path, component: nn.Module) -> None:
     """Put the class's own name in a config that diffusers wrote of a sharded module, whose class FSDP renames."""
     described = json.loads(config.read_text(encoding="utf-8"))
-    if described["_class_name"] != own_class(component).__name__:
-        described["_class_name"] = own_class(component).__name__
+    if described["_class_name"] != original_class(component).__name__:
+        described["_class_name"] = original_class(component).__name__
         config.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.health.alerts.alert_log import is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import Finding
-from lightning_aigc.gradient_sync.replica_check import bits_of, first_difference
+from lightning_aigc.gradient_sync.watch.replica_check import bits_of, first_difference
 
 RANK_DIVERGENCE = "rank_divergence"
 

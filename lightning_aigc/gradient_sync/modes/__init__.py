@@ -1,0 +1,1 @@
+"""Ways to reduce a vector over the ranks, one file a mode."""

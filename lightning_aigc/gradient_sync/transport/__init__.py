@@ -1,0 +1,1 @@
+"""torch.distributed underneath gradient sync: process groups, counted collectives, and their errors."""

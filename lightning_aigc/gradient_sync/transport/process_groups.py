@@ -1,0 +1,78 @@
+"""The process groups of gradient sync: all ranks, the ranks of one node, and one rank of each node."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from lightning_aigc.cluster.topology import node_key, nodes_of
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.gradient_sync.transport.chunked_exchange import chunked_where_slow
+from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class ProcessGroups:
+    """Groups that gradients are reduced over: `between` alone, or first `inside` a node and then `between` nodes.
+
+    They are separate from the default group, whose collectives (DDP's buffers, Lightning's signals) run at any time.
+    """
+
+    def __init__(self, hierarchical: bool | Literal["auto"], timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        """Collective: every rank calls it. Raises: ConfigError for a hierarchy where nodes are uneven or only one."""
+        self.traffic = Traffic()
+        self._made: list[Any] = []
+        self.world_size, self.rank, self.timeout = dist.get_world_size(), dist.get_rank(), timeout
+        keys: list[Any] = [None] * self.world_size
+        dist.all_gather_object(keys, node_key())
+        self.nodes = nodes_of(keys)
+        sizes = {len(ranks) for ranks in self.nodes}
+        possible = len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
+        if hierarchical is True and not possible:
+            raise ConfigError(
+                "hierarchical: true wants several nodes with equally many ranks, two or more; got "
+                f"{', '.join(str(len(ranks)) for ranks in self.nodes)} ranks on {len(self.nodes)} node(s); use auto"
+            )
+        self.inside: CountedGroup | None = None
+        if possible and hierarchical is not False:
+            inside = self._new_groups(self.nodes)
+            between = self._new_groups([list(ranks) for ranks in zip(*self.nodes, strict=True)])
+            self.inside = CountedGroup(inside, self.traffic, inside_node=True)
+            everyone = self._new_groups([list(range(self.world_size))])
+        else:
+            between = everyone = self._new_groups([list(range(self.world_size))])
+        self.between = CountedGroup(between, self.traffic)
+        self.everyone = self.between if self.inside is None else CountedGroup(everyone, self.traffic)
+
+    @property
+    def ranks_inside(self) -> int:
+        """Number of ranks that reduce among themselves first: 1 in a flat sync."""
+        return 1 if self.inside is None else self.inside.size
+
+    def chunk_on_slow_links(self) -> None:
+        """Split large rows if the link between nodes is slow. Collective: measures the link for a moment."""
+        self.between.chunked = chunked_where_slow(self.between.group)
+
+    def destroy(self) -> None:
+        """Destroy these groups, and keep the default group. A second call does nothing."""
+        made, self._made = self._made, []
+        if made and self.between.chunked is not None:
+            self.between.chunked.close()
+        for group in made:
+            with suppress(ValueError):  # destroying the default group destroys them as well
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
+
+    def _new_groups(self, groups: list[list[int]]) -> Any:
+        """Make all of these groups, as every rank must, and return this rank's group."""
+        mine = None
+        for ranks in groups:
+            made = dist.new_group(ranks, timeout=self.timeout)
+            if self.rank in ranks:
+                mine = made
+                self._made.append(made)
+        return mine

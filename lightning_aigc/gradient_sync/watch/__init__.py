@@ -1,0 +1,1 @@
+"""Observers of gradient sync: step reports, the stall watchdog, and the comparison of ranks."""

@@ -1,0 +1,1 @@
+"""Import of DeepSpeed and accelerate config files."""
