@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels import (
-    Stream,
+    AttentionStream,
     gated_residual,
     joint_attention,
     modulated_norm,
@@ -75,7 +75,7 @@ def on_streams(op: Callable[..., Any]) -> Callable[..., Tensor]:
         streams = []
         for part in (slice(TEXT), slice(TEXT, None)):
             rotary = (cos[part], sin[part]) if rotate else (None, None)
-            streams.append(Stream(q[:, part], k[:, part], v[:, part], query_weight, key_weight, *rotary))
+            streams.append(AttentionStream(q[:, part], k[:, part], v[:, part], query_weight, key_weight, *rotary))
         if padded:
             streams[0] = streams[0]._replace(key_bias=padding(q.shape[0]))
         made = op(streams, q.shape[2] // FEATURES)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from launches import Launches
-from lightning_aigc_kernels.joint_attention import Stream
+from lightning_aigc_kernels.joint_attention import AttentionStream
 from lightning_aigc_kernels.joint_attention import passes as joint_passes
 from lightning_aigc_kernels.joint_attention import reference as joint_reference
 from lightning_aigc_kernels.modulated_norm import kernel as norm_kernel
@@ -153,11 +153,11 @@ def stream_passes(rotate: bool, batch: int, dtype: torch.dtype, trained: bool) -
         qkv = [torch.randn(batch, tokens, HEADS * FEATURES, dtype=dtype).requires_grad_() for _ in range(3)]
         weights = [torch.randn(FEATURES, dtype=dtype).requires_grad_(trained) for _ in range(2)]
         rotary = torch.randn(2, tokens, FEATURES // 2) if rotate else (None, None)
-        streams.append(Stream(*qkv, *weights, *rotary))
+        streams.append(AttentionStream(*qkv, *weights, *rotary))
         wanted += [*qkv, *weights] if trained else qkv
         needs += [True] * 3 + [trained] * 2 + [False] * 2
     do = [torch.randn_like(stream.query) for stream in streams]
-    detached = [Stream._make(None if t is None else t.detach() for t in stream) for stream in streams]
+    detached = [AttentionStream._make(None if t is None else t.detach() for t in stream) for stream in streams]
     joint = joint_passes.Joint(detached, HEADS, EPS, True, dtype)
     *outputs, softmax1, softmax2 = joint_passes.forward(joint)
     return (

@@ -12,7 +12,7 @@ from lightning_aigc_kernels.dispatch import HALF_DTYPES
 aten = torch.ops.aten
 
 
-class Norm(NamedTuple):
+class NormParameters(NamedTuple):
     """A LayerNorm over the last dimension; `on=False` passes its input through."""
 
     weight: Tensor | None = None
@@ -29,7 +29,7 @@ class Normalized(NamedTuple):
     rstd: Tensor | None
 
 
-def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
+def normalize(x_TC: Tensor, norm: NormParameters, dtype: torch.dtype) -> Normalized:
     """LayerNorm(x) in `dtype`, with statistics in float32 where the device supports it."""
     if not norm.on:
         return Normalized(x_TC.to(dtype), None, None)
@@ -39,7 +39,7 @@ def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
 
 
 def normalize_backward(
-    dvalue_TC: Tensor, x_TC: Tensor, norm: Norm, made: Normalized, need_weight: bool, need_bias: bool
+    dvalue_TC: Tensor, x_TC: Tensor, norm: NormParameters, made: Normalized, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x, weight and bias."""
     dvalue_TC = dvalue_TC.to(x_TC.dtype)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
-from lightning_aigc.precision import FusedBackwardPrecision, overflow, replay
-from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.nan import overflow, replay
+from lightning_aigc.precision.nan.non_finite import NonFinite, first_non_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -310,5 +311,5 @@ def test_on_a_device_the_scale_is_read_when_its_copy_has_come(
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
     skipped, model = overflow.SkippedSteps(nullcontext), SimpleNamespace(trainer=SimpleNamespace(global_step=7))
     for value, arrived in [(4.0, True), (2.0, False), (2.0, True), (2.0, True)]:  # noqa: B007 - read by the event
-        skipped.look_at_scale(model, SimpleNamespace(_scale=Scale(value), _init_scale=4.0))  # type: ignore[arg-type]
+        skipped.check_scale(model, SimpleNamespace(_scale=Scale(value), _init_scale=4.0))  # type: ignore[arg-type]
     assert [line.partition(":")[0] for line in lines] == ["the loss scale fell from 4 to 2 by step 8"]

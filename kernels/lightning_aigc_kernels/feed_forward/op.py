@@ -24,24 +24,24 @@ from lightning_aigc_kernels.dispatch import (
 )
 from lightning_aigc_kernels.geglu import op as geglu
 from lightning_aigc_kernels.linear_with_lora import (
+    LoRAProjection,
     Needs,
-    Projection,
     add_input_gradient,
     inner,
     inner_gradient,
     parameter_gradients,
     project,
 )
-from lightning_aigc_kernels.normalization import Norm, normalize, normalize_backward
+from lightning_aigc_kernels.normalization import NormParameters, normalize, normalize_backward
 from lightning_aigc_kernels.packing import empty_wanted, pack_layers, spread, unpack, unpack_layers, wanted
 from lightning_aigc_kernels.rows import in_shape_of, rows_of
 
 
 def feed_forward(
     x: Tensor,
-    norm: Norm,
-    first: Projection,
-    second: Projection,
+    norm: NormParameters,
+    first: LoRAProjection,
+    second: LoRAProjection,
     activation: geglu.Activation = "gelu",
     *,
     keep_projection: bool = False,

@@ -6,13 +6,13 @@ from torch import Tensor
 
 from lightning_aigc_kernels.geglu import reference as gates
 from lightning_aigc_kernels.geglu.op import Activation
-from lightning_aigc_kernels.linear_with_lora import Projection
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.linear_with_lora import LoRAProjection
+from lightning_aigc_kernels.normalization import NormParameters
 from lightning_aigc_kernels.reference import layer_norm, linear_with_lora
 
 
 def feed_forward(
-    x: Tensor, norm: Norm, first: Projection, second: Projection, activation: Activation = "gelu"
+    x: Tensor, norm: NormParameters, first: LoRAProjection, second: LoRAProjection, activation: Activation = "gelu"
 ) -> Tensor:
     """second(geglu(first(norm(x)))) without the residual."""
     gated = gates.geglu if activation == "gelu" else gates.swiglu

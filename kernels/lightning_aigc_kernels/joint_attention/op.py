@@ -21,14 +21,14 @@ from torch import Tensor
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import compute_dtype, refuse_functorch, without_autocast
 from lightning_aigc_kernels.joint_attention import passes
-from lightning_aigc_kernels.joint_attention.stream import Stream, check_streams
+from lightning_aigc_kernels.joint_attention.stream import AttentionStream, check_streams
 from lightning_aigc_kernels.packing import empty_wanted, pack, spread, unpack, wanted
 
-FIELDS = len(Stream._fields)
+FIELDS = len(AttentionStream._fields)
 
 
 def joint_attention(
-    streams: Sequence[Stream],
+    streams: Sequence[AttentionStream],
     heads: int,
     *,
     eps: float = 1e-6,
@@ -59,7 +59,7 @@ def _joint(
 ) -> passes.Joint:
     """Undo the packing of the streams."""
     fields = unpack(tensors, given)
-    streams = [Stream(*fields[i : i + FIELDS]) for i in range(0, len(fields), FIELDS)]
+    streams = [AttentionStream(*fields[i : i + FIELDS]) for i in range(0, len(fields), FIELDS)]
     return passes.Joint(streams, heads, eps, norm, dtype)
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_aigc_kernels.joint_attention.stream import Stream
+from lightning_aigc_kernels.joint_attention.stream import AttentionStream
 from lightning_aigc_kernels.qk_norm_rope.reference import qk_norm_rope
 
 
 def joint_attention(
-    streams: Sequence[Stream], heads: int, *, eps: float = 1e-6, norm: bool = True
+    streams: Sequence[AttentionStream], heads: int, *, eps: float = 1e-6, norm: bool = True
 ) -> tuple[Tensor, ...]:
     """The attention's output [N, T, H * D] of each stream."""
     q = [_prepared(s.query, s.query_weight, s, heads, eps, norm) for s in streams]
@@ -25,11 +25,11 @@ def joint_attention(
     return torch.split(o_NSC, [s.query.shape[1] for s in streams], 1)
 
 
-def _prepared(x: Tensor, weight: Tensor | None, stream: Stream, heads: int, eps: float, norm: bool) -> Tensor:
+def _prepared(x: Tensor, weight: Tensor | None, stream: AttentionStream, heads: int, eps: float, norm: bool) -> Tensor:
     return qk_norm_rope(_of_heads(x, heads), weight, stream.cos, stream.sin, eps=eps, norm=norm)
 
 
-def _mask(streams: Sequence[Stream], dtype: torch.dtype) -> Tensor | None:
+def _mask(streams: Sequence[AttentionStream], dtype: torch.dtype) -> Tensor | None:
     """The keys' biases, [N, 1, 1, S] in float32 or what is wider."""
     if all(s.key_bias is None for s in streams):
         return None

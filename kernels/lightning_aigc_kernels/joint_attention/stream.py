@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope, check
 
 
-class Stream(NamedTuple):
+class AttentionStream(NamedTuple):
     """A stream's projections [N, T, H * D], and what is done to its queries and keys, as in `qk_norm_rope`."""
 
     query: Tensor
@@ -37,7 +37,7 @@ class Stream(NamedTuple):
         return NormRope(self.key_weight, self.cos, self.sin, eps, norm)
 
 
-def check_streams(streams: Sequence[Stream], heads: int, eps: float, norm: bool) -> None:
+def check_streams(streams: Sequence[AttentionStream], heads: int, eps: float, norm: bool) -> None:
     """Raise ValueError for streams that do not fit each other or the number of heads."""
     if not streams:
         raise ValueError("joint_attention wants at least one stream, got none")

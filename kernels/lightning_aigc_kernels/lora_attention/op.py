@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import check_density, compute_dtype, refuse_functorch, without_autocast
-from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.linear_with_lora import LoRAProjection
 from lightning_aigc_kernels.lora_attention import passes
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.normalization import NormParameters
 from lightning_aigc_kernels.packing import empty_wanted, pack_layers, spread, unpack, unpack_layers, wanted
 
 KEEPS = {"output": passes.OUTPUT, "value": passes.VALUE, "key": passes.KEY, "query": passes.QUERY}
@@ -31,11 +31,11 @@ KnownAttention = tuple[Tensor, Tensor, Tensor]
 def lora_attention(
     x: Tensor,
     context: Tensor | None,
-    norm: Norm,
-    query: Projection,
-    key: Projection,
-    value: Projection,
-    out: Projection,
+    norm: NormParameters,
+    query: LoRAProjection,
+    key: LoRAProjection,
+    value: LoRAProjection,
+    out: LoRAProjection,
     heads: int,
     *,
     keeps: int | Collection[str] = 1,
@@ -70,7 +70,7 @@ def lora_attention(
 
 
 def _check(
-    x: Tensor, context: Tensor | None, inward: tuple[Projection, ...], heads: int, keeps: Any, density: float
+    x: Tensor, context: Tensor | None, inward: tuple[LoRAProjection, ...], heads: int, keeps: Any, density: float
 ) -> None:
     check_density(density, "gradient_density")
     if x.dim() != 3 or (context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0])):

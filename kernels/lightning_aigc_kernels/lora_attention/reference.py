@@ -5,19 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_aigc_kernels.linear_with_lora import Projection
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.linear_with_lora import LoRAProjection
+from lightning_aigc_kernels.normalization import NormParameters
 from lightning_aigc_kernels.reference import layer_norm, linear_with_lora
 
 
 def lora_attention(
     x: Tensor,
     context: Tensor | None,
-    norm: Norm,
-    query: Projection,
-    key: Projection,
-    value: Projection,
-    out: Projection,
+    norm: NormParameters,
+    query: LoRAProjection,
+    key: LoRAProjection,
+    value: LoRAProjection,
+    out: LoRAProjection,
     heads: int,
 ) -> Tensor:
     """out(attention(q, k, v)) with q of norm(x), and k and v of the context or norm(x), without the residual."""

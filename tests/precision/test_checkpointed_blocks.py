@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fakes.kept_bytes import kept_bytes
 from fakes.tiny_transformers import flux2, sd3, z_image
-from lightning_aigc.precision import whole_blocks
-from lightning_aigc.precision.budget import MemoryBudget
-from lightning_aigc.precision.selective import Known, Saves, saving_and_reading
+from lightning_aigc.precision.block_options import UNLIMITED, SaveLimit
+from lightning_aigc.precision.memory.budget import MemoryBudget
+from lightning_aigc.precision.memory.profile import LastRunProfile
+from lightning_aigc.precision.memory.selective import save_and_reuse
 from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc.quantization import quantize_frozen_
 
@@ -138,6 +139,6 @@ def test_a_saved_result_that_was_changed_in_place_is_made_again() -> None:
 
     block(x).sum().backward()
     native, weight.grad = weight.grad, None
-    contexts = saving_and_reading(Saves(whole_blocks.ALL), Known())
+    contexts = save_and_reuse(SaveLimit(UNLIMITED), LastRunProfile())
     checkpoint(block, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
     assert native is not None and torch.equal(weight.grad, native)

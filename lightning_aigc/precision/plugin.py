@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from lightning_aigc.devices import grad_scaler
 from lightning_aigc.precision.arguments import (
     MemoryArgument,
-    MemoryLevel,
     PrecisionName,
     check_arguments,
-    protection_within,
+    check_protection,
 )
-from lightning_aigc.precision.budget import MemoryBudget, read_budget
-from lightning_aigc.precision.overflow import SkippedSteps
+from lightning_aigc.precision.memory.budget import MemoryBudget, MemoryLevel, read_budget
+from lightning_aigc.precision.nan.overflow import SkippedSteps
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.rng import random_states
+from lightning_aigc_kernels.protection import named_modules
 
 if TYPE_CHECKING:
     from lightning_aigc.precision.swaps import Swapped
@@ -53,12 +53,12 @@ class FusedBackwardPrecision(Precision):
             bf16-forward-fp16-backward: float32 weights, bfloat16 autocast, and the fused operators' backward products
             in float16 under a dynamic loss scale.
         memory: How much to recompute in backward. off: nothing is swapped, bit-identical to Lightning's precision;
-            balanced: element-wise work and each attention's query; lean: cheap products too; max: whole blocks.
+            balanced: element-wise work and each attention's query; lean: cheap products too; max: full blocks.
             Or a budget, for which each block's share is planned from the first step's shapes: {"kept": 0.18}, a share
-            of the activations that native autograd saves; {"peak_gb": 6}, GiB of a whole step; "fit", what the device
-            has.
-        offload: With memory="max": what the blocks keep for backward, their inputs and long attentions' outputs, waits
-            in host memory, pinned beside an accelerator. The values are the same to the bit.
+            of the activations that native autograd saves; {"peak_gb": 6}, GiB of a full step; "fit", all memory of the
+            device.
+        offload: With memory="max": keep the blocks' saved tensors, which are their inputs and long attentions' outputs,
+            in host memory, pinned if there is an accelerator. Results are bit-identical.
         protect: Module-name patterns (`vae.decoder`, `*.mid_block.attentions`) whose gradients stay dense and in full
             precision under every lossy option.
         strict: Raise at fit start for a supported block, or part of one, that would run its class's forward, and for a
@@ -112,7 +112,7 @@ class FusedBackwardPrecision(Precision):
 
     @property
     def plan(self) -> str:
-        """What a budget's first plan chose, in one line; empty before the first step, and with a level."""
+        """Description of a budget's first plan in one line; empty before the first step, and with a level."""
         swapped: Swapped | None = vars(self._module).get(SWAPPED) if self._module is not None else None
         return swapped.planner.line if swapped is not None and swapped.planner is not None else ""
 
@@ -127,7 +127,7 @@ class FusedBackwardPrecision(Precision):
         restore_forwards(module)
         protect = (*self.protect, *(module.protected_gradients if isinstance(module, ProtectsGradients) else ()))
         if self.memory == "off":
-            protection_within(module, protect)
+            check_protection((name for name, _ in named_modules(module)), protect)
         else:
             from lightning_aigc.precision.swaps import swap_forwards
 
@@ -165,7 +165,7 @@ class FusedBackwardPrecision(Precision):
         self._skipped.reset()
 
     def _stock_for(self, device: torch.device) -> Precision:
-        """Lightning's plugin for this precision on this device, with the present loss scale."""
+        """Return Lightning's plugin for this precision on this device, with the current loss scale."""
         if self._stock is None or self._device is None or self._device.type != device.type:
             saved = self.state_dict()
             self._stock = _stock_precision(self.precision, device.type)
@@ -254,7 +254,7 @@ class FusedBackwardPrecision(Precision):
         finally:
             handle.remove()
         if _optimizer_handles_unscaling(optimizer):
-            self._skipped.look_at_scale(model, scaler)
+            self._skipped.check_scale(model, scaler)
         elif stepped:
             self._skipped.note_step_taken()
         elif has_loss:
@@ -264,10 +264,10 @@ class FusedBackwardPrecision(Precision):
 
 def restore_forwards(module: nn.Module) -> None:
     """Restore the forwards of a module and of every submodule that was converted separately."""
-    for part in module.modules():
-        earlier: Swapped | None = part.__dict__.pop(SWAPPED, None)
-        if earlier is not None:
-            earlier.restore()
+    for submodule in module.modules():
+        swapped: Swapped | None = submodule.__dict__.pop(SWAPPED, None)
+        if swapped is not None:
+            swapped.restore()
 
 
 def _is_all_bfloat16(module: nn.Module) -> bool:

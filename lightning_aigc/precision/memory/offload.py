@@ -1,4 +1,4 @@
-"""What backward needs of recomputed blocks waits in host memory, and comes back when it is needed."""
+"""Keep saved tensors in host memory until backward reads them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ OnHost = tuple[torch.device, Tensor]
 
 
 def to_host(tensor: Tensor) -> OnHost:
-    """Copy a tensor to host memory, pinned beside an accelerator; a CPU's tensor stays the one it is.
+    """Copy a tensor to host memory, pinned if it comes from an accelerator; a CPU tensor is not copied.
 
-    The host does not wait for the copy, which is in order on the device's current stream: only `from_host` may read it.
+    The copy runs on the device's current stream and the host does not wait for it: only `from_host` may read it.
     torch's `save_on_cpu(pin_memory=True)` makes every copy contiguous, and a block would compute with other strides.
     """
     if tensor.device.type == "cpu":
@@ -22,12 +22,12 @@ def to_host(tensor: Tensor) -> OnHost:
     return tensor.device, copy.copy_(tensor, non_blocking=True)
 
 
-def from_host(packed: OnHost) -> Tensor:
-    """The tensor that `to_host` was given, on its device again."""
-    device, tensor = packed
+def from_host(stored: OnHost) -> Tensor:
+    """Copy the tensor that `to_host` stored back to its device."""
+    device, tensor = stored
     return tensor.to(device, non_blocking=True)
 
 
-def on_host() -> saved_tensors_hooks:
-    """A context in which autograd keeps what it saves in host memory."""
+def save_on_host() -> saved_tensors_hooks:
+    """Make autograd keep the tensors that it saves in host memory in this scope."""
     return saved_tensors_hooks(to_host, from_host)

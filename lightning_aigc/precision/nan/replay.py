@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
+from lightning_aigc.precision.nan.non_finite import NonFinite, first_non_finite
 from lightning_aigc.rng import RandomStates, random_states, restore_random_states
 
 

@@ -1,4 +1,4 @@
-"""The memory of a training step besides saved activations, and what a device has."""
+"""Memory of a training step without its saved activations, and memory that a device has."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_aigc.devices import accelerator_module
-from lightning_aigc.precision.saved_tensors import storage_of
+from lightning_aigc.precision.memory.saved_tensors import storage_of
 from lightning_aigc_kernels.packed_weight import packed_bytes
 
 FIT_SHARE = 0.92
-"""Share of a device's memory that `fit` plans for; the rest is for fragments and the libraries' workspaces."""
+"""Share of a device's memory that `fit` plans for; the rest is left for fragments and the libraries' workspaces."""
 ADAM_STATES = 2
 """Tensors of a parameter's size in the state of Adam and AdamW, assumed until the optimizer has a state."""
 
 
-def besides_activations(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, saved_now: int) -> int:
-    """Bytes of a step that no plan changes: weights, gradients, optimizer states and whatever else is on the device.
+def bytes_without_activations(
+    model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, saved_now: int
+) -> int:
+    """Return the bytes of a step that no plan changes: weights, gradients, optimizer states and all else on the device.
 
-    Args: saved_now is the bytes that autograd has saved when this is called.
+    Args: saved_now: Bytes that autograd has saved when this is called.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     states = [
@@ -43,20 +45,20 @@ def besides_activations(model: nn.Module, optimizers: Sequence[Optimizer], devic
     return present + missing
 
 
-def int8_would_save(model: nn.Module) -> int:
-    """Bytes that int8 would take off the whole frozen weights of linear layers and convolutions."""
-    whole = {
+def int8_savings(model: nn.Module) -> int:
+    """Return the bytes that int8 would save on frozen weights of linear layers and convolutions in full precision."""
+    weights = {
         id(weight): weight
         for module in model.modules()
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
         and not (weight := module.weight).requires_grad
         and storage_of(weight) is not None
     }
-    return sum(max(0, weight.nbytes - packed_bytes(weight.numel(), "int8")) for weight in whole.values())
+    return sum(max(0, weight.nbytes - packed_bytes(weight.numel(), "int8")) for weight in weights.values())
 
 
-def available(device: torch.device, model: nn.Module) -> int:
-    """Bytes that this process can use in all: what is free now and what it holds already."""
+def available_bytes(device: torch.device, model: nn.Module) -> int:
+    """Return the bytes that this process can use in total: free memory and memory that it already holds."""
     backend = accelerator_module(device)
     if backend is not None:
         free, _ = backend.mem_get_info(device)  # type: ignore[attr-defined]
@@ -65,7 +67,7 @@ def available(device: torch.device, model: nn.Module) -> int:
 
 
 def _free_on_host() -> int:
-    try:  # with what the page cache would give back
+    try:  # MemAvailable includes the page cache
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
@@ -73,13 +75,13 @@ def _free_on_host() -> int:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     tensors = list(tensors)
-    plain = {found[0]: found[2] for found in map(storage_of, tensors) if found is not None}
+    plain = {storage[0]: storage[2] for storage in map(storage_of, tensors) if storage is not None}
     return sum(plain.values()) + sum(_packed_bytes(tensor) for tensor in tensors if storage_of(tensor) is None)
 
 
 def _packed_bytes(wrapper: Any) -> int:
-    """Bytes of the tensors that a subclass wraps."""
+    """Return the bytes of the tensors that a subclass wraps."""
     names, _ = wrapper.__tensor_flatten__()
     return sum(int(getattr(wrapper, name).nbytes) for name in names)

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_aigc.precision.reads import Reads
-from lightning_aigc.precision.selective import ALL, Known, Saves, chosen, kind_of, saving_and_reading
+from lightning_aigc.precision.block_options import UNLIMITED, SaveLimit
+from lightning_aigc.precision.memory.liveness import BackwardReads
+from lightning_aigc.precision.memory.profile import LastRunProfile
+from lightning_aigc.precision.memory.selective import kind_of, results_within, save_and_reuse
 
 FROZEN = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
 
@@ -34,9 +36,9 @@ class Products(TorchDispatchMode):
 
 
 def reads_of(block: Callable[..., Tensor], *inputs: Tensor) -> list[bool]:
-    contexts = saving_and_reading(Saves(), known := Known())
+    contexts = save_and_reuse(SaveLimit(), last_run := LastRunProfile())
     checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: contexts).sum()
-    return [result.is_read for result in known.results]
+    return [result.is_read for result in last_run.results]
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def test_the_recomputation_leaves_out_what_is_not_read_and_no_gradient_changes(i
 
     counts = []
     gradients = []
-    for contexts in (None, saving_and_reading(Saves(), Known())):
+    for contexts in (None, save_and_reuse(SaveLimit(), LastRunProfile())):
         given: Any = {} if contexts is None else {"context_fn": lambda found=contexts: found}
         output = checkpoint(block, *inputs, use_reentrant=False, **given)
         with Products() as counter:
@@ -85,7 +87,7 @@ def test_the_recomputation_leaves_out_what_is_not_read_and_no_gradient_changes(i
 
 
 def test_storages_outside_the_block_may_be_read_by_anyone() -> None:
-    outside, reads = torch.zeros(2), Reads()
+    outside, reads = torch.zeros(2), BackwardReads()
     result = torch.ones(2)
     reads.follow(torch.ops.aten.mm.default, (torch.ones(2), torch.ones(2)), {}, result, 0)
     assert not reads.is_read(0)
@@ -94,16 +96,22 @@ def test_storages_outside_the_block_may_be_read_by_anyone() -> None:
 
 
 def test_the_results_that_cost_most_for_their_bytes_are_saved_first(inputs: tuple[Tensor, Tensor]) -> None:
-    known = Known()
+    last_run = LastRunProfile()
     wide, narrow = torch.randn(8, 64).double(), torch.randn(64, 8).double()
 
     def block(x: Tensor, trained: Tensor) -> Tensor:
         return ((x @ trained).relu() @ wide).relu() @ narrow.requires_grad_()
 
-    contexts = saving_and_reading(Saves(ALL), known)
+    contexts = save_and_reuse(SaveLimit(UNLIMITED), last_run)
     checkpoint(block, *inputs, use_reentrant=False, context_fn=lambda: contexts).square().sum().backward()
-    first, second, third = known.results
-    assert (first.inner, second.inner, third.inner) == (8, 8, 64)
-    assert chosen(Saves(ALL), known, 0) == {i for i, result in enumerate(known.results) if result.is_read}
-    assert chosen(Saves(first.nbytes), known, 0) == ({2} if third.is_read else {0})
-    assert chosen(Saves(0), known, 0) == chosen(Saves(ALL, share=0.0), known, 0) == frozenset()
+    first, second, third = last_run.results
+    assert (first.inner_dim, second.inner_dim, third.inner_dim) == (8, 8, 64)
+    assert results_within(SaveLimit(UNLIMITED), last_run, 0) == {
+        i for i, result in enumerate(last_run.results) if result.is_read
+    }
+    assert results_within(SaveLimit(first.nbytes), last_run, 0) == ({2} if third.is_read else {0})
+    assert (
+        results_within(SaveLimit(0), last_run, 0)
+        == results_within(SaveLimit(UNLIMITED, share=0.0), last_run, 0)
+        == frozenset()
+    )

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fakes.tiny_transformers import TEXT, Given, flux, flux2, qwen, sd3, sd3_without_norms, z_image
-from lightning_aigc.precision import fused_transformer_blocks, stream_attention
-from lightning_aigc.precision.fused_transformer_blocks import FORWARDS, forward_for
-from lightning_aigc.precision.layers import CannotSwapError, class_path
-from lightning_aigc.precision.selective import kind_of
+from lightning_aigc.precision.blocks import mmdit, stream_attention
+from lightning_aigc.precision.blocks.layers import CannotSwapError, class_path
+from lightning_aigc.precision.blocks.mmdit import FORWARDS, forward_for
+from lightning_aigc.precision.memory.selective import kind_of
 from lightning_aigc.precision.swaps import swap_forwards
 
 LORA = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "to_qkv_mlp_proj"]
@@ -87,7 +87,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(fused_transformer_blocks, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(mmdit, "KERNEL_DEVICES", ("cpu",))
     for path, forward in FORWARDS.items():
         monkeypatch.setitem(FORWARDS, path, recording(path, forward))
     return served

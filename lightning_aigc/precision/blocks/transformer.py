@@ -1,8 +1,7 @@
 """Fused forwards of diffusers' Transformer2DModel and BasicTransformerBlock, with the module's parameters.
 
-Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
-This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
-batch.
+Each forward takes the module as `self`. It checks every call, as adapters, dropout and masks change between calls, and
+raises CannotSwapError if the class's forward must run.
 """
 
 from __future__ import annotations
@@ -12,17 +11,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_aigc.precision import recompute
-from lightning_aigc.precision.attention_blocks import attention_layers, attention_part
-from lightning_aigc.precision.convolution_blocks import norm_act_conv, normalized
-from lightning_aigc.precision.feed_forward_blocks import feed_forward_layers, feed_forward_part
-from lightning_aigc.precision.fused_forward import check_same_dtype, choices_of, handing_down
-from lightning_aigc.precision.layers import (
+from lightning_aigc.precision.blocks.attention import attention_layers, attention_part
+from lightning_aigc.precision.blocks.convolution import norm_act_conv, normalized
+from lightning_aigc.precision.blocks.feed_forward import feed_forward_layers, feed_forward_part
+from lightning_aigc.precision.blocks.layers import (
     CannotSwapError,
     check_group_norm,
+    check_same_dtype,
     read_layer_norm,
     refuse_hooks,
 )
+from lightning_aigc.precision.context import child_options, options_of
+from lightning_aigc.precision.memory import recompute
 
 
 def check_transformer_block(self: Any) -> None:
@@ -33,7 +33,7 @@ def check_transformer_block(self: Any) -> None:
         raise CannotSwapError("a feed-forward in chunks")
 
 
-def check_transformer_block_now(self: Any) -> None:
+def check_transformer_block_layers(self: Any) -> None:
     """Raise CannotSwapError for a norm that the fused ops do not support, or if no part of the block can be fused."""
     parts = [(self.norm1, self.attn1, attention_layers), (self.norm3, self.ff, feed_forward_layers)]
     if self.attn2 is not None:
@@ -62,19 +62,19 @@ def transformer_block(
     check_transformer_block(self)
     if cross_attention_kwargs or hidden_states.dim() != 3:
         raise CannotSwapError("processor arguments")
-    choices = choices_of(self)
+    options = options_of(self)
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
-        if choices.recomputes:
+        if options.recomputes:
             recompute.mark_unread(self)
-        x = x + attention_part(self.attn1, self.norm1, x, None, attention_mask, choices.of("attn1"))
+        x = x + attention_part(self.attn1, self.norm1, x, None, attention_mask, options.for_part("attn1"))
         if self.attn2 is not None:
             mask = encoder_attention_mask
-            x = x + attention_part(self.attn2, self.norm2, x, context, mask, choices.of("attn2"))
+            x = x + attention_part(self.attn2, self.norm2, x, context, mask, options.for_part("attn2"))
         skip = recompute.is_unread(self)
-        return x + feed_forward_part(self.ff, self.norm3, x, choices.of("ff"), skip_product=skip)
+        return x + feed_forward_part(self.ff, self.norm3, x, options.for_part("ff"), skip_product=skip)
 
-    if choices.recomputes:
+    if options.recomputes:
         return lambda: recompute.checkpoint_block(self, run, hidden_states, encoder_hidden_states)
     return lambda: run(hidden_states, encoder_hidden_states)
 
@@ -101,33 +101,33 @@ def transformer(
     encoder_attention_mask: Tensor | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """Forward of Transformer2DModel: GroupNorm and projection save one tensor; pixels become tokens without a copy."""
+    """Forward of Transformer2DModel: GroupNorm and projection save one tensor, and no copy turns pixels into tokens."""
     check_transformer(self)
     if return_dict or cross_attention_kwargs or attention_mask is not None or encoder_attention_mask is not None:
         raise CannotSwapError("a named output, processor arguments or masks")
     if self.gradient_checkpointing:
         raise CannotSwapError("gradient checkpointing")
     check_same_dtype(hidden_states, self.norm.weight)
-    choices = choices_of(self)
-    around = choices.of("norm")
+    options = options_of(self)
+    around = options.for_part("norm")
 
     def run(x: Tensor, context: Tensor | None) -> Tensor:
         height, width = x.shape[2:]
-        if choices.recomputes and _blocks_are_unread(self):
+        if options.recomputes and _blocks_are_unread(self):
             recompute.mark_unread(*self.transformer_blocks, self.proj_out)
         if self.use_linear_projection:
             tokens = self.proj_in(normalized(x, self.norm, around).permute(0, 2, 3, 1).flatten(1, 2))
         else:
             tokens = norm_act_conv(x, self.norm, self.proj_in, around, silu=False).permute(0, 2, 3, 1).flatten(1, 2)
         for block in self.transformer_blocks:
-            with handing_down(block, choices.keeps):
+            with child_options(block, options.saved):
                 tokens = block(tokens, encoder_hidden_states=context, timestep=timestep, class_labels=class_labels)
         if self.use_linear_projection:
             tokens = self.proj_out(tokens)
         pixels: Tensor = tokens.unflatten(1, (height, width)).permute(0, 3, 1, 2)
         return x + (pixels if self.use_linear_projection else self.proj_out(pixels))
 
-    if choices.recomputes:
+    if options.recomputes:
         return lambda: (recompute.checkpoint_block(self, run, hidden_states, encoder_hidden_states),)
     return lambda: (run(hidden_states, encoder_hidden_states),)
 

@@ -1,37 +1,42 @@
-"""A memory budget in place of a level: what `memory` of FusedBackwardPrecision accepts beside the levels' names."""
+"""Values of FusedBackwardPrecision's `memory` argument: a level, or a budget for a step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_aigc.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
+MemoryLevel = Literal["off", "balanced", "lean", "max"]
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How much a step may save or need; one of the three."""
+    """Memory that a step may use; exactly one field is set."""
 
     kept: float | None = None
     """Share of the bytes that native autograd saves for backward."""
     peak_gb: float | None = None
     """GiB of a step's peak, with the model's weights, gradients and optimizer states."""
     fit: bool = False
-    """As much as the card has."""
+    """All memory of the device."""
 
     def __str__(self) -> str:
         if self.fit:
             return "fit"
         return f"{{kept: {self.kept:g}}}" if self.kept is not None else f"{{peak_gb: {self.peak_gb:g}}}"
 
-    def cannot(self, least: int, native: int, besides: int, int8_saves: int = 0) -> str:
-        """The sentence for a budget below the least that can be had.
+    def too_small_message(self, least: int, native: int, other_bytes: int, int8_saves: int = 0) -> str:
+        """Return the error message for a budget that cannot be met.
 
-        Args: least and native are the bytes saved with every block run again and natively, besides those of a step's
-            peak that no plan changes, int8_saves those that an int8 base would take off them.
+        Args:
+            least: Bytes saved when every block is recomputed.
+            native: Bytes saved without the plugin.
+            other_bytes: Bytes of a step's peak that are not saved activations.
+            int8_saves: Reduction of `other_bytes` with an int8 base.
         """
         if self.kept is not None:
             share = math.ceil(1000 * least / max(native, 1)) / 1000
@@ -39,19 +44,19 @@ class MemoryBudget:
                 f"memory={self} cannot be met: with every block run again, {least / MIB:.4g} of native's"
                 f" {native / MIB:.4g} MiB are still saved; use kept: {share:g} or more"
             )
-        asks = f"use peak_gb: {math.ceil(1000 * (least + besides) / GIB) / 1000:g} or more,"
+        asks = f"use peak_gb: {math.ceil(1000 * (least + other_bytes) / GIB) / 1000:g} or more,"
         if self.fit:
-            asks = f"it needs {(least + besides) / GIB:.3g} GiB; use"
+            asks = f"it needs {(least + other_bytes) / GIB:.3g} GiB; use"
         packed = f" base_quantization: int8, which takes {int8_saves / GIB:.3g} GiB off," if int8_saves else ""
         return (
-            f"memory={self} cannot be met: a step needs {besides / GIB:.3g} GiB besides activations, and with every"
+            f"memory={self} cannot be met: a step needs {other_bytes / GIB:.3g} GiB without activations, and with every"
             f" block run again {least / GIB:.3g} GiB of them are still saved; {asks}{packed} a smaller batch or smaller"
-            " pictures"
+            " images"
         )
 
 
 def read_budget(memory: object) -> MemoryBudget | None:
-    """The budget that `memory` asks for, None if it names a level.
+    """Read the budget in the `memory` argument; None if it names a level.
 
     Raises: ConfigError for a mapping that is no budget.
     """

@@ -1,8 +1,7 @@
 """Fused forwards of diffusers' Attention, with the module's parameters.
 
-Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
-This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
-batch.
+Each forward takes the module as `self`. It checks every call, as adapters, dropout and masks change between calls, and
+raises CannotSwapError if the class's forward must run.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_aigc.precision import recompute
-from lightning_aigc.precision.convolution_blocks import normalized
-from lightning_aigc.precision.fused_forward import Choices, check_same_dtype, choices_of
-from lightning_aigc.precision.layers import (
+from lightning_aigc.precision.block_options import BlockOptions
+from lightning_aigc.precision.blocks.convolution import normalized
+from lightning_aigc.precision.blocks.layers import (
     CannotSwapError,
     check_group_norm,
+    check_same_dtype,
     class_path,
     read_layer_norm,
     read_projection,
@@ -24,17 +23,14 @@ from lightning_aigc.precision.layers import (
     refuse_hooks,
     tensors_of,
 )
-from lightning_aigc_kernels import Norm, Projection, lora_attention
+from lightning_aigc.precision.context import options_of
+from lightning_aigc.precision.memory import recompute
+from lightning_aigc_kernels import LoRAProjection, NormParameters, lora_attention
 from lightning_aigc_kernels.lora_attention.op import KEEPS
 
-ATTENTION = "diffusers.models.attention_processor.Attention"
-
-
 PROCESSORS = tuple(f"diffusers.models.attention_processor.{name}" for name in ("AttnProcessor2_0", "AttnProcessorNPU"))
-
-
 LARGE_PRODUCT = 2e9
-"""Operations of one sample's query projection from which `lean` keeps a self-attention's key and value and recomputes
+"""Operations of one sample's query projection from which `lean` saves a self-attention's key and value, and recomputes
 the cross-attention instead, which is then cheap. SDXL at 1024 pixels needs 3.4e9, Stable Diffusion 1.5 at 512
 0.8e9."""
 
@@ -52,15 +48,15 @@ def check_attention(self: Any) -> None:
         raise CannotSwapError("grouped key and value heads")
 
 
-def check_attention_now(self: Any) -> None:
-    """Raise CannotSwapError if this attention, with its present layers, runs diffusers' forward."""
+def check_attention_layers(self: Any) -> None:
+    """Raise CannotSwapError if this attention with its current layers runs diffusers' forward."""
     attention_layers(self)
     if self.group_norm is not None:
         check_group_norm(self.group_norm)
 
 
-def attention_layers(self: Any) -> tuple[Projection, Projection, Projection, Projection]:
-    """The query, key, value and output projections of a diffusers Attention.
+def attention_layers(self: Any) -> tuple[LoRAProjection, LoRAProjection, LoRAProjection, LoRAProjection]:
+    """Read the query, key, value and output projections of a diffusers Attention.
 
     Raises: CannotSwapError if the attention or a projection is not plain.
     """
@@ -69,36 +65,41 @@ def attention_layers(self: Any) -> tuple[Projection, Projection, Projection, Pro
     return (*(read_projection(layer) for layer in (self.to_q, self.to_k, self.to_v, self.to_out[0])),)  # type: ignore[return-value]
 
 
-def attend(
-    x: Tensor, context: Tensor | None, norm: Norm, layers: tuple[Projection, ...], heads: int, choices: Choices
+def fused_attention(
+    x: Tensor,
+    context: Tensor | None,
+    norm: NormParameters,
+    layers: tuple[LoRAProjection, ...],
+    heads: int,
+    options: BlockOptions,
 ) -> Tensor:
-    """Attention with its projections, saved and recomputed as `choices` say."""
+    """Compute attention with its projections; `options` say what is saved and what is recomputed."""
     query, key, value, out = layers
     long = context is None and x.shape[1] >= recompute.LONG_ATTENTION_TOKENS
-    y, made = lora_attention(
-        x, context, norm, query, key, value, out, heads, keeps=_attention_keeps(x, context, query, choices),
-        grad_dtype=choices.grad_dtype, gradient_density=choices.attention_grad_density,
+    y, attended = lora_attention(
+        x, context, norm, query, key, value, out, heads, keeps=_saved_tensors(x, context, query, options),
+        grad_dtype=options.grad_dtype, gradient_density=options.attention_grad_density,
         known=recompute.saved_attention() if long else None,
     )  # fmt: skip
-    if long and made is not None:
-        recompute.save_attention(made)
+    if long and attended is not None:
+        recompute.save_attention(attended)
     return y
 
 
-def _attention_keeps(
-    x: Tensor, context: Tensor | None, query: Projection, choices: Choices
+def _saved_tensors(
+    x: Tensor, context: Tensor | None, query: LoRAProjection, options: BlockOptions
 ) -> int | frozenset[str] | tuple[str, ...]:
-    """What is saved of an attention for backward: how many of output, value and key, or the names."""
-    if choices.keeps is not None:
-        return choices.keeps.attn1 if context is None else choices.keeps.attn2
-    if choices.memory == "balanced":
+    """Return the tensors of an attention to save: how many of output, value and key, or their names."""
+    if options.saved is not None:
+        return options.saved.attn1 if context is None else options.saved.attn2
+    if options.memory == "balanced":
         return 3
     if recompute.is_inside():
-        # A recomputed block's tensors are read at once, so nothing is computed a third time. A long attention is known
-        # when it runs again, and its query, key and value are made in backward alone.
+        # Backward reads a recomputed block's tensors at once, so nothing is computed a third time. A long attention was
+        # saved by the first run, so its query, key and value are computed in backward alone.
         return 1 if context is None and x.shape[1] >= recompute.LONG_ATTENTION_TOKENS else tuple(KEEPS)
     large = 2 * x.shape[1] * query.weight.numel() >= LARGE_PRODUCT
-    if choices.memory != "lean" or not large:
+    if options.memory != "lean" or not large:
         return 1
     return 3 if context is None else 0
 
@@ -110,27 +111,27 @@ def attention(
     attention_mask: Tensor | None = None,
     **cross_attention_kwargs: Any,
 ) -> Any:
-    """Forward of an Attention outside a transformer block: over tokens, or a VAE's over pixels with its GroupNorm."""
+    """Forward of an Attention outside a transformer block, over tokens or over a VAE's pixels with a GroupNorm."""
     if attention_mask is not None or any(value is not None for value in cross_attention_kwargs.values()):
         raise CannotSwapError("an attention mask or processor arguments")
     layers = attention_layers(self)
-    norm = Norm(on=False)
+    norm = NormParameters(on=False)
     check_same_dtype(hidden_states, encoder_hidden_states, *tensors_of(layers, norm))
     if self.group_norm is not None:
         check_group_norm(self.group_norm)
     if hidden_states.dim() == 4 and encoder_hidden_states is not None:
         raise CannotSwapError("cross-attention of pixels")
-    choices = choices_of(self)
+    options = options_of(self)
 
     def run() -> Tensor:
         x = hidden_states
         if x.dim() == 3 and self.group_norm is not None:
             x = x.transpose(1, 2)
         if self.group_norm is not None:
-            x = normalized(x, self.group_norm, choices)
+            x = normalized(x, self.group_norm, options)
         if x.dim() == 4 or self.group_norm is not None:
             x = x.flatten(2).transpose(1, 2)
-        y = attend(x, encoder_hidden_states, norm, layers, self.heads, choices)
+        y = fused_attention(x, encoder_hidden_states, norm, layers, self.heads, options)
         if hidden_states.dim() == 4:
             y = y.transpose(-1, -2).reshape(hidden_states.shape)
         y = y + hidden_states if self.residual_connection else y
@@ -140,8 +141,9 @@ def attention(
 
 
 def attention_part(
-    self: Any, norm: nn.Module, x: Tensor, context: Tensor | None, mask: Tensor | None, choices: Choices
+    self: Any, norm: nn.Module, x: Tensor, context: Tensor | None, mask: Tensor | None, options: BlockOptions
 ) -> Tensor:
+    """Compute norm and attention inside a transformer block, by the module's own layers if the op cannot serve them."""
     try:
         if mask is not None:
             raise CannotSwapError("an attention mask")
@@ -153,4 +155,4 @@ def attention_part(
     except CannotSwapError:
         native: Tensor = self(norm(x), encoder_hidden_states=context, attention_mask=mask)
         return native
-    return attend(x, context, layer_norm, layers, self.heads, choices)
+    return fused_attention(x, context, layer_norm, layers, self.heads, options)

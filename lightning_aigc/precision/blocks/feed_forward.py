@@ -1,8 +1,7 @@
 """Fused forwards of diffusers' gated FeedForward, with the module's parameters.
 
-Each forward takes the module as `self` and falls back to the class's forward if the fused ops cannot serve the call.
-This is checked at every call, because adapters are switched, dropout follows train and eval, and masks come with the
-batch.
+Each forward takes the module as `self`. It checks every call, as adapters, dropout and masks change between calls, and
+raises CannotSwapError if the class's forward must run.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_aigc.precision.fused_forward import Choices, check_same_dtype, choices_of
-from lightning_aigc.precision.layers import (
+from lightning_aigc.precision.block_options import BlockOptions
+from lightning_aigc.precision.blocks.layers import (
     CannotSwapError,
+    check_same_dtype,
     class_path,
     read_layer_norm,
     read_projection,
@@ -21,7 +21,8 @@ from lightning_aigc.precision.layers import (
     refuse_hooks,
     tensors_of,
 )
-from lightning_aigc_kernels import Norm, Projection, feed_forward
+from lightning_aigc.precision.context import options_of
+from lightning_aigc_kernels import LoRAProjection, NormParameters, feed_forward
 
 GATES = {"diffusers.models.activations.GEGLU": "gelu", "diffusers.models.activations.SwiGLU": "silu"}
 
@@ -33,8 +34,8 @@ def check_feed_forward(self: Any) -> None:
         raise CannotSwapError(f"feed-forward with {type(gate).__name__}")
 
 
-def feed_forward_layers(self: Any) -> tuple[Projection, Projection, Any]:
-    """The first and second projection and the gate's activation of a diffusers FeedForward.
+def feed_forward_layers(self: Any) -> tuple[LoRAProjection, LoRAProjection, Any]:
+    """Read the first and second projection and the gate's activation of a diffusers FeedForward.
 
     Raises: CannotSwapError if it is not gated or a layer is not plain.
     """
@@ -46,15 +47,19 @@ def feed_forward_layers(self: Any) -> tuple[Projection, Projection, Any]:
     return read_projection(gate.proj), read_projection(second), GATES[class_path(gate)]
 
 
-def gated(
-    x: Tensor, norm: Norm, layers: tuple[Projection, Projection, Any], choices: Choices, skip_product: bool
+def fused_feed_forward(
+    x: Tensor,
+    norm: NormParameters,
+    layers: tuple[LoRAProjection, LoRAProjection, Any],
+    options: BlockOptions,
+    skip_product: bool,
 ) -> Tensor:
-    """Gated feed-forward, saved and recomputed as `choices` say."""
+    """Compute a gated feed-forward; `options` say what is saved and what is recomputed."""
     first, second, activation = layers
-    keep_projection = choices.memory == "balanced" if choices.keeps is None else choices.keeps.projection
+    saves_projection = options.memory == "balanced" if options.saved is None else options.saved.projection
     return feed_forward(
-        x, norm, first, second, activation, keep_projection=keep_projection,
-        grad_dtype=choices.grad_dtype, skip_product=skip_product,
+        x, norm, first, second, activation, keep_projection=saves_projection,
+        grad_dtype=options.grad_dtype, skip_product=skip_product,
     )  # fmt: skip
 
 
@@ -63,13 +68,14 @@ def feed_forward_block(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     if args or kwargs.get("scale") is not None:
         raise CannotSwapError("arguments that diffusers deprecates")
     layers = feed_forward_layers(self)
-    norm = Norm(on=False)
+    norm = NormParameters(on=False)
     check_same_dtype(hidden_states, *tensors_of(layers[:2], norm))
-    choices = choices_of(self)
-    return lambda: gated(hidden_states, norm, layers, choices, skip_product=False)
+    options = options_of(self)
+    return lambda: fused_feed_forward(hidden_states, norm, layers, options, skip_product=False)
 
 
-def feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices, skip_product: bool) -> Tensor:
+def feed_forward_part(self: Any, norm: nn.Module, x: Tensor, options: BlockOptions, skip_product: bool) -> Tensor:
+    """Compute norm and feed-forward inside a block, by the module's own layers if the op cannot serve them."""
     try:
         refuse_hooks(self)
         layers, layer_norm = feed_forward_layers(self), read_layer_norm(norm)
@@ -77,4 +83,4 @@ def feed_forward_part(self: Any, norm: nn.Module, x: Tensor, choices: Choices, s
     except CannotSwapError:
         native: Tensor = self(norm(x))
         return native
-    return gated(x, layer_norm, layers, choices, skip_product)
+    return fused_feed_forward(x, layer_norm, layers, options, skip_product)

@@ -1,8 +1,8 @@
-"""Text tokens that are equal, run as one that counts as many.
+"""Run equal text tokens as one token with a weight.
 
-Stable Diffusion 3 without its T5 reads 256 zeros a text in place of T5's tokens. Texts have no positions there, so
-equal tokens stay equal through every block, and one of them can stand for all: attention adds the log of their number
-to its key's logits. That is the same function, with the same gradients, of far fewer text tokens.
+Stable Diffusion 3 without its T5 reads 256 zero tokens per text instead of T5's tokens. Text tokens have no positions
+there, so equal tokens stay equal through every block, and one of them can represent all: attention adds the log of
+their number to its key's logits. Output and gradients are mathematically the same, with far fewer text tokens.
 
 Legend: B batch, T text tokens, D text width.
 """
@@ -16,19 +16,19 @@ import torch
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from torch import Tensor, nn
 
-from lightning_aigc.precision.layers import CannotSwapError
-from lightning_aigc.precision.stream_attention import attend, check_attention
+from lightning_aigc.precision.blocks.layers import CannotSwapError
+from lightning_aigc.precision.blocks.stream_attention import attend, check_attention
 
 
 class EqualTokensProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
-    """JointAttnProcessor2_0, for a text whose last token stands for `count` equal ones if it has `tokens` in all."""
+    """Attention processor that treats the last of `tokens` text tokens as `count` identical ones."""
 
     def __init__(self, tokens: int, count: int) -> None:
         super().__init__()
         self.tokens, self.count = tokens, count
 
     def text_bias(self, text_BTD: Tensor) -> Tensor | None:
-        """What attention adds to the logits of each text token's key, [1, T] in float32; None for another text."""
+        """Return the bias of each text token's key, [1, T] in float32; None for a text of another length."""
         if text_BTD.shape[1] != self.tokens:
             return None
         bias_1T = torch.zeros(1, self.tokens, dtype=torch.float32, device=text_BTD.device)
@@ -45,13 +45,13 @@ class EqualTokensProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
         bias_1T = None if encoder_hidden_states is None else self.text_bias(encoder_hidden_states)
         if bias_1T is None:
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask)
-        return attend(attn, hidden_states, encoder_hidden_states, picture_first=True, text_bias=bias_1T)
+        return attend(attn, hidden_states, encoder_hidden_states, image_first=True, text_bias=bias_1T)
 
 
 def run_equal_tokens_once(network: nn.Module, first: int, count: int) -> None:
-    """Let a transformer or its ControlNet run the last `count` of `first + count` text tokens, which are equal, as one.
+    """Make a transformer or its ControlNet run the last `count` of `first + count` text tokens, all equal, as one.
 
-    A text of another length runs as it is, and so does a network whose attention is not diffusers' own.
+    Texts of another length, and networks whose attention is not diffusers' own, are not changed.
     """
     attentions = [module for module in network.modules() if isinstance(module, Attention)]
     try:
@@ -61,7 +61,7 @@ def run_equal_tokens_once(network: nn.Module, first: int, count: int) -> None:
         return
     processor = EqualTokensProcessor(first + 1, count)
     for attention in attentions:
-        if attention.add_k_proj is not None:  # of the others, the picture attends to itself alone
+        if attention.add_k_proj is not None:  # in the others, the image attends only to itself
             attention.set_processor(processor)
 
     def keep_one(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

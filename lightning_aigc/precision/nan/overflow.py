@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_aigc.precision.non_finite import NonFinite, non_finite_parameters
-from lightning_aigc.precision.replay import find_non_finite, step_arguments
+from lightning_aigc.precision.nan.non_finite import NonFinite, non_finite_parameters
+from lightning_aigc.precision.nan.replay import find_non_finite, step_arguments
 from lightning_aigc.rng import RandomStates
 
 MANY_SKIPS = 5
@@ -66,7 +66,7 @@ class SkippedSteps:
             line += f". {self._in_a_row} steps in a row now; if it does not stop, use precision: bf16-mixed"
         _log.info(line)
 
-    def look_at_scale(self, model: LightningModule, scaler: torch.amp.GradScaler) -> None:
+    def check_scale(self, model: LightningModule, scaler: torch.amp.GradScaler) -> None:
         """Log a fallen loss scale without synchronising, for fused optimizers, which skip steps on the device."""
         scale = scaler._scale
         if scale is None:
