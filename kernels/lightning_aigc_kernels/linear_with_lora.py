@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
@@ -114,3 +115,11 @@ def parameter_gradients(
     dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
     dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)
+
+
+def linear_with_lora(x: Tensor, layer: LoRAProjection) -> Tensor:
+    """Compute x weight^T + bias + scale * (x down^T) up^T with torch's autograd, for references."""
+    y = F.linear(x, layer.weight, layer.bias)
+    if layer.down is None or layer.up is None:
+        return y
+    return y + F.linear(F.linear(x, layer.down), layer.up) * layer.scale

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.dispatch import HALF_DTYPES
 
@@ -59,3 +60,8 @@ def affine_beside(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
         return None
     on_cpu = x.device.type == "cpu" and x.dtype in HALF_DTYPES
     return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norm kernels ignore strides
+
+
+def layer_norm(x: Tensor, norm: NormParameters) -> Tensor:
+    """Compute LayerNorm, or return x if the norm is off, with torch's autograd, for references."""
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps) if norm.on else x

@@ -25,8 +25,8 @@ from lightning_aigc_kernels.linear_with_lora import (
     project,
 )
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
+from lightning_aigc_kernels.matmul import in_shape_of, rows_of
 from lightning_aigc_kernels.normalization import Normalized, NormParameters, normalize, normalize_backward
-from lightning_aigc_kernels.rows import in_shape_of, rows_of
 
 OUTPUT, VALUE, KEY, QUERY = 1, 2, 4, 8
 """Bits of what is saved for backward; the attention's output counts as three tensors, with its two softmax tensors."""

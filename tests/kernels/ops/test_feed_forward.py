@@ -12,7 +12,7 @@ from torch import Tensor
 from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers, outcome
 from lightning_aigc_kernels import LoRAProjection, NormParameters, feed_forward
-from lightning_aigc_kernels.feed_forward import reference
+from lightning_aigc_kernels.feed_forward import feed_forward_reference
 
 EPS, SCALES = 1e-5, (0.5, 2.0)
 OPS = ["feed_forward", "feed_forward_backward"]
@@ -53,7 +53,7 @@ def call(op: Any, x: Tensor, normed: bool = True, **given: Any) -> Tensor:
     return y
 
 
-fused, eager = partial(call, feed_forward), partial(call, reference.feed_forward)
+fused, eager = partial(call, feed_forward), partial(call, feed_forward_reference)
 
 
 def case(

@@ -12,7 +12,8 @@ from torch import Tensor
 from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers, outcome
 from lightning_aigc_kernels import LoRAProjection, NormParameters, lora_attention
-from lightning_aigc_kernels.lora_attention import passes, reference
+from lightning_aigc_kernels.lora_attention import passes
+from lightning_aigc_kernels.lora_attention.op import lora_attention_reference
 
 HEADS, EPS, RANK, FEATURES = 2, 1e-5, 3, 8
 SCALES = {"q": 0.5, "k": 1.5, "v": 2.0, "out": 1.0}
@@ -62,7 +63,7 @@ def fused(x: Tensor, context: Tensor | None = None, normed: bool = True, **given
 
 def eager(x: Tensor, context: Tensor | None = None, normed: bool = True, **given: Any) -> Tensor:
     norm = NormParameters(given.get("norm_weight"), given.get("norm_bias"), EPS, normed)
-    return reference.lora_attention(x, context, norm, *layers_of(given), HEADS)
+    return lora_attention_reference(x, context, norm, *layers_of(given), HEADS)
 
 
 def case(

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.custom_op import register_autograd
-from lightning_aigc_kernels.dispatch import compute_dtype, refuse_functorch, without_autocast, without_values
-from lightning_aigc_kernels.frozen_conv2d.convolution import (
+from lightning_aigc_kernels.convolution import (
     Geometry,
     check_conv2d,
     conv2d_output_shape,
     convolve,
     convolve_backward,
 )
-from lightning_aigc_kernels.matmul import linear, matmul
-from lightning_aigc_kernels.rows import in_shape_of, rows_of
+from lightning_aigc_kernels.custom_op import register_autograd
+from lightning_aigc_kernels.dispatch import compute_dtype, refuse_functorch, without_autocast, without_values
+from lightning_aigc_kernels.matmul import in_shape_of, linear, matmul, rows_of
 
 
 def frozen_conv2d(

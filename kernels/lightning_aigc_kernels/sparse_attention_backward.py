@@ -6,6 +6,7 @@ are lost (there is no error feedback), and small, consistent gradients are lost 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,3 +76,16 @@ def _autograd(ctx: Any, do: Tensor | None, *_: object) -> tuple[Tensor | None, .
 
 
 _call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)
+
+
+def sparse_attention_backward_reference(q_NHTD: Tensor, k_NHSD: Tensor, v_NHSD: Tensor, density: float = 1.0) -> Tensor:
+    """Compute `sparse_attention_backward` in plain torch: hooks sparsify dq, dk and dv."""
+    return F.scaled_dot_product_attention(_cut(q_NHTD, density), _cut(k_NHSD, density), _cut(v_NHSD, density))
+
+
+def _cut(tensor: Tensor, density: float) -> Tensor:
+    if density == 1 or not tensor.requires_grad:
+        return tensor
+    view = tensor.view_as(tensor)  # a hook on the tensor itself would persist
+    view.register_hook(partial(keep_largest_per_head, density=density))  # type: ignore[no-untyped-call]
+    return view

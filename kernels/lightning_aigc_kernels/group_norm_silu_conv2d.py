@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from lightning_aigc_kernels.convolution import (
+    Geometry,
+    check_conv2d,
+    conv2d_output_shape,
+    convolve,
+    convolve_backward,
+)
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import (
     backward_dtype,
@@ -20,15 +28,9 @@ from lightning_aigc_kernels.dispatch import (
     without_autocast,
     without_values,
 )
-from lightning_aigc_kernels.frozen_conv2d.convolution import (
-    Geometry,
-    check_conv2d,
-    conv2d_output_shape,
-    convolve,
-    convolve_backward,
-)
 from lightning_aigc_kernels.group_norm_silu import op as normalization
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
+from lightning_aigc_kernels.group_norm_silu.reference import group_norm_silu as group_norm_silu_reference
 from lightning_aigc_kernels.packing import empty_wanted, spread, wanted
 
 
@@ -177,3 +179,27 @@ def _autograd(ctx: Any, dy: Tensor | None, *_: object) -> tuple[Tensor | None, .
 
 
 _call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)
+
+
+def group_norm_silu_conv2d_reference(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    num_groups: int,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0),
+    dilation: tuple[int, int] = (1, 1),
+    groups: int = 1,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    silu: bool = True,
+) -> Tensor:
+    """Compute `group_norm_silu_conv2d` in plain torch, with torch's autograd."""
+    activated = group_norm_silu_reference(
+        x, norm_weight, norm_bias, num_groups, eps, scale=scale, shift=shift, silu=silu
+    )
+    return F.conv2d(activated, weight, bias, stride, padding, dilation, groups)

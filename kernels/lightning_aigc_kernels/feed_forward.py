@@ -23,18 +23,20 @@ from lightning_aigc_kernels.dispatch import (
     without_values,
 )
 from lightning_aigc_kernels.geglu import op as geglu
+from lightning_aigc_kernels.geglu import reference as gates
 from lightning_aigc_kernels.linear_with_lora import (
     LoRAProjection,
     Needs,
     add_input_gradient,
     inner,
     inner_gradient,
+    linear_with_lora,
     parameter_gradients,
     project,
 )
-from lightning_aigc_kernels.normalization import NormParameters, normalize, normalize_backward
+from lightning_aigc_kernels.matmul import in_shape_of, rows_of
+from lightning_aigc_kernels.normalization import NormParameters, layer_norm, normalize, normalize_backward
 from lightning_aigc_kernels.packing import empty_wanted, pack_layers, spread, unpack, unpack_layers, wanted
-from lightning_aigc_kernels.rows import in_shape_of, rows_of
 
 
 def feed_forward(
@@ -173,3 +175,15 @@ def _autograd(ctx: Any, dy: Tensor | None, _: object) -> tuple[Any, ...]:
 
 
 _call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)
+
+
+def feed_forward_reference(
+    x: Tensor,
+    norm: NormParameters,
+    first: LoRAProjection,
+    second: LoRAProjection,
+    activation: geglu.Activation = "gelu",
+) -> Tensor:
+    """Compute `feed_forward` in plain torch, with torch's autograd."""
+    gated = gates.geglu if activation == "gelu" else gates.swiglu
+    return linear_with_lora(gated(linear_with_lora(layer_norm(x, norm), first)), second)
