@@ -1,4 +1,4 @@
-"""How many kernels the ops of transformer blocks launch, forward and backward: plain torch, and the Triton kernels.
+"""Count the kernels that the ops of transformer blocks launch, forward and backward: plain torch and Triton kernels.
 
     .venv-triton/bin/python kernels/benchmarks/transformer_launches.py [--batch 2] [--output launches.jsonl]
 
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from launches import Launches
 from lightning_aigc_kernels.joint_attention import AttentionStream
 from lightning_aigc_kernels.joint_attention import passes as joint_passes
-from lightning_aigc_kernels.joint_attention import reference as joint_reference
+from lightning_aigc_kernels.joint_attention.op import joint_attention_reference
 from lightning_aigc_kernels.modulated_norm import kernel as norm_kernel
 from lightning_aigc_kernels.modulated_norm import reference as norm_reference
 from lightning_aigc_kernels.modulated_norm import token_sums
@@ -63,7 +63,7 @@ HEADS, FEATURES, TEXT = 4, 16, 64
 
 @contextmanager
 def counted_kernels(counter: Counter[str]) -> Iterator[None]:
-    """Every Triton kernel counts its launches in place of running."""
+    """Make every Triton kernel count its launches instead of running."""
     places = [(norm_kernel, "modulated_norm_forward"), (norm_kernel, "modulated_norm_backward")]
     places += [
         (token_sums, "sums_of_tokens"),
@@ -161,7 +161,7 @@ def stream_passes(rotate: bool, batch: int, dtype: torch.dtype, trained: bool) -
     joint = joint_passes.Joint(detached, HEADS, EPS, True, dtype)
     *outputs, softmax1, softmax2 = joint_passes.forward(joint)
     return (
-        lambda: joint_reference.joint_attention(streams, HEADS, eps=EPS),
+        lambda: joint_attention_reference(streams, HEADS, eps=EPS),
         lambda out: lambda: torch.autograd.grad(out, wanted, do),
         lambda: joint_passes.forward(joint),
         lambda: joint_passes.backward(do, joint, outputs, (softmax1, softmax2), needs),

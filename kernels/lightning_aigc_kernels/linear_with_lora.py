@@ -51,7 +51,7 @@ class ProjectionGradients(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which of a LoRAProjection's tensors need a gradient."""
+    """Flags: the tensors of a LoRAProjection that need a gradient."""
 
     weight: bool
     bias: bool

@@ -43,14 +43,7 @@ class SavedParts:
 class BlockPlanner(Protocol):
     """Chooses what each call of a swapped module saves."""
 
-    def call(
-        self,
-        module: Any,
-        options: BlockOptions,
-        fused: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, module: Any, options: BlockOptions, fused: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the module's forward with the planned options."""
 
 

@@ -12,17 +12,19 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_aigc.precision.block_options import OFF, BlockOptions, SavedParts
-from lightning_aigc.precision.memory.offload import OnHost
 from lightning_aigc.precision.memory.profile import ForwardProfile, LastRunProfile
 from lightning_aigc.precision.memory.saved_tensors import SavedBytes, tensors_in
 from lightning_aigc_kernels import KnownAttention
 
 SWAP = "_fused_backward"
 """Attribute of a swapped module with its SwapState."""
+OnHost = tuple[torch.device, Tensor]
+"""A tensor's device, and its copy in host memory."""
 SavedAttention = KnownAttention | tuple[OnHost, ...]
 """Results of an attention, or each of its tensors in host memory."""
 

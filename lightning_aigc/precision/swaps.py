@@ -16,14 +16,8 @@ from torch import nn
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision.block_options import BlockOptions
-from lightning_aigc.precision.blocks.layers import (
-    RESNET,
-    TRANSFORMER,
-    TRANSFORMER_BLOCK,
-    CannotSwapError,
-    class_path,
-    is_installed,
-)
+from lightning_aigc.precision.blocks import layers
+from lightning_aigc.precision.blocks.layers import CannotSwapError, class_path
 from lightning_aigc.precision.blocks.rules import CHECKPOINTED_BLOCK, COVERED, find_matches
 from lightning_aigc.precision.context import SWAP, SwapState
 from lightning_aigc.precision.memory.budget import MemoryBudget, MemoryLevel
@@ -71,7 +65,7 @@ class Swapped:
         if self.planner is not None:
             self.planner.remove()
         for module in self._modules:
-            if is_installed(module):
+            if layers.is_installed(module):
                 module.__dict__.pop("forward")
             module.__dict__.pop(SWAP, None)
         self._modules.clear()
@@ -205,7 +199,7 @@ def _install(module: nn.Module, fused: Callable[..., Any], options: BlockOptions
 
 def _modules_counted_in(module: nn.Module) -> set[nn.Module]:
     """Return the modules whose memory a block's rule already counts; a transformer's blocks have separate rules."""
-    return set() if class_path(module) == TRANSFORMER else set(module.modules()) - {module}
+    return set() if class_path(module) == layers.TRANSFORMER else set(module.modules()) - {module}
 
 
 def _is_recomputed(module: Any, inside_transformer: set[nn.Module]) -> bool:
@@ -214,7 +208,7 @@ def _is_recomputed(module: Any, inside_transformer: set[nn.Module]) -> bool:
     The block of a transformer of one block is recomputed with it, and added to `inside_transformer`.
     """
     path = class_path(module)
-    if path == TRANSFORMER and len(module.transformer_blocks) == 1:
+    if path == layers.TRANSFORMER and len(module.transformer_blocks) == 1:
         inside_transformer.update(module.transformer_blocks)
         return True
-    return path == RESNET or (path == TRANSFORMER_BLOCK and module not in inside_transformer)
+    return path == layers.RESNET or (path == layers.TRANSFORMER_BLOCK and module not in inside_transformer)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.quantization.layers import (
     FORMATS,
+    MIB,
     BaseQuantization,
     Layer,
     Packing,
@@ -19,8 +20,9 @@ from lightning_aigc.quantization.layers import (
     check_patterns,
     check_skip,
     frozen_layers,
+    target_mib,
 )
-from lightning_aigc.quantization.weight_budget import MIB, choose_formats, output_errors, target_mib
+from lightning_aigc.quantization.weight_budget import choose_formats, output_errors
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_bytes, packed_weights, set_packed_
 
 MEANING = {

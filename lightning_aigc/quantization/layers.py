@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,6 +16,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
+MIB = 2**20
 Kind = Literal["int8", "nf4", "nf4-all"]
 BaseQuantization = Kind | dict[str, float]
 """A kind, or a budget such as `{"target_mib": 1500}`."""
@@ -68,6 +70,18 @@ def check_kind(kind: object) -> None:
         raise ConfigError(
             f"base_quantization must be null, one of {', '.join(FORMATS)}, or {{target_mib: 1500}}, got {kind!r}{hint}"
         )
+
+
+def target_mib(kind: object) -> float | None:
+    """Read the budget in MiB from `base_quantization`; None if it names a kind. Raises: ConfigError."""
+    if not isinstance(kind, Mapping):
+        return None
+    if set(kind) != {"target_mib"}:
+        raise ConfigError(f"base_quantization as a budget is {{target_mib: 1500}}, got {dict(kind)!r}")
+    value = kind["target_mib"]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"base_quantization.target_mib must be a number of MiB above 0, got {value!r}")
+    return float(value)
 
 
 def check_skip(skip: Sequence[str] | None) -> None:

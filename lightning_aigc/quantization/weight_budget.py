@@ -11,33 +11,20 @@ Legend: B blocks of 64 numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.knapsack import Way, choose
-from lightning_aigc.quantization.layers import Layer, Packing
+from lightning_aigc.quantization.layers import MIB, Layer, Packing
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_bytes
 from lightning_aigc_kernels.packed_weight.reference import BLOCK
 
-MIB = 2**20
 FORMATS_TRIED: tuple[Format, ...] = ("int8", "nf4")
 Errors = list[dict[Format, float]]
 """Expected squared error of the output over its squared length, by format, for each layer."""
-
-
-def target_mib(kind: object) -> float | None:
-    """Read the budget in MiB from `base_quantization`; None if it names a kind. Raises: ConfigError."""
-    if not isinstance(kind, Mapping):
-        return None
-    if set(kind) != {"target_mib"}:
-        raise ConfigError(f"base_quantization as a budget is {{target_mib: 1500}}, got {dict(kind)!r}")
-    value = kind["target_mib"]
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"base_quantization.target_mib must be a number of MiB above 0, got {value!r}")
-    return float(value)
 
 
 def output_errors(layers: Sequence[Layer], outputs: Iterable[Tensor], packing: Packing | None = None) -> Errors:

@@ -60,7 +60,7 @@ def test_the_first_module_with_a_bad_gradient_is_named(place: int, lines: list[s
     fit(off(), Regression(layers), make_batches(1))
     assert lines == [
         f"step 1 skipped: the backward pass of net.{place} (SteepInBackward) computed a gradient that is not finite;"
-        " the weights stay as they were, the loss scale goes from 65536 to 32768, training goes on"
+        " the weights stay as they were, the loss scale goes from 65536 to 32768, training continues"
     ]
 
 
@@ -164,7 +164,7 @@ def test_after_many_skips_in_a_row_the_line_says_what_to_change(lines: list[str]
     layers[1] = SteepInBackward()
     fit(off(), Regression(layers), make_batches(6))
     assert len(lines) == 6
-    assert [line.partition("training goes on")[2] for line in lines[:4]] == [""] * 4
+    assert [line.partition("training continues")[2] for line in lines[:4]] == [""] * 4
     assert lines[4].endswith("5 steps in a row now; if it does not stop, use precision: bf16-mixed")
     assert "from 4096 to 2048" in lines[4]
 
@@ -207,7 +207,7 @@ def test_an_overflow_in_an_earlier_accumulated_batch_is_not_blamed_on_the_last(l
     fit(off(), Regression(plain_layers()), make_batches(4, huge=[0]), accumulate_grad_batches=2)
     assert lines == [
         "step 1 skipped: the gradient of net.4.bias and 9 more is not finite, since an earlier one of the accumulated"
-        " batches; the weights stay as they were, the loss scale goes from 65536 to 32768, training goes on"
+        " batches; the weights stay as they were, the loss scale goes from 65536 to 32768, training continues"
     ]
 
 

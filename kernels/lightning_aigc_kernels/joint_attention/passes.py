@@ -45,7 +45,7 @@ class Joint:
 
     @property
     def key_bias(self) -> Tensor | None:
-        """Of all streams' keys, [N, S] or [1, S]; None where no stream has one."""
+        """Bias of all streams' keys, [N, S] or [1, S]; None if no stream has one."""
         if all(s.key_bias is None for s in self.streams):
             return None
         zeros = [s.query.new_zeros((1, s.query.shape[1]), dtype=torch.float32) for s in self.streams]
@@ -167,7 +167,7 @@ def _unwritten(joint: Joint) -> Tensor:
 
 
 def _places(joint: Joint) -> list[slice]:
-    """Where each stream's tokens lie among the joined ones."""
+    """Return the range of each stream's tokens among the joined ones."""
     ends = accumulate((s.query.shape[1] for s in joint.streams), initial=0)
     return [slice(start, end) for start, end in pairwise(ends)]
 

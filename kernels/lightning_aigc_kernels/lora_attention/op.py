@@ -24,7 +24,7 @@ from lightning_aigc_kernels.normalization import NormParameters, layer_norm
 from lightning_aigc_kernels.packing import empty_wanted, pack_layers, spread, unpack, unpack_layers, wanted
 
 KEEPS = {"output": passes.OUTPUT, "value": passes.VALUE, "key": passes.KEY, "query": passes.QUERY}
-"""What can be saved for backward, each with its bit in the op's `keeps`."""
+"""Tensors that can be saved for backward, each with its bit in the op's `keeps`."""
 KnownAttention = tuple[Tensor, Tensor, Tensor]
 """An attention's output [N, T, C] and its two softmax tensors, from an earlier forward pass of the same inputs."""
 

@@ -109,12 +109,12 @@ def backward(
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the forward pass saved."""
+    """Tensors that the forward pass saved."""
 
     output: list[Tensor]
     """The attention's output and its two softmax tensors, or nothing."""
     qkv: tuple[Tensor | None, Tensor | None, Tensor | None]
-    """As rows."""
+    """Query, key and value as rows."""
 
     @staticmethod
     def of(kept: Sequence[Tensor], keeps: int) -> _Saved:

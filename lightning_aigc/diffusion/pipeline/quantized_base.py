@@ -15,8 +15,14 @@ from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.pipeline.quantized_cache import packing_for
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_, quantize_layers
-from lightning_aigc.quantization.layers import BaseQuantization, Layer, check_kind, check_skip, frozen_layers
-from lightning_aigc.quantization.weight_budget import target_mib
+from lightning_aigc.quantization.layers import (
+    BaseQuantization,
+    Layer,
+    check_kind,
+    check_skip,
+    frozen_layers,
+    target_mib,
+)
 from lightning_aigc.rng import isolate_rng
 from lightning_aigc_kernels.packed_weight import Format, packed_weights
 

@@ -22,25 +22,13 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.knapsack import choose
 from lightning_aigc.precision.block_options import BlockOptions, SavedParts
 from lightning_aigc.precision.context import count_saved, current, options_of, saved_by_child
-from lightning_aigc.precision.memory import recompute
+from lightning_aigc.precision.memory import profile as profiles
+from lightning_aigc.precision.memory import recompute, save_options
 from lightning_aigc.precision.memory.block_call import BlockCall, compute_dtype, saved_by, signature_of
 from lightning_aigc.precision.memory.budget import MemoryBudget
 from lightning_aigc.precision.memory.footprint import available_bytes, bytes_without_activations, int8_savings
-from lightning_aigc.precision.memory.profile import (
-    COUNTED,
-    BlockProfile,
-    ForwardProfile,
-    Plan,
-    Result,
-    Signature,
-    operations_of_a_step,
-)
-from lightning_aigc.precision.memory.save_options import (
-    EVERYTHING,
-    checkpointed_save_options,
-    has_save_options,
-    save_options,
-)
+from lightning_aigc.precision.memory.profile import BlockProfile, ForwardProfile, Plan, Result, Signature
+from lightning_aigc.precision.memory.save_options import EVERYTHING
 from lightning_aigc.precision.memory.saved_tensors import (
     is_checkpointed,
     is_in_backward,
@@ -170,14 +158,7 @@ class Planner:
             return self.budget.peak_gb * 2**30 - other_bytes
         return available_bytes(profile.device, self.model) - other_bytes
 
-    def call(
-        self,
-        module: Any,
-        options: BlockOptions,
-        fused: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, module: Any, options: BlockOptions, fused: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a swapped module's forward with the options planned for this call."""
         call = BlockCall(module, fused, args, kwargs)
         if current.runs_natively:
@@ -193,7 +174,7 @@ class Planner:
         return self._run_with_plan(profile, call, options)
 
     def _run_with_plan(self, profile: ForwardProfile | None, call: BlockCall, options: BlockOptions) -> Any:
-        if not has_save_options(call.module):
+        if not save_options.exist_for(call.module):
             return call.run(options)
         if is_checkpointed():
             # Tensors saved in a region of torch.utils.checkpoint live shortly: nothing is computed a third time.
@@ -208,7 +189,7 @@ class Planner:
         """Run an outermost swapped module, after its class's forward was profiled."""
         inputs = storages_in(call.arguments)
         contiguous, originals = call.made_contiguous()
-        with FlopCounterMode(display=False, custom_mapping=COUNTED) as operations:
+        with FlopCounterMode(display=False, custom_mapping=profiles.COUNTED) as operations:
             natively = saved_by(profile, call, contiguous.run_natively)
         if is_checkpointed():
             profile.count.storages.update({a: s for a, s in inputs.items() if a not in profile.owned})
@@ -225,7 +206,7 @@ class Planner:
         profile.largest = max(profile.largest, inside)
         profile.device = tensors_in(call.arguments)[0].device
         counted = operations.get_flop_counts()["Global"]
-        profile.operations += operations_of_a_step(call.module, counted, call.args, call.kwargs)
+        profile.operations += profiles.operations_of_a_step(call.module, counted, call.args, call.kwargs)
         return output
 
     def _profile_block(self, profile: ForwardProfile, call: BlockCall, options: BlockOptions) -> Any:
@@ -236,10 +217,10 @@ class Planner:
             return call.run(options, is_planned=True)
         if options.is_checkpointed_block:
             results: list[Result] = []
-            saved_by(profile, call, lambda: results.extend(count_operations(call.run_class_forward, COUNTED)))
-            choices = checkpointed_save_options(results, min_inner_dim(tensors_in(call.arguments)))
+            saved_by(profile, call, lambda: results.extend(count_operations(call.run_class_forward, profiles.COUNTED)))
+            choices = save_options.of_checkpointed_block(results, min_inner_dim(tensors_in(call.arguments)))
         else:
-            choices = save_options(call.module, call.args, call.kwargs, compute_dtype(call.arguments).itemsize)
+            choices = save_options.of_block(call.module, call.args, call.kwargs, compute_dtype(call.arguments).itemsize)
         full = max(choices, key=lambda option: option.saved_bytes)
 
         def bytes_of(saved: SavedParts) -> int:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
-from lightning_aigc.precision.context import RecomputeRun, SavedAttention, current, note_saved, options_of
-from lightning_aigc.precision.memory.offload import from_host, save_on_host, to_host
+from lightning_aigc.precision.context import OnHost, RecomputeRun, SavedAttention, current, note_saved, options_of
 from lightning_aigc_kernels import KnownAttention
 
 LONG_ATTENTION_TOKENS = 512
@@ -103,3 +103,26 @@ def saved_attention() -> KnownAttention | None:
     run.position += 1
     saved: Any = run.saved[run.position - 1]
     return tuple(map(from_host, saved)) if run.offloads else saved  # type: ignore[return-value]  # three tensors
+
+
+def to_host(tensor: Tensor) -> OnHost:
+    """Copy a tensor to host memory, pinned if it comes from an accelerator; a CPU tensor is not copied.
+
+    The copy runs on the device's current stream and the host does not wait for it: only `from_host` may read it.
+    torch's `save_on_cpu(pin_memory=True)` makes every copy contiguous, and a block would compute with other strides.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.device, tensor
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+
+def from_host(stored: OnHost) -> Tensor:
+    """Copy the tensor that `to_host` stored back to its device."""
+    device, tensor = stored
+    return tensor.to(device, non_blocking=True)
+
+
+def save_on_host() -> saved_tensors_hooks:
+    """Make autograd keep the tensors that it saves in host memory in this scope."""
+    return saved_tensors_hooks(to_host, from_host)

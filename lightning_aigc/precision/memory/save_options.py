@@ -45,7 +45,7 @@ class _PartOption(NamedTuple):
     repeated: float
 
 
-def has_save_options(module: nn.Module) -> bool:
+def exist_for(module: nn.Module) -> bool:
     """Whether there is more than one way to save this swapped module."""
     kind = class_path(module)
     if options_of(module).is_checkpointed_block:
@@ -58,7 +58,7 @@ def is_one_block_transformer(module: Any) -> bool:
     return class_path(module) == TRANSFORMER and len(module.transformer_blocks) == 1
 
 
-def save_options(module: Any, args: Sequence[Any], kwargs: dict[str, Any], itemsize: int) -> list[SaveOption]:
+def of_block(module: Any, args: Sequence[Any], kwargs: dict[str, Any], itemsize: int) -> list[SaveOption]:
     """Return the save options of a call: recompute the block, if possible, then all ways to save it.
 
     Args: itemsize: Bytes of a number in the dtype that the call computes in.
@@ -85,7 +85,7 @@ def save_options(module: Any, args: Sequence[Any], kwargs: dict[str, Any], items
     return _block(block, x.shape[0], tokens, _context(args, kwargs), itemsize, around)
 
 
-def checkpointed_save_options(results: Sequence[Result], min_inner_dim: int) -> list[SaveOption]:
+def of_checkpointed_block(results: Sequence[Result], min_inner_dim: int) -> list[SaveOption]:
     """Return the save options of a checkpointed block with these results: from nothing saved to all worth saving.
 
     Results that backward does not read are neither saved nor repeated.

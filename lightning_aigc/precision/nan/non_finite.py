@@ -67,7 +67,7 @@ def first_non_finite(model: nn.Module, loss_of_batch: Callable[[], Tensor | None
     """Run forward and backward once under hooks, and return the first non-finite place, None if all is finite.
 
     Forward is checked per module, backward per operator. An operator belongs to the innermost module during whose
-    forward it was recorded, so a block whose forward is one fused operator is named as a whole. No gradient is
+    forward it was recorded, so a block whose forward is one fused operator is named as one module. No gradient is
     accumulated, and no parameter hook runs, including DistributedDataParallel's.
 
     Args:
@@ -195,13 +195,13 @@ def _is_given_finite(call: _Call, kwargs: dict[str, Any]) -> bool:
 
 
 def _first_in_backward(model: nn.Module, loss: Tensor, calls: _Calls) -> NonFinite | None:
-    found: list[NonFinite] = []
+    origins: list[NonFinite] = []
 
     def watch(node: Node) -> None:
         def after(outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
             # The first in time, so its incoming gradients were finite.
-            if not found and not _all_finite(outgoing):
-                found.append(calls.place_of(node))
+            if not origins and not _all_finite(outgoing):
+                origins.append(calls.place_of(node))
 
         node.register_hook(after)
 
@@ -209,7 +209,7 @@ def _first_in_backward(model: nn.Module, loss: Tensor, calls: _Calls) -> NonFini
         watch(node)
     trained = [p for p in model.parameters() if p.requires_grad]
     torch.autograd.grad(loss, trained, allow_unused=True)
-    return found[0] if found else None
+    return origins[0] if origins else None
 
 
 def _nodes(loss: Tensor) -> Iterator[Node]:

@@ -1,4 +1,4 @@
-"""SkippedSteps: log steps that a dynamic loss scale skipped, with the module that overflowed, the scale and advice."""
+"""SkippedSteps: log steps that a dynamic loss scale skipped, with the overflowing module, the scale and advice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SkippedSteps:
             return
         line = (
             f"step {model.trainer.global_step + 1} skipped: {reason}; the weights stay as they were, the loss scale"
-            f" goes from {before:g} to {after:g}, training goes on"
+            f" goes from {before:g} to {after:g}, training continues"
         )
         if found is not None and found.phase != "backward":
             line += ". A smaller loss scale does not help here: look at the batch, or use precision: bf16-mixed"
@@ -67,7 +67,7 @@ class SkippedSteps:
         _log.info(line)
 
     def check_scale(self, model: LightningModule, scaler: torch.amp.GradScaler) -> None:
-        """Log a fallen loss scale without synchronising, for fused optimizers, which skip steps on the device."""
+        """Log a reduced loss scale without synchronising, for fused optimizers, which skip steps on the device."""
         scale = scaler._scale
         if scale is None:
             return

@@ -81,11 +81,11 @@ def find_non_finite(
     """Run a training step again and watch its modules.
 
     Args:
-        arguments: what `training_step` gets.
-        states: the random states to run it under.
-        scale: the loss scale.
-        forward_context: the precision plugin's context, such as autocast.
-    Returns: the first module that made a non-finite value, or None; and why the step could not run again, or "".
+        arguments: Arguments of `training_step`.
+        states: Random states to run it under.
+        scale: Loss scale.
+        forward_context: Context of the precision plugin, such as autocast.
+    Returns: the first module that computed a non-finite value, or None; and the reason why the replay failed, or "".
     """
 
     def loss() -> Tensor | None:
@@ -95,7 +95,7 @@ def find_non_finite(
     try:
         with without_side_effects(model, states):
             return first_non_finite(model, loss, scale), ""
-    except Exception as error:  # a second run is a courtesy: it must not end the training
+    except Exception as error:  # the replay is optional: it must not end the training
         return None, one_line(error)
 
 

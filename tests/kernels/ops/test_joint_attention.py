@@ -12,7 +12,8 @@ from torch import Tensor
 from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers, outcome
 from lightning_aigc_kernels import AttentionStream, joint_attention
-from lightning_aigc_kernels.joint_attention import passes, reference
+from lightning_aigc_kernels.joint_attention import passes
+from lightning_aigc_kernels.joint_attention.op import joint_attention_reference
 
 HEADS, FEATURES, EPS = 2, 6, 1e-5
 WIDTH = HEADS * FEATURES
@@ -91,7 +92,7 @@ def case(
     fused = partial(call, joint_attention, **options, **(op_only or {}))
     return Case(
         fused,
-        partial(call, reference.joint_attention, **options),
+        partial(call, joint_attention_reference, **options),
         tensors,
         tuple(tensors) if trained is None else trained,
     )
