@@ -26,9 +26,9 @@ FLOORS_UPWARDS = [
     {"__main__"},
 ]
 KERNEL_FLOORS_UPWARDS = [
-    {"dispatch", "custom_op", "matmul", "rows", "kth_magnitude", "launch", "protection", "numba_cache"},
-    {"linear_with_lora", "normalization"},
-    {"packing", "reference"},
+    {"dispatch", "custom_op", "matmul", "kth_magnitude", "launch", "protection", "numba_cache"},
+    {"convolution", "linear_with_lora", "normalization"},
+    {"packing"},
     {"geglu", "keep_largest", "modulated_norm", "qk_norm_rope", "quantize_blocks", "silu_mul", "frozen_conv2d"},
     {"group_norm_silu", "lora_attention", "feed_forward", "packed_weight"},
     {"group_norm_silu_conv2d", "joint_attention", "sparse_attention_backward"},

@@ -47,7 +47,8 @@ NAMES = {
     "lightning_aigc.schedulers": ["AIGCLRScheduler"],
     "lightning_aigc.strategies": ["NPUSparseStrategy", "ZeROStrategy"],
     "lightning_aigc_kernels": [
-        "FallbackWarning", "GradientProtection", "KnownAttention", "Norm", "PackedWeight", "Projection", "Stream",
+        "AttentionStream", "FallbackWarning", "GradientProtection", "KnownAttention", "LoRAProjection",
+        "NormParameters", "PackedWeight",
         "add_quantized_rows", "dequantize_blocks", "feed_forward", "frozen_conv2d", "frozen_linear",
         "gated_residual", "geglu", "group_norm_silu", "group_norm_silu_conv2d", "joint_attention", "keep_largest",
         "keep_largest_per_head", "lora_attention", "modulated_norm", "qk_norm_rope", "quantize_blocks",

@@ -110,7 +110,7 @@ def _packed(unet: nn.Module, kind: str) -> Iterator[tuple[Any, nn.Parameter, nn.
     """Quantized layers, with their original and their quantized weights."""
     linear, convolution = FORMATS[kind]
     for layer in frozen_layers(unet):
-        if not layer.why_not:
+        if not layer.skip_reason:
             module: Any = layer.module
             packed = PackedWeight.pack(layer.weight.detach(), linear if layer.is_linear else convolution)
             yield module, module.weight, nn.Parameter(packed, requires_grad=False)

@@ -28,7 +28,7 @@ from benchmarks.common.kept_memory import kept_mib
 from benchmarks.common.rows import keep_row
 from benchmarks.common.unet_variants import Variant, build, inputs_of
 from benchmarks.precision.repeated_flops import OF_THE_CPU, open_ops
-from lightning_aigc.precision.budget import MemoryBudget
+from lightning_aigc.precision.memory.budget import MemoryBudget
 from lightning_aigc.precision.swaps import swap_forwards
 
 LEVELS = ("balanced", "lean", "max", "checkpointing")

@@ -101,7 +101,7 @@ def fill_in(unet: Any, kind: str) -> None:
                 fake = torch.empty(parameter.shape, dtype=dtype)
                 module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for layer in frozen_layers(unet) if kind else ():
-        if not layer.why_not:
+        if not layer.skip_reason:
             chosen = FORMATS[kind][0 if layer.is_linear else 1]
             set_packed_(layer.module, chosen, unwritten(layer.weight, chosen))
 

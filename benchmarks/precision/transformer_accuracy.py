@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.common.rows import keep_row
 from benchmarks.precision.transformer_memory import LAYERS, MODELS, build
-from lightning_aigc.precision import fused_transformer_blocks
+from lightning_aigc.precision.blocks import mmdit
 from lightning_aigc.precision.swaps import swap_forwards
 
 LEVELS = ("lean", "max")
@@ -60,7 +60,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     given.side, given.text = 12, 24
-    with mock.patch.object(fused_transformer_blocks, "KERNEL_DEVICES", ("cpu",)):
+    with mock.patch.object(mmdit, "KERNEL_DEVICES", ("cpu",)):
         compare(given)
 
 

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from benchmarks.common.rows import keep_row
-from lightning_aigc.precision.budget import MemoryBudget
-from lightning_aigc.precision.saved_tensors import SavedBytes, owned_by
+from lightning_aigc.precision.context import count_saved
+from lightning_aigc.precision.memory.budget import MemoryBudget
+from lightning_aigc.precision.memory.profile import COUNTED
+from lightning_aigc.precision.memory.saved_tensors import owned_by
 from lightning_aigc.precision.swaps import swap_forwards
-from lightning_aigc.precision.window import COUNTED
 
 LEVELS: dict[str, Any] = {
     "off": "off", "balanced": "balanced", "lean": "lean", "max": "max", "kept 0.25": MemoryBudget(kept=0.25),
@@ -106,12 +107,12 @@ def step(model: nn.Module, arguments: dict[str, Any]) -> tuple[int, float, dict[
     """Run one step. Returns: kept bytes, CPU seconds of forward and backward, and the gradients."""
     model.zero_grad()
     started = time.process_time()
-    with SavedBytes(owned_by(model)) as saved:
+    with count_saved(owned_by(model)) as saved:
         output = model(**arguments, return_dict=False)[0]
     (output[0] if isinstance(output, list) else output).square().mean().backward()
     seconds = time.process_time() - started
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return saved.bytes_beside(()), seconds, gradients
+    return saved.total(), seconds, gradients
 
 
 def operations(model: nn.Module, arguments: dict[str, Any]) -> int:

@@ -24,7 +24,7 @@ from diffusers import UNet2DConditionModel
 from benchmarks.common.rows import keep_row
 from benchmarks.end_to_end.real_size import fill, sdxl_unet
 from lightning_aigc.diffusion.pipeline.quantized_cache import PackedCache
-from lightning_aigc.quantization.frozen import PackedBase, pack_layers
+from lightning_aigc.quantization.frozen import PackedBase, quantize_layers
 from lightning_aigc.quantization.layers import FORMATS, frozen_layers
 from lightning_aigc_kernels.packed_weight import packed_weights, reference
 
@@ -46,7 +46,7 @@ def pack(unet: torch.nn.Module, kind: str, folder: Path) -> tuple[PackedBase, fl
     """Quantize through the cache in `folder`. Returns: the quantized base, and the CPU time."""
     linear, convolution = FORMATS[kind]
     started = time.process_time()
-    packed = pack_layers(
+    packed = quantize_layers(
         unet, frozen_layers(unet), lambda layer: linear if layer.is_linear else convolution, PackedCache(folder).pack
     )
     return packed, time.process_time() - started

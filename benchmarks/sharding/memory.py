@@ -29,7 +29,8 @@ from fakes.ranks import run_ranks
 from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.diffusion.pipeline.saving import save_folder, save_single_file
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.precision.saved_tensors import SavedBytes, owned_by
+from lightning_aigc.precision.context import count_saved
+from lightning_aigc.precision.memory.saved_tensors import owned_by
 from lightning_aigc.sharding.layout import shard_model
 
 
@@ -60,9 +61,9 @@ def step_memory(rank: int, ranks: int, stage: int, memory: Any) -> dict[str, Any
                 called=("training_step",),
             )  # fmt: skip
             seen = watch_gathered(holder)
-        with SavedBytes(owned_by(holder)) as saved:
+        with count_saved(owned_by(holder)) as saved:
             loss = holder.training_step(batch)
-        kept.append(saved.bytes_beside(()))
+        kept.append(saved.total())
         loss.backward()
     largest = sorted((4 * group.numel for group in groups), reverse=True)[:2]
     return {

@@ -1,9 +1,9 @@
-"""How near group_norm_silu comes to the memory's own speed, and to native GroupNorm with SiLU, forward and backward.
+"""Measure group_norm_silu against the memory bandwidth and native GroupNorm with SiLU, forward and backward.
 
     python kernels/benchmarks/bandwidth.py [--device cuda] [--dtype bfloat16] [--trained] [--output FILE.jsonl]
 
 Bytes are the fewest that any implementation moves: forward reads x and writes y, backward reads x and dy and writes
-dx. Their rate is set beside a copy's in the same run, of a tensor as large as x: a small one moves fewer bytes a
+dx. Their rate is compared with a copy's in the same run, of a tensor as large as x: a small one moves fewer bytes a
 second than the memory could. Every call takes the next of several input sets, together larger than any cache. On a card
 one call of each set is captured in a CUDA graph and the replay is timed, so `_us` is the card's own time; `_host_us` is
 what one call takes the host. Before a shape is timed, its gradient must agree with float64 as well as native's does.
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--trained", action="store_true", help="the affine's gradients too, as in full fine-tuning")
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="number of shapes to run")
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     given = parser.parse_args()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""How many kernels a backward pass of GroupNorm and SiLU launches: native autograd, and the fused Triton kernel.
+"""Count the kernels that a backward pass of GroupNorm and SiLU launches: native autograd, and the fused Triton kernel.
 
     python kernels/benchmarks/launches.py [--batch 4] [--output launches.jsonl]
 

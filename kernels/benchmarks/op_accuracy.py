@@ -4,7 +4,7 @@
 
 Each op as the blocks call it, with every tensor trained; plain torch is the order of diffusers' blocks. `error` is the
 relative L2 error, `ratio` that over plain torch's: the median over seeds and the largest. A ratio below 1 is a gain, as
-where plain torch rounds between its operators. Computed by the reference on a CPU. Of the whole U-Net's gradients see
+where plain torch rounds between its operators. Computed by the reference on a CPU. The gradients of a full U-Net:
 benchmarks/precision/accuracy.py.
 """
 # mypy: allow-untyped-calls
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels import (
-    Stream,
+    AttentionStream,
     gated_residual,
     joint_attention,
     modulated_norm,
     qk_norm_rope,
     silu_mul,
 )
-from lightning_aigc_kernels.joint_attention import reference as joint_reference
+from lightning_aigc_kernels.joint_attention.op import joint_attention_reference
 from lightning_aigc_kernels.modulated_norm import reference as norm_reference
 from lightning_aigc_kernels.qk_norm_rope import reference as qk_reference
 from lightning_aigc_kernels.silu_mul import reference as silu_reference
@@ -75,7 +75,7 @@ def on_streams(op: Callable[..., Any]) -> Callable[..., Tensor]:
         streams = []
         for part in (slice(TEXT), slice(TEXT, None)):
             rotary = (cos[part], sin[part]) if rotate else (None, None)
-            streams.append(Stream(q[:, part], k[:, part], v[:, part], query_weight, key_weight, *rotary))
+            streams.append(AttentionStream(q[:, part], k[:, part], v[:, part], query_weight, key_weight, *rotary))
         if padded:
             streams[0] = streams[0]._replace(key_bias=padding(q.shape[0]))
         made = op(streams, q.shape[2] // FEATURES)
@@ -131,19 +131,19 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, A
     ),
     "joint_attention": (
         on_streams(joint_attention),
-        on_streams(joint_reference.joint_attention),
+        on_streams(joint_attention_reference),
         {"rotate": True},
         QKV,
     ),
     "joint_attention, no rotation": (
         on_streams(joint_attention),
-        on_streams(joint_reference.joint_attention),
+        on_streams(joint_attention_reference),
         {"rotate": False},
         QKV,
     ),
     "joint_attention, padded text": (
         on_streams(joint_attention),
-        on_streams(joint_reference.joint_attention),
+        on_streams(joint_attention_reference),
         {"rotate": True, "padded": True},
         QKV,
     ),

@@ -1,4 +1,4 @@
-"""How many kernels the ops of transformer blocks launch, forward and backward: plain torch, and the Triton kernels.
+"""Count the kernels that the ops of transformer blocks launch, forward and backward: plain torch and Triton kernels.
 
     .venv-triton/bin/python kernels/benchmarks/transformer_launches.py [--batch 2] [--output launches.jsonl]
 
@@ -29,9 +29,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from launches import Launches
-from lightning_aigc_kernels.joint_attention import Stream
+from lightning_aigc_kernels.joint_attention import AttentionStream
 from lightning_aigc_kernels.joint_attention import passes as joint_passes
-from lightning_aigc_kernels.joint_attention import reference as joint_reference
+from lightning_aigc_kernels.joint_attention.op import joint_attention_reference
 from lightning_aigc_kernels.modulated_norm import kernel as norm_kernel
 from lightning_aigc_kernels.modulated_norm import reference as norm_reference
 from lightning_aigc_kernels.modulated_norm import token_sums
@@ -63,7 +63,7 @@ HEADS, FEATURES, TEXT = 4, 16, 64
 
 @contextmanager
 def counted_kernels(counter: Counter[str]) -> Iterator[None]:
-    """Every Triton kernel counts its launches in place of running."""
+    """Make every Triton kernel count its launches instead of running."""
     places = [(norm_kernel, "modulated_norm_forward"), (norm_kernel, "modulated_norm_backward")]
     places += [
         (token_sums, "sums_of_tokens"),
@@ -153,15 +153,15 @@ def stream_passes(rotate: bool, batch: int, dtype: torch.dtype, trained: bool) -
         qkv = [torch.randn(batch, tokens, HEADS * FEATURES, dtype=dtype).requires_grad_() for _ in range(3)]
         weights = [torch.randn(FEATURES, dtype=dtype).requires_grad_(trained) for _ in range(2)]
         rotary = torch.randn(2, tokens, FEATURES // 2) if rotate else (None, None)
-        streams.append(Stream(*qkv, *weights, *rotary))
+        streams.append(AttentionStream(*qkv, *weights, *rotary))
         wanted += [*qkv, *weights] if trained else qkv
         needs += [True] * 3 + [trained] * 2 + [False] * 2
     do = [torch.randn_like(stream.query) for stream in streams]
-    detached = [Stream._make(None if t is None else t.detach() for t in stream) for stream in streams]
+    detached = [AttentionStream._make(None if t is None else t.detach() for t in stream) for stream in streams]
     joint = joint_passes.Joint(detached, HEADS, EPS, True, dtype)
     *outputs, softmax1, softmax2 = joint_passes.forward(joint)
     return (
-        lambda: joint_reference.joint_attention(streams, HEADS, eps=EPS),
+        lambda: joint_attention_reference(streams, HEADS, eps=EPS),
         lambda out: lambda: torch.autograd.grad(out, wanted, do),
         lambda: joint_passes.forward(joint),
         lambda: joint_passes.backward(do, joint, outputs, (softmax1, softmax2), needs),

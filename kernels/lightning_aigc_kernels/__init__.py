@@ -10,12 +10,12 @@ from lightning_aigc_kernels.frozen_conv2d import frozen_conv2d, frozen_linear
 from lightning_aigc_kernels.geglu import geglu, swiglu
 from lightning_aigc_kernels.group_norm_silu import group_norm_silu
 from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d
-from lightning_aigc_kernels.joint_attention import Stream, joint_attention
+from lightning_aigc_kernels.joint_attention import AttentionStream, joint_attention
 from lightning_aigc_kernels.keep_largest import keep_largest, keep_largest_per_head
-from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.linear_with_lora import LoRAProjection
 from lightning_aigc_kernels.lora_attention import KnownAttention, lora_attention
 from lightning_aigc_kernels.modulated_norm import gated_residual, modulated_norm
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.normalization import NormParameters
 from lightning_aigc_kernels.packed_weight import PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection
 from lightning_aigc_kernels.qk_norm_rope import qk_norm_rope, rotary_from_complex, rotary_from_repeated
@@ -24,13 +24,13 @@ from lightning_aigc_kernels.silu_mul import silu_mul
 from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward
 
 __all__ = [
+    "AttentionStream",
     "FallbackWarning",
     "GradientProtection",
     "KnownAttention",
-    "Norm",
+    "LoRAProjection",
+    "NormParameters",
     "PackedWeight",
-    "Projection",
-    "Stream",
     "add_quantized_rows",
     "dequantize_blocks",
     "feed_forward",

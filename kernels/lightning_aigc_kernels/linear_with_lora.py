@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
 
-class Projection(NamedTuple):
+class LoRAProjection(NamedTuple):
     """The tensors of a linear layer with optional LoRA: y = x weight^T + bias + scale * (x down^T) up^T."""
 
     weight: Tensor
@@ -27,12 +28,12 @@ class Projection(NamedTuple):
     scale: float = 0.0
     """lora_alpha / R, or the LoRA variant's scale"""
 
-    def to(self, dtype: torch.dtype) -> Projection:
+    def to(self, dtype: torch.dtype) -> LoRAProjection:
         """The layer in another dtype, without a copy if it has that dtype already."""
         if all(t is None or t.dtype == dtype for t in self.tensors):  # much cheaper than four calls to Tensor.to
             return self
         bias, down, up = (None if t is None else t.to(dtype) for t in self[1:4])
-        return Projection(self.weight.to(dtype), bias, down, up, self.scale)
+        return LoRAProjection(self.weight.to(dtype), bias, down, up, self.scale)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -41,7 +42,7 @@ class Projection(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """Gradients in the order of a Projection's tensors, None if not needed."""
+    """Gradients in the order of a LoRAProjection's tensors, None if not needed."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -50,7 +51,7 @@ class ProjectionGradients(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which of a Projection's tensors need a gradient."""
+    """Flags: the tensors of a LoRAProjection that need a gradient."""
 
     weight: bool
     bias: bool
@@ -58,17 +59,17 @@ class Needs(NamedTuple):
     up: bool
 
 
-def inner(x_TC: Tensor, layer: Projection) -> Tensor | None:
+def inner(x_TC: Tensor, layer: LoRAProjection) -> Tensor | None:
     """LoRA's inner tensor x down^T [T, R], unscaled; None without LoRA."""
     return None if layer.down is None else matmul(x_TC, layer.down.t())
 
 
-def inner_gradient(dy_TD: Tensor, layer: Projection) -> Tensor | None:
+def inner_gradient(dy_TD: Tensor, layer: LoRAProjection) -> Tensor | None:
     """The gradient of LoRA's inner tensor [T, R], unscaled; None without LoRA."""
     return None if layer.up is None else matmul(dy_TD, layer.up)
 
 
-def project(x_TC: Tensor, layer: Projection, inner_TR: Tensor | None = None) -> Tensor:
+def project(x_TC: Tensor, layer: LoRAProjection, inner_TR: Tensor | None = None) -> Tensor:
     """The layer's output y_TD; `inner_TR` is `inner`'s result, if the caller has it."""
     y_TD = linear(x_TC, layer.weight, layer.bias)
     if layer.down is not None and layer.up is not None:
@@ -78,7 +79,7 @@ def project(x_TC: Tensor, layer: Projection, inner_TR: Tensor | None = None) -> 
 
 
 def add_input_gradient(
-    dx_TC: Tensor | None, dy_TD: Tensor, layer: Projection, dinner_TR: Tensor | None = None
+    dx_TC: Tensor | None, dy_TD: Tensor, layer: LoRAProjection, dinner_TR: Tensor | None = None
 ) -> Tensor:
     """Add this layer's input gradient to dx, accumulated inside the matrix products.
 
@@ -94,7 +95,7 @@ def add_input_gradient(
 def parameter_gradients(
     dy_TD: Tensor,
     x_TC: Tensor,
-    layer: Projection,
+    layer: LoRAProjection,
     needs: Needs,
     inner_TR: Tensor | None = None,
     dinner_TR: Tensor | None = None,
@@ -114,3 +115,11 @@ def parameter_gradients(
     dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
     dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None
     return ProjectionGradients(dweight_DC, dbias_D, ddown_RC, dup_DR)
+
+
+def linear_with_lora(x: Tensor, layer: LoRAProjection) -> Tensor:
+    """Compute x weight^T + bias + scale * (x down^T) up^T with torch's autograd, for references."""
+    y = F.linear(x, layer.weight, layer.bias)
+    if layer.down is None or layer.up is None:
+        return y
+    return y + F.linear(F.linear(x, layer.down), layer.up) * layer.scale

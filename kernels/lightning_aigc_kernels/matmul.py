@@ -6,6 +6,8 @@ convolutions up to a thousand times (torch 2.13, 320 channels at 64 x 64: 28 s).
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,3 +37,18 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tens
     if needs_float32(total):
         return total.copy_(torch.addmm(total.float(), a.float(), b.float(), alpha=scale))
     return total.addmm_(a, b, alpha=scale)
+
+
+def rows_of(tokens: Tensor) -> Tensor:
+    """Flatten all dimensions except the last."""
+    return tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])  # -1 fails for an empty tensor
+
+
+def in_shape_of(x: Tensor, rows: Tensor) -> Tensor:
+    """Reshape an op's result rows [R, D] to the leading dimensions of x [..., C].
+
+    A view returned by an autograd.Function may not be changed in place, so this is not marked as a view; nothing else
+    uses the memory of `rows`.
+    """
+    result: Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
+    return result

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.dispatch import HALF_DTYPES
 
 aten = torch.ops.aten
 
 
-class Norm(NamedTuple):
+class NormParameters(NamedTuple):
     """A LayerNorm over the last dimension; `on=False` passes its input through."""
 
     weight: Tensor | None = None
@@ -29,23 +30,23 @@ class Normalized(NamedTuple):
     rstd: Tensor | None
 
 
-def normalize(x_TC: Tensor, norm: Norm, dtype: torch.dtype) -> Normalized:
+def normalize(x_TC: Tensor, norm: NormParameters, dtype: torch.dtype) -> Normalized:
     """LayerNorm(x) in `dtype`, with statistics in float32 where the device supports it."""
     if not norm.on:
         return Normalized(x_TC.to(dtype), None, None)
-    weight, bias = affine_beside(norm.weight, x_TC), affine_beside(norm.bias, x_TC)
+    weight, bias = affine_for(norm.weight, x_TC), affine_for(norm.bias, x_TC)
     value, mean, rstd = aten.native_layer_norm(x_TC, x_TC.shape[-1:], weight, bias, norm.eps)
     return Normalized(value.to(dtype), mean, rstd)
 
 
 def normalize_backward(
-    dvalue_TC: Tensor, x_TC: Tensor, norm: Norm, made: Normalized, need_weight: bool, need_bias: bool
+    dvalue_TC: Tensor, x_TC: Tensor, norm: NormParameters, made: Normalized, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x, weight and bias."""
     dvalue_TC = dvalue_TC.to(x_TC.dtype)
     if not norm.on:
         return dvalue_TC, None, None
-    weight, bias = affine_beside(norm.weight, x_TC), affine_beside(norm.bias, x_TC)
+    weight, bias = affine_for(norm.weight, x_TC), affine_for(norm.bias, x_TC)
     mask = (True, need_weight, need_bias)
     dx, dweight, dbias = aten.native_layer_norm_backward(
         dvalue_TC, x_TC, x_TC.shape[-1:], made.mean, made.rstd, weight, bias, mask
@@ -53,9 +54,14 @@ def normalize_backward(
     return dx, dweight if need_weight else None, dbias if need_bias else None
 
 
-def affine_beside(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
-    """A norm's weight or bias in the dtype that x's device needs: on a CPU float32 for half-precision x, else x's."""
+def affine_for(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
+    """Cast a norm's weight or bias for x's device: on a CPU to float32 for half-precision x, else to x's dtype."""
     if parameter_C is None:
         return None
     on_cpu = x.device.type == "cpu" and x.dtype in HALF_DTYPES
     return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norm kernels ignore strides
+
+
+def layer_norm(x: Tensor, norm: NormParameters) -> Tensor:
+    """Compute LayerNorm, or return x if the norm is off, with torch's autograd, for references."""
+    return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps) if norm.on else x

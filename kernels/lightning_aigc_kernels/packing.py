@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_aigc_kernels.linear_with_lora import Projection
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.linear_with_lora import LoRAProjection
+from lightning_aigc_kernels.normalization import NormParameters
 
 
 def pack(tensors: Iterable[Tensor | None]) -> tuple[list[Tensor], list[bool]]:
@@ -29,7 +29,7 @@ def unpack(packed: Sequence[Any], given: Sequence[bool], absent: Any = None) -> 
     return [next(values) if is_given else absent for is_given in given]
 
 
-def pack_layers(norm: Norm, layers: Sequence[Projection]) -> tuple[list[Tensor], list[bool], list[float]]:
+def pack_layers(norm: NormParameters, layers: Sequence[LoRAProjection]) -> tuple[list[Tensor], list[bool], list[float]]:
     """Pack the tensors of a norm and of linear layers; also returns the layers' LoRA scales."""
     tensors = [norm.weight, norm.bias]
     for layer in layers:
@@ -39,14 +39,14 @@ def pack_layers(norm: Norm, layers: Sequence[Projection]) -> tuple[list[Tensor],
 
 def unpack_layers(
     parameters: Sequence[Tensor], given: Sequence[bool], normed: bool, eps: float, scales: Sequence[float]
-) -> tuple[Norm, list[Projection]]:
+) -> tuple[NormParameters, list[LoRAProjection]]:
     """Undo `pack_layers`."""
     norm_weight, norm_bias, *tensors = unpack(parameters, given)
     layers = []
     for i, scale in enumerate(scales):
         weight, bias, down, up = tensors[4 * i : 4 * i + 4]
-        layers.append(Projection(weight, bias, down, up, scale))
-    return Norm(norm_weight, norm_bias, eps, normed), layers
+        layers.append(LoRAProjection(weight, bias, down, up, scale))
+    return NormParameters(norm_weight, norm_bias, eps, normed), layers
 
 
 def wanted(

@@ -1,5 +1,5 @@
 """Precision plugins for Lightning's Trainer."""
 
-from lightning_aigc.precision.fused_backward import FusedBackwardPrecision
+from lightning_aigc.precision.plugin import FusedBackwardPrecision
 
 __all__ = ["FusedBackwardPrecision"]

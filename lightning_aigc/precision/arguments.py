@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from torch import nn
-
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision.budget import MemoryBudget
-from lightning_aigc_kernels.protection import GradientProtection, named_modules
+from lightning_aigc.precision.memory.budget import MemoryBudget, MemoryLevel
+from lightning_aigc_kernels.protection import GradientProtection
 
 PrecisionName = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16-forward-fp16-backward"]
-MemoryLevel = Literal["off", "balanced", "lean", "max"]
 MemoryArgument = MemoryLevel | Literal["fit", False] | dict[str, float]
 """A level, or a budget: "fit", {"kept": share} or {"peak_gb": GiB}. YAML 1.1 reads an unquoted `off` as false."""
 
@@ -29,7 +26,7 @@ def check_arguments(
     densities: dict[str, Any],
     offload: object = False,
 ) -> None:
-    """Raise ConfigError for the first wrong argument, or for two that exclude each other."""
+    """Raise ConfigError for the first invalid argument, or for two that exclude each other."""
     _check_choice("precision", precision, get_args(PrecisionName), SHORT_NAMES.get(str(precision)))
     if not isinstance(memory, MemoryBudget):
         _check_choice("memory", memory, (*get_args(MemoryLevel), "fit"), ending=", {kept: 0.18} or {peak_gb: 6}")
@@ -60,14 +57,14 @@ def check_arguments(
         )
 
 
-def protection_within(model: nn.Module, patterns: Sequence[str]) -> GradientProtection:
-    """The GradientProtection of these patterns, checked against the model.
+def check_protection(names: Iterable[str], patterns: Sequence[str]) -> GradientProtection:
+    """Return the GradientProtection of these patterns, checked against the names of the model's modules.
 
     Raises: ConfigError for a pattern that covers no module.
     """
     protection = GradientProtection(patterns)
     try:
-        protection.check(name for name, _ in named_modules(model))
+        protection.check(names)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return protection

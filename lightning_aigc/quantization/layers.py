@@ -1,9 +1,11 @@
-"""Which weights of a module can be packed, in how many bits, and why the others stay as they are."""
+"""Frozen layers of a module whose weights can be quantized, and the reasons why others cannot."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,6 +16,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
+MIB = 2**20
 Kind = Literal["int8", "nf4", "nf4-all"]
 BaseQuantization = Kind | dict[str, float]
 """A kind, or a budget such as `{"target_mib": 1500}`."""
@@ -22,16 +25,18 @@ FORMATS: dict[str, tuple[Format, Format]] = {
     "nf4": ("nf4", "int8"),
     "nf4-all": ("nf4", "nf4"),
 }
-"""By kind: the format of linear layers, and of convolutions."""
+"""Format of linear layers and of convolutions, by kind."""
 SKIP = ("conv_in", "conv_out", "time_embedding", "add_embedding")
-"""What stays whole unless the user says otherwise: few bytes, and the most sensitive."""
+"""Layers that stay in full precision by default: they are small and the most sensitive."""
 LINEAR, CONVOLUTIONS = nn.Linear, (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 FEWEST_NUMBERS = 4096
-"""Smaller weights stay whole: they save nothing and are often the most sensitive."""
-PACKED_BY_OTHERS = {
+"""Numbers of a weight below which it stays in full precision: it saves nothing and is often sensitive."""
+QUANTIZED_BY = {
     "bitsandbytes": "bitsandbytes", "optimum": "quanto", "torchao": "torchao", "hqq": "HQQ",
     "diffusers.quantizers.gguf": "GGUF", "sdnq": "SDNQ", "auto_round": "AutoRound",
 }  # fmt: skip
+"""Names of other quantization libraries, by the start of their modules' names."""
+FULL_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,10 @@ class Layer:
     """A frozen linear layer or convolution."""
 
     name: str
-    """As the user sees it: without peft's `base_layer`."""
+    """Name without peft's `base_layer`."""
     module: nn.Module
-    why_not: str = ""
-    """Why its weight stays whole; empty if it can be packed."""
+    skip_reason: str = ""
+    """Reason why its weight stays in full precision; empty if it can be quantized."""
 
     @property
     def weight(self) -> Tensor:
@@ -51,6 +56,10 @@ class Layer:
     @property
     def is_linear(self) -> bool:
         return type(self.module) is LINEAR
+
+
+Packing = Callable[[Layer, Format], PackedWeight]
+"""Function that packs a layer's weight in a format."""
 
 
 def check_kind(kind: object) -> None:
@@ -63,8 +72,20 @@ def check_kind(kind: object) -> None:
         )
 
 
+def target_mib(kind: object) -> float | None:
+    """Read the budget in MiB from `base_quantization`; None if it names a kind. Raises: ConfigError."""
+    if not isinstance(kind, Mapping):
+        return None
+    if set(kind) != {"target_mib"}:
+        raise ConfigError(f"base_quantization as a budget is {{target_mib: 1500}}, got {dict(kind)!r}")
+    value = kind["target_mib"]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"base_quantization.target_mib must be a number of MiB above 0, got {value!r}")
+    return float(value)
+
+
 def check_skip(skip: Sequence[str] | None) -> None:
-    """Raise ConfigError for anything but a list of name patterns."""
+    """Raise ConfigError unless `skip` is None or a list of name patterns."""
     if skip is None:
         return
     if isinstance(skip, str) or not isinstance(skip, Sequence):
@@ -74,7 +95,7 @@ def check_skip(skip: Sequence[str] | None) -> None:
 
 
 def check_patterns(skip: Sequence[str] | None, names: Iterable[str]) -> None:
-    """Raise ConfigError for a given pattern that covers none of these layers, probably a misspelling."""
+    """Raise ConfigError for a pattern that covers none of these layers, which is probably misspelled."""
     names = list(names)
     for pattern in skip or ():
         if not any(GradientProtection((pattern,)).covers(name) for name in names):
@@ -85,56 +106,50 @@ def check_patterns(skip: Sequence[str] | None, names: Iterable[str]) -> None:
 
 
 def frozen_layers(module: nn.Module, skip: Sequence[str] | None = None) -> list[Layer]:
-    """The frozen linear layers and convolutions of a module.
+    """Return the frozen linear layers and convolutions of a module.
 
-    Raises: ConfigError if the module is packed already.
+    Raises: ConfigError if the module is quantized already.
     """
     skipped = GradientProtection(SKIP if skip is None else tuple(skip))
-    found = list(_candidates(module))
-    times: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            times[id(parameter)] = times.get(id(parameter), 0) + 1
-    return [Layer(name, part, _why_not(name, part, skipped, times)) for name, part in found]
+    candidates = list(_candidates(module))
+    uses = Counter(id(parameter) for submodule in module.modules() for parameter in submodule._parameters.values())
+    return [Layer(name, layer, _skip_reason(name, layer, skipped, uses)) for name, layer in candidates]
 
 
 def _candidates(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in named_modules(module):
-        name = ".".join(piece for piece in name.split(".") if piece != "base_layer")
-        _refuse_packed(name, part)
-        if type(part) in (LINEAR, *CONVOLUTIONS) and not any(p.requires_grad for p in part.parameters()):
-            yield name, part
+    for name, layer in named_modules(module):
+        name = ".".join(word for word in name.split(".") if word != "base_layer")
+        _refuse_quantized(name, layer)
+        if type(layer) in (LINEAR, *CONVOLUTIONS) and not any(p.requires_grad for p in layer.parameters()):
+            yield name, layer
 
 
-def _why_not(name: str, part: nn.Module, skipped: GradientProtection, times: dict[int, int]) -> str:
+def _skip_reason(name: str, layer: nn.Module, skipped: GradientProtection, uses: Counter[int]) -> str:
     if skipped.covers(name):
         return "skipped by name"
-    weight = part._parameters.get("weight")
+    weight = layer._parameters.get("weight")
     if weight is None:
         return "without a plain weight"
     if weight.numel() < FEWEST_NUMBERS:
         return f"smaller than {FEWEST_NUMBERS} numbers"
-    if times[id(weight)] > 1:
+    if uses[id(weight)] > 1:
         return "shared with another layer"
     return ""
 
 
-def _refuse_packed(name: str, part: nn.Module) -> None:
-    """Raise ConfigError for a layer whose weight somebody packed before."""
-    for parameter in part._parameters.values():
+def _refuse_quantized(name: str, layer: nn.Module) -> None:
+    """Raise ConfigError for a layer whose weight is quantized already."""
+    for parameter in layer._parameters.values():
         if parameter is None or parameter.requires_grad:
             continue
         by = "base_quantization" if isinstance(parameter, PackedWeight) else None
-        for thing in (part, parameter):
-            path = type(thing).__module__
-            by = by or next((who for start, who in PACKED_BY_OTHERS.items() if path.startswith(start)), None)
-        if by is None and isinstance(part, (LINEAR, *CONVOLUTIONS)) and parameter.dtype not in WHOLE:
+        for owner in (layer, parameter):
+            path = type(owner).__module__
+            by = by or next((library for start, library in QUANTIZED_BY.items() if path.startswith(start)), None)
+        if by is None and isinstance(layer, (LINEAR, *CONVOLUTIONS)) and parameter.dtype not in FULL_PRECISION:
             by = f"something that left {parameter.dtype}"
         if by is not None:
             raise ConfigError(
-                f"base_quantization: {name or 'the module'} is packed already, by {by}; load the full-precision"
+                f"base_quantization: {name or 'the module'} is quantized already, by {by}; load the full-precision"
                 " weights, or leave base_quantization unset"
             )
-
-
-WHOLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

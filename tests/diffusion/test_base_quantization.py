@@ -265,7 +265,7 @@ def test_resuming_gives_the_same_bits_and_another_base_is_refused(sd: str, tmp_p
     unet = UNet2DConditionModel.from_pretrained(other / "unet")
     unet.mid_block.resnets[0].conv1.weight.data[0, 0, 0, 0] += 1
     unet.save_pretrained(other / "unet")
-    with pytest.raises(ModelError, match="was trained on another base: packed as nf4, its bytes differ"):
+    with pytest.raises(ModelError, match="was trained on another base: quantized as nf4, its bytes differ"):
         make_module(str(other)).on_load_checkpoint(snapshot.shared())
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.pipeline.loading import load_components
-from lightning_aigc.precision import FusedBackwardPrecision, fused_transformer_blocks
-from lightning_aigc.precision.equal_tokens import EqualTokensProcessor, run_equal_tokens_once
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.blocks import mmdit
+from lightning_aigc.precision.blocks.equal_tokens import EqualTokensProcessor, run_equal_tokens_once
 
 FIRST, COUNT, WIDTH = 5, 32, 24
 
@@ -103,7 +104,7 @@ def test_an_attention_of_somebody_else_keeps_all_tokens() -> None:
 
 @pytest.mark.parametrize("memory", ["off", "lean", "max"])
 def test_memory_levels_and_fused_blocks_compute_it(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_transformer_blocks, "KERNEL_DEVICES", ("cpu",))  # as on a card, with the references
+    monkeypatch.setattr(mmdit, "KERNEL_DEVICES", ("cpu",))  # as on a card, with the references
     plain = network(qk_norm="rms_norm")
     once = copy.deepcopy(plain)
     run_equal_tokens_once(once, FIRST, COUNT)

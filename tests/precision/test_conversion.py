@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fakes.trainings import WIDTH, Regression, fit, make_batches
-from lightning_aigc.precision import FusedBackwardPrecision, fused_backward
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.plugin import SWAPPED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -191,7 +192,7 @@ def test_the_swaps_learn_the_device_that_the_module_is_moved_to(swaps: StandIn) 
     layer, plugin = nn.Linear(2, 2), FusedBackwardPrecision("32-true")
     plugin.convert_module(layer)
     plugin.connect(layer.to("meta"), [], [])
-    assert vars(layer)[fused_backward.SWAPPED].device == torch.device("meta")
+    assert vars(layer)[SWAPPED].device == torch.device("meta")
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_z_image import RopeEmbedder, ZSin
 from torch import Tensor, nn
 
 from fakes.kept_bytes import kept_bytes
-from lightning_aigc_kernels import Stream, joint_attention, rotary_from_complex, rotary_from_repeated
+from lightning_aigc_kernels import AttentionStream, joint_attention, rotary_from_complex, rotary_from_repeated
 
 HEADS, FEATURES = 2, 32
 WIDTH = HEADS * FEATURES
@@ -43,21 +43,21 @@ class Family:
     text: bool = True
 
 
-def text_stream(attn: Any, text: Tensor, rotary: Rotary | tuple[()] = ()) -> Stream:
+def text_stream(attn: Any, text: Tensor, rotary: Rotary | tuple[()] = ()) -> AttentionStream:
     projected = attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text)
-    return Stream(*projected, weight_of(attn.norm_added_q), weight_of(attn.norm_added_k), *rotary)
+    return AttentionStream(*projected, weight_of(attn.norm_added_q), weight_of(attn.norm_added_k), *rotary)
 
 
-def picture_stream(attn: Any, picture: Tensor, rotary: Rotary | tuple[()] = ()) -> Stream:
+def picture_stream(attn: Any, picture: Tensor, rotary: Rotary | tuple[()] = ()) -> AttentionStream:
     projected = attn.to_q(picture), attn.to_k(picture), attn.to_v(picture)
-    return Stream(*projected, weight_of(attn.norm_q), weight_of(attn.norm_k), *rotary)
+    return AttentionStream(*projected, weight_of(attn.norm_q), weight_of(attn.norm_k), *rotary)
 
 
 def weight_of(norm: Any) -> Tensor | None:
     return None if norm is None else norm.weight
 
 
-def attend(attn: Any, *streams: Stream) -> list[Tensor]:
+def attend(attn: Any, *streams: AttentionStream) -> list[Tensor]:
     options: dict[str, Any] = {"norm": False} if attn.norm_q is None else {"eps": attn.norm_q.eps}
     return joint_attention(streams, HEADS, **options)[0]
 
@@ -95,7 +95,7 @@ def flux_single(attn: Any, joined: Tensor, *, rotary: Rotary) -> Outputs:
 
 def flux2_single(attn: Any, joined: Tensor, *, rotary: Rotary) -> Outputs:
     *qkv, mlp = attn.to_qkv_mlp_proj(joined).split([WIDTH] * 3 + [attn.mlp_hidden_dim * attn.mlp_mult_factor], -1)
-    stream = Stream(*qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary)
+    stream = AttentionStream(*qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary)
     return (attn.to_out(torch.cat([attend(attn, stream)[0], attn.mlp_act_fn(mlp)], -1)),)
 
 

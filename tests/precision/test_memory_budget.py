@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fakes.kept_bytes import kept_bytes, step_peak_bytes
 from fakes.small_models import EXACT, call_unet, gradients, make_unet, with_lora, worst_difference
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision import FusedBackwardPrecision, recompute
-from lightning_aigc.precision.budget import MemoryBudget
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.memory import recompute
+from lightning_aigc.precision.memory.budget import MemoryBudget
 from lightning_aigc.precision.swaps import Swapped, swap_forwards
 from lightning_aigc.quantization import quantize_frozen_
 
@@ -78,14 +79,14 @@ def test_no_block_keeps_less_than_at_max(unet: nn.Module) -> None:
     swapped = swap_forwards(unet, memory=MemoryBudget(kept=0.3))
     gradients(unet, call_unet)
     (plan,) = planner_of(swapped).plans.values()
-    saved = [choices.keeps for choices in plan.choices.values()]
-    assert 0 < len(saved) == plan.blocks - plan.again
-    for (module, signature), choices in plan.choices.items():
+    saved = [options.saved for options in plan.options.values()]
+    assert 0 < len(saved) == plan.blocks - plan.recomputed
+    for (module, signature), options in plan.options.items():
         tokens = next(shape for shape, _ in signature[3:])
         pixels = tokens[2] * tokens[3] if len(tokens) == 4 else tokens[1]
         has_attention = type(module).__name__ != "ResnetBlock2D"
-        assert not choices.recomputes
-        assert not (has_attention and pixels >= 200) or "output" in choices.keeps.attn1
+        assert not options.recomputes
+        assert not (has_attention and pixels >= 200) or "output" in options.saved.attn1
     swapped.restore()
 
 
@@ -145,7 +146,7 @@ def test_plans_depend_on_model_shapes_and_budget_alone() -> None:
         gradients(unet, call_unet)
         (plan,) = planner_of(swapped).plans.values()
         names = {module: name for name, module in unet.named_modules()}
-        chosen.append({names[module]: choices.keeps for (module, _), choices in plan.choices.items()})
+        chosen.append({names[module]: options.saved for (module, _), options in plan.options.items()})
         lines.add(planner_of(swapped).line)
     assert chosen[0] == chosen[1] and len(chosen[0]) > 2
     (line,) = lines
@@ -279,9 +280,9 @@ def test_a_peak_budget_says_what_an_int8_base_would_spare_and_the_packed_base_sp
         (plan,) = planner_of(swapped).plans.values()
         return plan
 
-    assert plan_within(1).beside_int8 is None  # there is room for all
+    assert plan_within(1).with_int8 is None  # there is room for all
     plan = plan_within(0.015)
-    saved, repeated = plan.beside_int8
+    saved, repeated = plan.with_int8
     assert 0 < saved < sum(p.nbytes for p in unet.parameters() if not p.requires_grad)
     assert repeated < plan.repeated - 0.01 * plan.operations
     said = plan.summary(MemoryBudget(peak_gb=0.015))
@@ -290,12 +291,12 @@ def test_a_peak_budget_says_what_an_int8_base_would_spare_and_the_packed_base_sp
     monkeypatch.setattr("lightning_aigc.quantization.layers.FEWEST_NUMBERS", 0)
     quantize_frozen_(unet, "int8", skip=[])
     packed = plan_within(0.015)
-    assert packed.beside_int8 is None
+    assert packed.with_int8 is None
     assert abs(packed.repeated - repeated) <= 0.01 * plan.operations
 
 
 def test_fit_saves_all_that_pays_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_aigc.precision import footprint
+    from lightning_aigc.precision.memory import footprint
 
     unet = with_lora(make_unet(**WIDE))
 
@@ -310,7 +311,7 @@ def test_fit_saves_all_that_pays_where_there_is_room(monkeypatch: pytest.MonkeyP
         return plan
 
     roomy = plan_with(2**40)
-    assert roomy.again == 0 and roomy.repeated == 0
+    assert roomy.recomputed == 0 and roomy.repeated == 0
     with pytest.raises(
         ConfigError,
         match=r"^memory=fit cannot be met: .* it needs [\d.]+ GiB; use base_quantization: int8, .*, a smaller",

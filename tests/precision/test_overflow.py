@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
-from lightning_aigc.precision import FusedBackwardPrecision, overflow, replay
-from lightning_aigc.precision.non_finite import NonFinite, first_non_finite
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.nan import overflow, replay
+from lightning_aigc.precision.nan.non_finite import NonFinite, first_non_finite
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
@@ -59,7 +60,7 @@ def test_the_first_module_with_a_bad_gradient_is_named(place: int, lines: list[s
     fit(off(), Regression(layers), make_batches(1))
     assert lines == [
         f"step 1 skipped: the backward pass of net.{place} (SteepInBackward) computed a gradient that is not finite;"
-        " the weights stay as they were, the loss scale goes from 65536 to 32768, training goes on"
+        " the weights stay as they were, the loss scale goes from 65536 to 32768, training continues"
     ]
 
 
@@ -163,7 +164,7 @@ def test_after_many_skips_in_a_row_the_line_says_what_to_change(lines: list[str]
     layers[1] = SteepInBackward()
     fit(off(), Regression(layers), make_batches(6))
     assert len(lines) == 6
-    assert [line.partition("training goes on")[2] for line in lines[:4]] == [""] * 4
+    assert [line.partition("training continues")[2] for line in lines[:4]] == [""] * 4
     assert lines[4].endswith("5 steps in a row now; if it does not stop, use precision: bf16-mixed")
     assert "from 4096 to 2048" in lines[4]
 
@@ -206,7 +207,7 @@ def test_an_overflow_in_an_earlier_accumulated_batch_is_not_blamed_on_the_last(l
     fit(off(), Regression(plain_layers()), make_batches(4, huge=[0]), accumulate_grad_batches=2)
     assert lines == [
         "step 1 skipped: the gradient of net.4.bias and 9 more is not finite, since an earlier one of the accumulated"
-        " batches; the weights stay as they were, the loss scale goes from 65536 to 32768, training goes on"
+        " batches; the weights stay as they were, the loss scale goes from 65536 to 32768, training continues"
     ]
 
 
@@ -310,5 +311,5 @@ def test_on_a_device_the_scale_is_read_when_its_copy_has_come(
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
     skipped, model = overflow.SkippedSteps(nullcontext), SimpleNamespace(trainer=SimpleNamespace(global_step=7))
     for value, arrived in [(4.0, True), (2.0, False), (2.0, True), (2.0, True)]:  # noqa: B007 - read by the event
-        skipped.look_at_scale(model, SimpleNamespace(_scale=Scale(value), _init_scale=4.0))  # type: ignore[arg-type]
+        skipped.check_scale(model, SimpleNamespace(_scale=Scale(value), _init_scale=4.0))  # type: ignore[arg-type]
     assert [line.partition(":")[0] for line in lines] == ["the loss scale fell from 4 to 2 by step 8"]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fakes.small_models import EXACT, call_unet, call_with, gradients, make_unet, with_lora, worst_difference
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.precision.fused_forward import Choices, choices_of
+from lightning_aigc.precision.block_options import BlockOptions
+from lightning_aigc.precision.context import options_of
 from lightning_aigc.precision.swaps import swap_forwards
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -94,8 +95,8 @@ def test_a_resnets_halves_are_protected_apart_and_the_rest_with_both() -> None:
     for pattern in ("norm1", "conv1", "norm2", "conv2", "conv_shortcut", "time_emb_proj"):
         resnet = ResnetBlock2D(in_channels=8, out_channels=12, groups=4, temb_channels=6)
         swap_forwards(resnet, memory="lean", protect=[pattern], **LOSSY)
-        choices = choices_of(resnet)
-        found[pattern] = tuple(part for part in ("norm1", "norm2") if choices.of(part) == Choices("lean"))
+        choices = options_of(resnet)
+        found[pattern] = tuple(part for part in ("norm1", "norm2") if choices.for_part(part) == BlockOptions("lean"))
     first, second = dict.fromkeys(("norm1", "conv1"), ("norm1",)), dict.fromkeys(("norm2", "conv2"), ("norm2",))
     assert found == first | second | dict.fromkeys(("conv_shortcut", "time_emb_proj"), ("norm1", "norm2"))
 
@@ -105,7 +106,7 @@ def test_a_compiled_model_takes_the_names_that_its_source_has() -> None:
     compiled = nn.ModuleDict({"unet": torch.compile(unet, backend="eager")})
     plugin = FusedBackwardPrecision("32-true", protect=["unet.mid_block"], input_grad_density=0.5)
     plugin.convert_module(compiled)
-    densities = {name: choices_of(unet.get_submodule(name)).input_grad_density for name in ("mid_block.resnets.0",
+    densities = {name: options_of(unet.get_submodule(name)).input_grad_density for name in ("mid_block.resnets.0",
                  "mid_block.attentions.0", "up_blocks.0.resnets.0")}  # fmt: skip
     assert list(densities.values()) == [1.0, 1.0, 0.5]
     plugin.teardown()

@@ -23,7 +23,7 @@ from fakes.small_models import (
     with_lora,
     worst_difference,
 )
-from lightning_aigc.precision.layers import CannotSwapError, check_conv2d
+from lightning_aigc.precision.blocks.layers import CannotSwapError, check_conv2d
 from lightning_aigc.precision.swaps import swap_forwards
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -155,5 +155,5 @@ def test_a_copys_own_forwards_are_not_taken_for_somebody_elses() -> None:
         check_conv2d(model.mid_block.resnets[0].conv1)
         assert vars(model.mid_block.resnets[0].conv1)["forward"].__self__ is model.mid_block.resnets[0].conv1
     twin.conv_in.forward = twin.conv_out.forward
-    with pytest.raises(CannotSwapError, match="somebody else replaced"):
+    with pytest.raises(CannotSwapError, match="other code replaced"):
         check_conv2d(twin.conv_in)

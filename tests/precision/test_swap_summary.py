@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fakes.small_models import make_unet, with_lora
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision.swaps import COVERED, swap_forwards
+from lightning_aigc.precision.blocks.rules import COVERED
+from lightning_aigc.precision.swaps import swap_forwards
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -55,7 +56,7 @@ def with_old_processor() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "count", "reason"),
     [
-        (lambda: with_lora(make_unet(), use_dora=True), 8, "DoraLinearVariant in place of plain LoRA"),
+        (lambda: with_lora(make_unet(), use_dora=True), 8, "DoraLinearVariant instead of plain LoRA"),
         (lambda: with_lora(make_unet(), lora_dropout=0.1), 8, "Dropout is active"),
         (with_old_processor, 8, "attention processor AttnProcessor"),
         (with_ip_adapter, 4, "attention processor IPAdapterAttnProcessor2_0"),

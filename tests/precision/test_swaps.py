@@ -27,7 +27,7 @@ from fakes.small_models import (
     with_lora,
     worst_difference,
 )
-from lightning_aigc.precision import attention_blocks
+from lightning_aigc.precision.blocks import attention
 from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc_kernels.lora_attention import lora_attention
 
@@ -59,11 +59,11 @@ def test_where_products_are_large_lean_keeps_keys_and_values_and_repeats_the_att
         asked.append((context is None, keeps))
         return lora_attention(x, context, *args, keeps=keeps, **options)
 
-    monkeypatch.setattr(attention_blocks, "lora_attention", watched)
+    monkeypatch.setattr(attention, "lora_attention", watched)
     same_gradients(with_lora(make_unet()), call_unet, "lean")
     assert {keeps for _, keeps in asked} == {1}
     asked.clear()
-    monkeypatch.setattr(attention_blocks, "LARGE_PRODUCT", 0)
+    monkeypatch.setattr(attention, "LARGE_PRODUCT", 0)
     same_gradients(with_lora(make_unet()), call_unet, "lean")
     assert set(asked) == {(True, 3), (False, 0)}
 

@@ -51,7 +51,9 @@ def test_the_bytes_are_those_of_the_formula(kind: Any) -> None:
     assert not [
         name for name in packed if name.startswith(("conv_in", "conv_out", "time_embedding")) or "lora_" in name
     ]
-    assert f"{result.packed} of {result.packed + result.left.total()} frozen weights packed ({kind}" in result.summary()
+    assert (
+        f"{result.packed} of {result.packed + result.left.total()} frozen weights quantized ({kind}" in result.summary()
+    )
     assert "skipped by name" in result.summary() and "smaller than 4096 numbers" in result.summary()
 
 
@@ -129,14 +131,17 @@ def too_small(net: nn.Module) -> None:
         (pack("nf4", ["mid_blok"]), "'mid_blok' covers no frozen layer; close names: mid_block"),
         (pack("nf4", "conv_in"), r"must be a list of name patterns, got 'conv_in'; write \['conv_in'\]"),
         (pack("nf4", [""]), r"must hold name patterns such as 'conv_in', got \[''\]"),
-        (all_trained, r"there is no frozen linear layer or convolution to pack \(all are trained\); leave"),
-        (too_small, r"there is no frozen linear layer or convolution to pack \(1 smaller than 4096 numbers\)"),
-        (pack_twice, "is packed already, by base_quantization; load the full-precision weights"),
-        (with_nan, "mid_block.attentions.0.proj_in cannot be packed, the weight holds NaN or infinity; load the base"),
-        (with_bytes, "mid_block.attentions.0.proj_in is packed already, by something that left torch.uint8"),
-        (with_a_class_of("bitsandbytes"), "theirs is packed already, by bitsandbytes"),
-        (with_a_class_of("optimum.quanto"), "theirs is packed already, by quanto"),
-        (with_a_class_of("diffusers.quantizers.gguf"), "theirs is packed already, by GGUF"),
+        (all_trained, r"there is no frozen linear layer or convolution to quantize \(all are trained\); leave"),
+        (too_small, r"there is no frozen linear layer or convolution to quantize \(1 smaller than 4096 numbers\)"),
+        (pack_twice, "is quantized already, by base_quantization; load the full-precision weights"),
+        (
+            with_nan,
+            "mid_block.attentions.0.proj_in cannot be quantized, the weight holds NaN or infinity; load the",
+        ),
+        (with_bytes, "mid_block.attentions.0.proj_in is quantized already, by something that left torch.uint8"),
+        (with_a_class_of("bitsandbytes"), "theirs is quantized already, by bitsandbytes"),
+        (with_a_class_of("optimum.quanto"), "theirs is quantized already, by quanto"),
+        (with_a_class_of("diffusers.quantizers.gguf"), "theirs is quantized already, by GGUF"),
     ],
 )
 def test_misuse_is_one_sentence(misuse: Callable[[Any], Any], message: str) -> None:

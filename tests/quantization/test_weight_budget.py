@@ -53,7 +53,7 @@ def measured_error(unet: nn.Module, weight: Tensor, kind: Any, reference: Tensor
 
 def test_the_predicted_error_of_each_layer_is_what_packing_it_alone_does_to_other_inputs() -> None:
     unet = make_net()
-    layers = [layer for layer in frozen_layers(unet) if not layer.why_not]
+    layers = [layer for layer in frozen_layers(unet) if not layer.skip_reason]
     errors = output_errors(layers, outputs_of(unet))
     reference = all_outputs(unet, seed=6)
     for kind in ("int8", "nf4"):
@@ -85,7 +85,7 @@ def test_measuring_leaves_no_gradient_and_changes_no_number() -> None:
     unet = make_net()
     before = {name: parameter.clone() for name, parameter in unet.named_parameters()}
     trained = {name for name, parameter in unet.named_parameters() if parameter.requires_grad}
-    output_errors([layer for layer in frozen_layers(unet) if not layer.why_not], outputs_of(unet, 2))
+    output_errors([layer for layer in frozen_layers(unet) if not layer.skip_reason], outputs_of(unet, 2))
     assert all(parameter.grad is None for parameter in unet.parameters())
     assert {name for name, parameter in unet.named_parameters() if parameter.requires_grad} == trained
     assert all(torch.equal(parameter, before[name]) for name, parameter in unet.named_parameters())
@@ -107,7 +107,7 @@ def test_equal_outputs_choose_equal_bits() -> None:
     first, again = make_net(), make_net()
     results = [quantize_frozen_(net, {"target_mib": 0.9}, outputs=outputs_of(net)) for net in (first, again)]
     assert results[0].digest == results[1].digest
-    assert "frozen weights packed (" in results[0].summary() and " int8, " in results[0].summary()
+    assert "frozen weights quantized (" in results[0].summary() and " int8, " in results[0].summary()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,10 @@ def test_equal_outputs_choose_equal_bits() -> None:
             {"target_mib": 0.01},
             r"\{target_mib: 0.01\} cannot be met: .* in 4 bits the base has 0.\d+ MiB; ask for 0.\d",
         ),
-        ({"target_mib": 999}, r"packs nothing: these weights fit whole, in \d.\d+ MiB; leave base_quantization unset"),
+        (
+            {"target_mib": 999},
+            r"quantizes nothing: these weights fit in full precision, in \d.\d+ MiB; leave",
+        ),
     ],
 )
 def test_a_budget_that_cannot_be_is_one_sentence(budget: Any, message: str) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from fakes.gathered_bytes import gathered_bytes, watch_gathered
 from fakes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.precision.saved_tensors import SavedBytes, owned_by
+from lightning_aigc.precision.context import count_saved
+from lightning_aigc.precision.memory.saved_tensors import owned_by
 from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc.sharding.full_parameters import full_parameters
 from lightning_aigc.sharding.groups import make_groups, split_by_dtype
@@ -67,9 +68,9 @@ def work(rank: int) -> dict[str, Any]:
         peaks = watch_gathered(sharded)
         kept = {}
         for name, holder in (("alone", alone), ("sharded", sharded)):
-            with SavedBytes(owned_by(holder)) as saved:
+            with count_saved(owned_by(holder)) as saved:
                 loss = holder.training_step(x)
-            kept[name] = saved.bytes_beside(())
+            kept[name] = saved.total()
             loss.backward()
             results[memory, name] = float(loss)
         results[memory, "kept"] = kept

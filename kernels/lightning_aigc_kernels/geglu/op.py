@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_aigc_kernels.custom_op import direct, direct_backward, no_second_derivative
 from lightning_aigc_kernels.dispatch import kernel_for, refuse_functorch, without_autocast
 from lightning_aigc_kernels.geglu import reference
-from lightning_aigc_kernels.rows import in_shape_of, rows_of
+from lightning_aigc_kernels.matmul import in_shape_of, rows_of
 
 Activation = Literal["gelu", "silu"]
 NAMES = {"gelu": "geglu", "silu": "swiglu"}

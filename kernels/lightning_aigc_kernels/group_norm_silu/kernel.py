@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels.group_norm_silu import split
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
-from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope_and_offset
+from lightning_aigc_kernels.group_norm_silu.split import normalised_and_dz, slope_and_offset
 from lightning_aigc_kernels.kth_magnitude import copy_at_least, kth_largest_magnitude
 from lightning_aigc_kernels.launch import KernelCase, LaunchConfig, config_for, on_device_of, tile_shape
 

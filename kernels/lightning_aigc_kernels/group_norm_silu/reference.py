@@ -14,7 +14,7 @@ from torch._prims_common import suggest_memory_format
 
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
 from lightning_aigc_kernels.keep_largest.reference import keep_largest
-from lightning_aigc_kernels.normalization import affine_beside
+from lightning_aigc_kernels.normalization import affine_for
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def backward(
         gradient = gradient * (1 + _over_pixels(scale_NC, x))
     samples, channels = x.shape[:2]
     # On a CPU the channels_last backward of torch 2.13 takes 13 times as long: two copies are cheaper.
-    weight_C = affine_beside(weight_C, x)
+    weight_C = affine_for(weight_C, x)
     statistics_dtype = x.dtype if weight_C is None else weight_C.dtype
     statistics = mean_NG.to(statistics_dtype), rstd_NG.to(statistics_dtype)
     pixels_count = math.prod(x.shape[2:])
@@ -85,7 +85,7 @@ def backward(
 def _normalize(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
     x = _dense(x)
     samples, channels = x.shape[:2]
-    weight_C, bias_C = affine_beside(norm.weight, x), affine_beside(norm.bias, x)
+    weight_C, bias_C = affine_for(norm.weight, x), affine_for(norm.bias, x)
     y, mean_NG, rstd_NG = aten.native_group_norm(
         x, weight_C, bias_C, samples, channels, math.prod(x.shape[2:]), norm.groups, norm.eps
     )

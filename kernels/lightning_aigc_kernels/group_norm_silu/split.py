@@ -2,8 +2,8 @@
 
 A batch of one has 32 slabs, an H100 132 multiprocessors: with one program per slab most of them would be idle. Here a
 first launch writes each program's partial sums, and a second adds up its slab's partial sums and writes the result. The
-cost is a launch and a second read of x, by then in the cache. Ascend has few programs, which take whole slabs; trained
-affine tensors and sparse gradients use `kernel.py` too.
+cost is a launch and a second read of x, by then in the cache. Ascend has few programs, each of which takes a full slab;
+trained affine tensors and sparse gradients use `kernel.py` too.
 
 Dimensions: as `kernel.py`. A slab is divided into tiles of BLOCK_K channels by BLOCK_P pixels, and each of SPLITS
 programs handles `tiles_a_split` consecutive tiles.
@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
-from lightning_aigc_kernels.group_norm_silu.tile import normalised_and_dz, slope_and_offset
 from lightning_aigc_kernels.launch import (
     KernelCase,
     LaunchConfig,
@@ -42,6 +41,32 @@ def wanted_programs(device_type: str, index: int | None) -> int:
     if device_type != "cuda" or not torch.cuda.is_available():
         return 0
     return PROGRAMS_A_MULTIPROCESSOR * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@triton.jit
+def slope_and_offset(weight_ptr, bias_ptr, scale_row, shift_row, channel, inside, MODULATED: tl.constexpr):
+    """slope = weight * (1 + scale) and offset = bias * (1 + scale) + shift per channel: z = slope * xhat + offset."""
+    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    if MODULATED:
+        amplify = 1.0 + tl.load(scale_row + channel, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(shift_row + channel, mask=inside, other=0.0).to(tl.float32)
+        weight = weight * amplify
+        bias = bias * amplify + shift
+    return weight, bias
+
+
+@triton.jit
+def normalised_and_dz(x_ptr, dy_ptr, offsets, inside, mean, rstd, slope, offset, SILU: tl.constexpr):
+    """xhat, the normalised x of a tile, and dz, the gradient of the activation's input."""
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dz = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    xhat = (x - mean) * rstd
+    if SILU:
+        z = xhat * slope[:, None] + offset[:, None]
+        gate = tl.sigmoid(z)
+        dz = dz * gate * (1.0 + z * (1.0 - gate))
+    return xhat, dz
 
 
 @triton.jit
@@ -300,7 +325,7 @@ class Cut:
 
 
 def shared(x: Tensor, groups: int, channels: int, pixels: int, *, is_backward: bool = False) -> Cut | None:
-    """The Cut of x's slabs for `forward` or `backward`; None if each program takes whole slabs."""
+    """The Cut of x's slabs for `forward` or `backward`; None if each program takes a full slab."""
     table = BACKWARD if is_backward else FORWARD
     if x.device.type not in table:
         return None
@@ -311,7 +336,7 @@ def shared(x: Tensor, groups: int, channels: int, pixels: int, *, is_backward: b
 def forward(
     x: Tensor, cut: Cut, affine: Affine, groups: int, channels: int, pixels: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `kernel.forward`, which has checked x."""
+    """Compute `kernel.forward` in two launches; `kernel.forward` has checked x."""
     y = torch.empty_like(x)
     mean_NG = torch.empty(x.shape[0], groups, dtype=torch.float32, device=x.device)
     rstd_NG = torch.empty_like(mean_NG)

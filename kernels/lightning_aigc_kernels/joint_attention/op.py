@@ -1,6 +1,6 @@
 """One attention over the tokens of several streams, with the norm and rotation of queries and keys, as one op.
 
-Native autograd saves the normalised, the rotated and the joined queries and keys beside the projections, about nine
+Native autograd saves the normalised, the rotated and the joined queries and keys and the projections, about nine
 activations of the input's size. This op saves the projections as given and the attention's output with its softmax,
 four; backward repeats norm and rotation. The projections are the caller's layers, so any LoRA on them works.
 
@@ -17,18 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import compute_dtype, refuse_functorch, without_autocast
 from lightning_aigc_kernels.joint_attention import passes
-from lightning_aigc_kernels.joint_attention.stream import Stream, check_streams
+from lightning_aigc_kernels.joint_attention.stream import AttentionStream, check_streams
 from lightning_aigc_kernels.packing import empty_wanted, pack, spread, unpack, wanted
+from lightning_aigc_kernels.qk_norm_rope.reference import qk_norm_rope as qk_norm_rope_reference
 
-FIELDS = len(Stream._fields)
+FIELDS = len(AttentionStream._fields)
 
 
 def joint_attention(
-    streams: Sequence[Stream],
+    streams: Sequence[AttentionStream],
     heads: int,
     *,
     eps: float = 1e-6,
@@ -59,7 +61,7 @@ def _joint(
 ) -> passes.Joint:
     """Undo the packing of the streams."""
     fields = unpack(tensors, given)
-    streams = [Stream(*fields[i : i + FIELDS]) for i in range(0, len(fields), FIELDS)]
+    streams = [AttentionStream(*fields[i : i + FIELDS]) for i in range(0, len(fields), FIELDS)]
     return passes.Joint(streams, heads, eps, norm, dtype)
 
 
@@ -132,3 +134,33 @@ def _autograd(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 
 _call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)
+
+
+def joint_attention_reference(
+    streams: Sequence[AttentionStream], heads: int, *, eps: float = 1e-6, norm: bool = True
+) -> tuple[Tensor, ...]:
+    """Compute the output of each stream as diffusers' processors do, in plain torch with its autograd."""
+    q = [_prepared(s.query, s.query_weight, s, heads, eps, norm) for s in streams]
+    k = [_prepared(s.key, s.key_weight, s, heads, eps, norm) for s in streams]
+    v = [_of_heads(s.value, heads) for s in streams]
+    q_NHSD, k_NHSD, v_NHSD = (torch.cat(tokens, 1).transpose(1, 2) for tokens in (q, k, v))
+    o_NHSD = F.scaled_dot_product_attention(q_NHSD, k_NHSD, v_NHSD, _mask(streams, q_NHSD.dtype))
+    o_NSC = o_NHSD.transpose(1, 2).flatten(2)
+    return torch.split(o_NSC, [s.query.shape[1] for s in streams], 1)
+
+
+def _prepared(x: Tensor, weight: Tensor | None, stream: AttentionStream, heads: int, eps: float, norm: bool) -> Tensor:
+    return qk_norm_rope_reference(_of_heads(x, heads), weight, stream.cos, stream.sin, eps=eps, norm=norm)
+
+
+def _mask(streams: Sequence[AttentionStream], dtype: torch.dtype) -> Tensor | None:
+    """The keys' biases, [N, 1, 1, S] in float32 or what is wider."""
+    if all(s.key_bias is None for s in streams):
+        return None
+    rows = [s.query.new_zeros(s.query.shape[:2], dtype=torch.float32) for s in streams]
+    rows = [row if s.key_bias is None else row + s.key_bias for row, s in zip(rows, streams, strict=True)]
+    return torch.cat(rows, 1)[:, None, None].to(torch.promote_types(dtype, torch.float32))
+
+
+def _of_heads(x_NTC: Tensor, heads: int) -> Tensor:
+    return x_NTC.reshape(*x_NTC.shape[:-1], heads, x_NTC.shape[-1] // heads)

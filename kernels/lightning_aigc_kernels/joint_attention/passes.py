@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.joint_attention.stream import Stream
+from lightning_aigc_kernels.joint_attention.stream import AttentionStream
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 from lightning_aigc_kernels.qk_norm_rope import op as qk_norm_rope
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope
@@ -22,7 +22,7 @@ from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope
 class Joint:
     """The streams of a joint attention, and the dtype of its products."""
 
-    streams: Sequence[Stream]
+    streams: Sequence[AttentionStream]
     heads: int
     eps: float
     norm: bool
@@ -45,7 +45,7 @@ class Joint:
 
     @property
     def key_bias(self) -> Tensor | None:
-        """Of all streams' keys, [N, S] or [1, S]; None where no stream has one."""
+        """Bias of all streams' keys, [N, S] or [1, S]; None if no stream has one."""
         if all(s.key_bias is None for s in self.streams):
             return None
         zeros = [s.query.new_zeros((1, s.query.shape[1]), dtype=torch.float32) for s in self.streams]
@@ -96,7 +96,7 @@ def backward(
 
     gradients: list[Tensor | None] = []
     for i, (stream, part) in enumerate(zip(joint.streams, _places(joint), strict=True)):
-        first = i * len(Stream._fields)
+        first = i * len(AttentionStream._fields)
         need_q, need_k, need_v, need_query_weight, need_key_weight = needs[first : first + 5]
         dq_NTHD, dk_NTHD, dv_NTHD = (d[:, part] for d in dqkv)
         dq, dquery_weight = _inward(dq_NTHD, *joint.queries[i], joint, need_q, need_query_weight)
@@ -167,7 +167,7 @@ def _unwritten(joint: Joint) -> Tensor:
 
 
 def _places(joint: Joint) -> list[slice]:
-    """Where each stream's tokens lie among the joined ones."""
+    """Return the range of each stream's tokens among the joined ones."""
     ends = accumulate((s.query.shape[1] for s in joint.streams), initial=0)
     return [slice(start, end) for start, end in pairwise(ends)]
 

@@ -1,4 +1,4 @@
-"""The tokens of one kind, such as text or picture, that take part in a joint attention."""
+"""The tokens of one kind, such as text or image, that take part in a joint attention."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope, check
 
 
-class Stream(NamedTuple):
-    """A stream's projections [N, T, H * D], and what is done to its queries and keys, as in `qk_norm_rope`."""
+class AttentionStream(NamedTuple):
+    """A stream's projections [N, T, H * D], and the norm and rotation of its queries and keys, as in `qk_norm_rope`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     query_weight: Tensor | None = None
-    """Of the queries' norm, [D]."""
+    """Weight of the queries' norm, [D]."""
     key_weight: Tensor | None = None
     cos: Tensor | None = None
     """[T, D/2] or [N, T, D/2], for queries and keys; None for no rotation."""
@@ -29,15 +29,15 @@ class Stream(NamedTuple):
     -inf leaves a token out, log(n) counts it n times. In each sample some stream must have a key left. No gradient."""
 
     def of_query(self, eps: float, norm: bool) -> NormRope:
-        """What is done to the queries."""
+        """Return the norm and rotation of the queries."""
         return NormRope(self.query_weight, self.cos, self.sin, eps, norm)
 
     def of_key(self, eps: float, norm: bool) -> NormRope:
-        """What is done to the keys."""
+        """Return the norm and rotation of the keys."""
         return NormRope(self.key_weight, self.cos, self.sin, eps, norm)
 
 
-def check_streams(streams: Sequence[Stream], heads: int, eps: float, norm: bool) -> None:
+def check_streams(streams: Sequence[AttentionStream], heads: int, eps: float, norm: bool) -> None:
     """Raise ValueError for streams that do not fit each other or the number of heads."""
     if not streams:
         raise ValueError("joint_attention wants at least one stream, got none")

@@ -19,9 +19,9 @@ from lightning_aigc_kernels.dispatch import HALF_DTYPES, KERNEL_DEVICES, warn_on
 
 aten = torch.ops.aten
 BIAS_ALIGNMENT = 16
-"""Rows of a bias start at a multiple of so many numbers, as torch's own attention pads them."""
+"""Multiple of numbers at which rows of a bias start, as in torch's own padding."""
 LOWEST = -65504.0
-"""For -inf on npu: far enough below any logit, and finite in half precision."""
+"""Replacement of -inf on npu: far enough below any logit, and finite in half precision."""
 
 
 def attend(

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import check_density, compute_dtype, refuse_functorch, without_autocast
-from lightning_aigc_kernels.linear_with_lora import Projection
+from lightning_aigc_kernels.linear_with_lora import LoRAProjection, linear_with_lora
 from lightning_aigc_kernels.lora_attention import passes
-from lightning_aigc_kernels.normalization import Norm
+from lightning_aigc_kernels.normalization import NormParameters, layer_norm
 from lightning_aigc_kernels.packing import empty_wanted, pack_layers, spread, unpack, unpack_layers, wanted
 
 KEEPS = {"output": passes.OUTPUT, "value": passes.VALUE, "key": passes.KEY, "query": passes.QUERY}
-"""What can be saved for backward, each with its bit in the op's `keeps`."""
+"""Tensors that can be saved for backward, each with its bit in the op's `keeps`."""
 KnownAttention = tuple[Tensor, Tensor, Tensor]
 """An attention's output [N, T, C] and its two softmax tensors, from an earlier forward pass of the same inputs."""
 
@@ -31,11 +32,11 @@ KnownAttention = tuple[Tensor, Tensor, Tensor]
 def lora_attention(
     x: Tensor,
     context: Tensor | None,
-    norm: Norm,
-    query: Projection,
-    key: Projection,
-    value: Projection,
-    out: Projection,
+    norm: NormParameters,
+    query: LoRAProjection,
+    key: LoRAProjection,
+    value: LoRAProjection,
+    out: LoRAProjection,
     heads: int,
     *,
     keeps: int | Collection[str] = 1,
@@ -70,7 +71,7 @@ def lora_attention(
 
 
 def _check(
-    x: Tensor, context: Tensor | None, inward: tuple[Projection, ...], heads: int, keeps: Any, density: float
+    x: Tensor, context: Tensor | None, inward: tuple[LoRAProjection, ...], heads: int, keeps: Any, density: float
 ) -> None:
     check_density(density, "gradient_density")
     if x.dim() != 3 or (context is not None and (context.dim() != 3 or context.shape[0] != x.shape[0])):
@@ -165,3 +166,25 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 
 
 _call, _call_backward = register_autograd(_op, _backward_op, _setup_context, _autograd)
+
+
+def lora_attention_reference(
+    x: Tensor,
+    context: Tensor | None,
+    norm: NormParameters,
+    query: LoRAProjection,
+    key: LoRAProjection,
+    value: LoRAProjection,
+    out: LoRAProjection,
+    heads: int,
+) -> Tensor:
+    """Compute `lora_attention` in plain torch, with torch's autograd."""
+    normalized = layer_norm(x, norm)
+    source = normalized if context is None else context
+    q, k, v = linear_with_lora(normalized, query), linear_with_lora(source, key), linear_with_lora(source, value)
+    o = F.scaled_dot_product_attention(_heads_first(q, heads), _heads_first(k, heads), _heads_first(v, heads))
+    return linear_with_lora(o.transpose(1, 2).flatten(2), out)
+
+
+def _heads_first(tokens: Tensor, heads: int) -> Tensor:
+    return tokens.view(*tokens.shape[:2], heads, tokens.shape[2] // heads).transpose(1, 2)

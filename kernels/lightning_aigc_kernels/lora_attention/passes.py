@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_aigc_kernels.dispatch import backward_dtype
 from lightning_aigc_kernels.keep_largest.op import keep_largest_per_head
 from lightning_aigc_kernels.linear_with_lora import (
+    LoRAProjection,
     Needs,
-    Projection,
     ProjectionGradients,
     add_input_gradient,
     inner,
@@ -25,8 +25,8 @@ from lightning_aigc_kernels.linear_with_lora import (
     project,
 )
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
-from lightning_aigc_kernels.normalization import Norm, Normalized, normalize, normalize_backward
-from lightning_aigc_kernels.rows import in_shape_of, rows_of
+from lightning_aigc_kernels.matmul import in_shape_of, rows_of
+from lightning_aigc_kernels.normalization import Normalized, NormParameters, normalize, normalize_backward
 
 OUTPUT, VALUE, KEY, QUERY = 1, 2, 4, 8
 """Bits of what is saved for backward; the attention's output counts as three tensors, with its two softmax tensors."""
@@ -36,10 +36,10 @@ OUTPUT, VALUE, KEY, QUERY = 1, 2, 4, 8
 class Block:
     """An attention's norm and projections, and the dtype of the forward's products."""
 
-    norm: Norm
-    inward: list[Projection]
+    norm: NormParameters
+    inward: list[LoRAProjection]
     """Query, key and value."""
-    out: Projection
+    out: LoRAProjection
     heads: int
     dtype: torch.dtype
 
@@ -109,12 +109,12 @@ def backward(
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the forward pass saved."""
+    """Tensors that the forward pass saved."""
 
     output: list[Tensor]
     """The attention's output and its two softmax tensors, or nothing."""
     qkv: tuple[Tensor | None, Tensor | None, Tensor | None]
-    """As rows."""
+    """Query, key and value as rows."""
 
     @staticmethod
     def of(kept: Sequence[Tensor], keeps: int) -> _Saved:
@@ -130,7 +130,7 @@ def _attention_backward(
     x: Tensor,
     context: Tensor | None,
     block: Block,
-    out: Projection,
+    out: LoRAProjection,
     saved: _Saved,
     needs_out: Needs,
     density: float,

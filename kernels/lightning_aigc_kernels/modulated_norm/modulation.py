@@ -42,7 +42,7 @@ class Modulation(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are needed."""
+    """Flags: the tensors that need a gradient."""
 
     x: bool
     scale: bool = False
@@ -52,7 +52,7 @@ class Needs(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Those of x, scale, shift, weight and bias."""
+"""Gradients of x, scale, shift, weight and bias."""
 
 
 def check_tokens(op: str, x: Tensor) -> None:

@@ -192,22 +192,22 @@ def _normalize_backward(
 
 def _layer_norm(x_TC: Tensor, slope_C: Tensor, offset_C: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and mean and reciprocal deviation of each token [T, 1]."""
-    y_TC, mean_T1, rstd_T1 = aten.native_layer_norm(_beside(slope_C, x_TC), x_TC.shape[-1:], slope_C, offset_C, eps)
+    y_TC, mean_T1, rstd_T1 = aten.native_layer_norm(_cast_for(slope_C, x_TC), x_TC.shape[-1:], slope_C, offset_C, eps)
     return y_TC, mean_T1, rstd_T1
 
 
 def _layer_norm_backward(dy_TC: Tensor, x_TC: Tensor, slope_C: Tensor, mean_T1: Tensor, rstd_T1: Tensor) -> Tensor:
-    x_TC = _beside(slope_C, x_TC)
+    x_TC = _cast_for(slope_C, x_TC)
     dx_TC: Tensor = aten.native_layer_norm_backward(
         dy_TC.to(x_TC.dtype), x_TC, x_TC.shape[-1:], mean_T1, rstd_T1, slope_C, None, (True, False, False)
     )[0]
     return dx_TC
 
 
-def _beside(slope_C: Tensor, x_TC: Tensor) -> Tensor:
-    """x in the dtype that its device's layer norm takes beside the slope.
+def _cast_for(slope_C: Tensor, x_TC: Tensor) -> Tensor:
+    """Cast x to the dtype that its device's layer norm takes with this slope.
 
-    On a CPU half-precision x may stand beside a float32 slope, and the result is rounded once.
+    On a CPU, half-precision x may have a float32 slope, and the result is rounded once.
     """
     return x_TC if x_TC.device.type == "cpu" else x_TC.to(slope_C.dtype)
 

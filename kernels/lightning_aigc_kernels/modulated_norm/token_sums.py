@@ -206,7 +206,7 @@ def gradients(
 def _sums_of_splits(
     dy: Tensor, x: Tensor, statistics: tuple[Tensor, Tensor] | None, need_slope: bool, need_offset: bool
 ) -> Tensor:
-    """What `sums_of_tokens` writes, in float32."""
+    """Run `sums_of_tokens` and return the sums of each split in float32."""
     samples, tokens, channels = dy.shape
     config = config_for(dy.device.type, SUMS)
     block_t, block_c = tile_shape(min(channels, MOST_COLUMNS[dy.device.type]), config.tile)
@@ -239,7 +239,7 @@ def cases(chip: str) -> list[KernelCase]:
 
 
 def _gradients_case(chip: str, dtype: str, trained: str, gate: bool) -> KernelCase:
-    """A scale or gate stands beside a trained weight, and all tensors are of one dtype."""
+    """Case with a scale or gate and a trained weight, all tensors of one dtype."""
     names = ("scale", "shift", "weight", "bias")
     needs = {f"NEED_{name.upper()}": name in trained.split() for name in names}
     constants = {"ONE_PLUS": not gate, "SCALED": True, "WEIGHTED": needs["NEED_WEIGHT"], "BIASED": needs["NEED_BIAS"]}

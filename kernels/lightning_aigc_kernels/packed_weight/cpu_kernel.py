@@ -64,7 +64,7 @@ def nf4_to_bfloat16(packed, scales, out):
 
 
 def unpack(packed: Tensor, scales: Tensor, kind: Format, dtype: torch.dtype) -> Tensor:
-    """As the reference, to float32 or bfloat16."""
+    """Compute the reference's result in float32 or bfloat16."""
     flat = packed.new_empty(len(packed) * BLOCK, dtype=dtype)
     if dtype == torch.float32:
         function, out = int8_to_float32 if kind == "int8" else nf4_to_float32, flat

@@ -1,6 +1,6 @@
 """Triton kernels that unpack a weight, for NVIDIA and Ascend.
 
-Dimensions: B blocks of 64 numbers. A program handles a tile of whole blocks at a time.
+Dimensions: B blocks of 64 numbers. A program handles a tile of complete blocks at a time.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 

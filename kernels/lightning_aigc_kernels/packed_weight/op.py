@@ -20,7 +20,7 @@ CPU_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def unpack_weight(packed: Tensor, scales: Tensor, kind: Format, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The weight of this shape in `dtype`, equal to the bit on every device.
+    """Unpack the weight of this shape to `dtype`, bit-identical on every device.
 
     Args: packed [B, S] and scales [B], as `reference.pack` returns them.
     """

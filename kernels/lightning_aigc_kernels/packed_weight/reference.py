@@ -103,7 +103,7 @@ BINS = 4096
 
 @functools.cache
 def _bins_of(device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many limits between two codes lie surely below each bin, int32, and the limits, the last one infinite."""
+    """Return the number of limits between codes below each bin, int32, and the limits, the last one infinite."""
     codes = torch.tensor(CODES, dtype=torch.float64)
     limits = (codes[:-1] + codes[1:]) / 2
     edges = torch.arange(BINS + 2, dtype=torch.float64) / (BINS / 2) - 1

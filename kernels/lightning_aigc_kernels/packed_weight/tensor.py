@@ -29,7 +29,7 @@ class PackedWeight(Tensor):
     """A frozen weight in blocks of 64, with `int8` or `nf4` numbers and a float32 scale for each block.
 
     `dtype` is nominal: the dtype that operators see. `to(dtype)` changes it and nothing else, so `module.to(dtype)`
-    never unpacks; the numbers are then those of the unpacked weight after the same casts, to the bit.
+    never unpacks; the numbers are then exactly those of the unpacked weight after the same casts.
     """
 
     packed: Tensor
@@ -127,7 +127,7 @@ def _refuse_to_change(func: Any, args: Sequence[Any]) -> None:
         values = value if isinstance(value, (list, tuple)) else (value,)
         if written and any(isinstance(v, PackedWeight) for v in values):
             raise RuntimeError(
-                f"{func} would change a packed weight, which is frozen; train an adapter beside it, or do not pack it"
+                f"{func} would change a packed weight, which is frozen; train an adapter on it, or do not quantize it"
             )
 
 

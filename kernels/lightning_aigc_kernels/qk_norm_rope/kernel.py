@@ -19,7 +19,7 @@ from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope
 FORWARD = {"cuda": LaunchConfig(4096, 65_535, 8), "npu": LaunchConfig(4096, 960), "cpu": LaunchConfig(64, 3)}
 # Each program adds up the weight's gradient of its tokens: 1056 are eight on each multiprocessor of an H100.
 BACKWARD = {"cuda": LaunchConfig(4096, 1056, 8), "npu": LaunchConfig(2048, 960), "cpu": LaunchConfig(64, 3)}
-# On Ascend a rotation's split and joined tiles need room beside the others.
+# On Ascend a rotation's split and joined tiles need additional room.
 ROTATED = {"npu": LaunchConfig(1024, 960)}
 WIDEST_ROTATED = {"npu": 128}
 """Features of a head, where 8 heads of more do not fit on the chip."""
@@ -46,7 +46,7 @@ def row_of(ptr, row, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def token_start(sample, position, stride_n, stride_t):
-    """Where a token of a tensor starts; 64-bit, so that the offsets inside it can be 32-bit."""
+    """Offset of a token in a tensor; 64-bit, so that the offsets inside it can be 32-bit."""
     return tl.cast(sample, tl.int64) * stride_n + tl.cast(position, tl.int64) * stride_t
 
 
@@ -196,7 +196,7 @@ def why_not(x_NTHD: Tensor, how: NormRope) -> str | None:
 def forward(x_NTHD: Tensor, how: NormRope, out_NTHD: Tensor) -> Tensor:
     """rotate(rms_norm(x) * weight), computed in float32, written to `out` in its dtype.
 
-    Raises: ValueError if a feature of `out` does not lie beside the next.
+    Raises: ValueError if the features of `out` are not adjacent.
     """
     samples, length, heads, features = x_NTHD.shape
     if not _is_dense(out_NTHD):

@@ -1,9 +1,14 @@
-"""What is done to a query or key: RMSNorm over a head's features, then rotation."""
+"""Parameters of `qk_norm_rope`, and rotary embeddings in its form, from the forms that diffusers passes.
+
+`rotary_from_*` return cos and sin [T, D/2] or [N, T, D/2] in float32; call them once per forward of a model, not once
+per block.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -43,3 +48,27 @@ def check(op: str, sizes: tuple[int, ...], how: NormRope) -> None:
         raise ValueError(f"{op} wants real cos and sin, got {cos.dtype}; use rotary_from_complex")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError(f"{op} gives cos and sin no gradient, got ones that want it; use cos.detach()")
+
+
+def rotary_from_repeated(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of each pair, from [..., D] with each value twice.
+
+    FLUX.1 and FLUX.2 (`repeat_interleave_real`) pass this form.
+    Raises: ValueError for unequal shapes or an odd last dimension.
+    """
+    if cos.shape != sin.shape or cos.dim() < 1 or cos.shape[-1] % 2:
+        raise ValueError(f"cos and sin must be [..., D] with an even D, got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    return cos[..., ::2].float().contiguous(), sin[..., ::2].float().contiguous()
+
+
+def rotary_from_complex(freqs_cis: Tensor, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """Return cos and sin on `device`, from cos + i sin [..., D/2]: Qwen-Image and Z-Image.
+
+    The parts are taken where `freqs_cis` lies, so that no complex number reaches a device that may not know them.
+    Raises: ValueError for a real tensor.
+    """
+    if not freqs_cis.is_complex():
+        raise ValueError(f"freqs_cis must be complex, got {freqs_cis.dtype}; use rotary_from_repeated for cos and sin")
+    parts = torch.view_as_real(freqs_cis.resolve_conj())
+    cos, sin = (part.to(device=device, dtype=torch.float32).contiguous() for part in parts.unbind(-1))
+    return cos, sin

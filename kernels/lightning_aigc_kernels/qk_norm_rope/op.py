@@ -7,7 +7,7 @@ device, Triton on cuda and npu.
 On npu the Triton kernel runs, too, not torch_npu's npu_rms_norm and npu_rotary_mul (both have a backward): the pair
 reads and writes the tensor twice and rounds it between, the norm wants a weight, and the rotation of interleaved pairs
 takes one table for all samples (Z-Image has one a sample) and fewer than 1000 heads of a batch. Its documentation does
-not say that cos and sin may stay float32 beside a half-precision tensor, as diffusers keeps them.
+not say that cos and sin may stay float32 with a half-precision tensor, as diffusers keeps them.
 
 Dimensions: N samples, T tokens, H heads, D features of a head.
 """

@@ -1,7 +1,7 @@
 """Numba kernels that quantize blocks, and read or add them, on a CPU: one pass over memory, without the GIL.
 
 Each works on a group of 256 values after the other, which stay in the first cache from step to step. No fast-math: the
-results are those of `reference.py` to the bit.
+results are bit-identical to those of `reference.py`.
 
 LLVM makes vector instructions of a loop over lanes if it has enough to do; a short one it unrolls to scalar
 instructions, unless its length is an argument: hence `lanes`, which is always 32.
@@ -239,20 +239,20 @@ def dequantize_part(codes, scales, groups, first, bits, factor, out):
 
 
 def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
-    """As the reference."""
+    """Compute the reference's result."""
     if values_RN.numel():
         quantize_rows(values_RN.view(-1).numpy(), *_memory(packed_RB), len(values_RN), bits, BLOCK)
 
 
 def dequantize_blocks(packed_RB: Tensor, out_RN: Tensor, bits: int) -> Tensor:
-    """As the reference."""
+    """Compute the reference's result."""
     if out_RN.numel():
         dequantize_rows(out_RN.view(-1).numpy(), *_memory(packed_RB), len(out_RN), bits)
     return scale_magnitude(packed_RB, out_RN.shape[1])
 
 
 def add_quantized_rows(packed_RB: Tensor, out_N: Tensor, bits: int) -> None:
-    """As the reference."""
+    """Compute the reference's result."""
     if out_N.numel():
         add_rows(out_N.numpy(), *_memory(packed_RB), len(packed_RB), bits)
 

@@ -142,18 +142,18 @@ def add_rows(values_ptr, scales_ptr, codes_ptr, rows, groups, BITS: tl.constexpr
 
 
 def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:
-    """As the reference, in one launch."""
+    """Compute the reference's result in one launch."""
     _launch(quantize, values_RN, packed_RB, bits)
 
 
 def dequantize_blocks(packed_RB: Tensor, out_RN: Tensor, bits: int) -> Tensor:
-    """As the reference; the check is a second launch."""
+    """Compute the reference's result; the check is a second launch."""
     _launch(dequantize, out_RN, packed_RB, bits)
     return scale_magnitude(packed_RB, out_RN.shape[1])
 
 
 def add_quantized_rows(packed_RB: Tensor, out_N: Tensor, bits: int) -> None:
-    """As the reference, in one launch."""
+    """Compute the reference's result in one launch."""
     _launch(add_rows, out_N.view(1, -1), packed_RB, bits)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_aigc_kernels.quantize_blocks.layout import BLOCK, BLOCKS, GROUP, HUGE, SCALE_BYTES, TINY, scale_magnitude
 
 CPU_CHUNK = 262_144
-"""Values that a CPU takes at a time: few enough to stay in its cache from pass to pass, and whole groups."""
+"""Values that a CPU takes at a time: complete groups, few enough to stay in its cache between passes."""
 
 
 def quantize_blocks(values_RN: Tensor, packed_RB: Tensor, bits: int) -> None:

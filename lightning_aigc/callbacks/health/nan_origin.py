@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.distributed.tensor import DTensor
 
-from lightning_aigc.precision.non_finite import NonFinite
-from lightning_aigc.precision.replay import ReplayedBatch, arguments_for, find_non_finite
+from lightning_aigc.precision.nan.non_finite import NonFinite
+from lightning_aigc.precision.nan.replay import ReplayedBatch, arguments_for, find_non_finite
 from lightning_aigc.rng import RandomStates, have_host_states_changed, random_states, tensor_states
 
 KEPT_BATCHES = 8

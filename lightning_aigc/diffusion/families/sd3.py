@@ -19,7 +19,7 @@ from lightning_aigc.diffusion.families.transformer_control import TransformerCon
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.precision.equal_tokens import run_equal_tokens_once
+from lightning_aigc.precision.blocks.equal_tokens import run_equal_tokens_once
 
 T5_TOKENS = 256
 """T5 tokens in the pipeline; zeros where there is no T5."""

@@ -1,9 +1,9 @@
-"""NF4 weights on disk, so that a large base is packed once: a file for each weight, named by a hash of its content."""
+"""Cache of NF4 weights on disk, so that a large base is quantized once; one file per weight, named by its content."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,15 +12,13 @@ from torch import Tensor
 
 from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.errors import DataError
-from lightning_aigc.quantization.layers import Layer
+from lightning_aigc.quantization.layers import Layer, Packing
 from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 
-Packing = Callable[[Layer, Format], PackedWeight]
-"""Makes a layer's packed weight."""
 FORMAT = 1
-"""Version of the packed bytes; raise it when the packing of weights changes."""
-WORTH_IT = 100_000_000
-"""Numbers of a base from which packing takes longer than reading a cache."""
+"""Version of the packed bytes; increase it when weights are packed differently."""
+MIN_NUMBERS = 100_000_000
+"""Numbers of a base from which packing takes longer than reading the cache."""
 
 
 def default_folder() -> Path:
@@ -28,10 +26,10 @@ def default_folder() -> Path:
 
 
 class PackedCache:
-    """Packs layers, or reads what an earlier run packed of the same numbers.
+    """Packs layers, or reads the weights that an earlier run packed from the same numbers.
 
-    Ranks and runs may share the folder: a file appears whole or not at all, and a damaged one is packed again. A folder
-    that cannot be written costs a warning and the time to pack.
+    Ranks and runs may share the folder: files are written atomically, and a damaged one is replaced. If the folder
+    cannot be written, a warning says so and weights are packed again in each run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,9 +38,9 @@ class PackedCache:
         self._is_writable = True
 
     def pack(self, layer: Layer, kind: Format) -> PackedWeight:
-        """The layer's packed weight. Raises: ValueError for NaN or infinity."""
+        """Return the layer's packed weight. Raises: ValueError for NaN or infinity."""
         weight = layer.weight.detach()
-        if kind == "int8":  # as quick to pack as to hash
+        if kind == "int8":  # packing is as fast as hashing
             return PackedWeight.pack(weight, kind)
         key = content_key(weight, kind)
         try:
@@ -65,12 +63,13 @@ class PackedCache:
 
 
 def content_key(weight: Tensor, kind: Format) -> str:
-    """A hash of the weight's numbers, shape and dtype, and of the packed format."""
+    """Hash the weight's numbers, shape and dtype, and the packed format."""
     digest = sha256(f"{FORMAT} {kind} {tuple(weight.shape)} {weight.dtype}".encode())
     digest.update(weight.contiguous().cpu().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def packing_for(numbers: int, folder: Path | None = None) -> Packing | None:
-    """Packing through the cache for a base of `numel` numbers; None where the cache would not be faster."""
-    return PackedCache(folder or default_folder()).pack if numbers >= WORTH_IT else None
+def packing_for(layers: Iterable[Layer]) -> Packing | None:
+    """Return the cache's `pack`, or None for layers that are too small for the cache to be faster."""
+    numbers = sum(layer.weight.numel() for layer in layers)
+    return PackedCache(default_folder()).pack if numbers >= MIN_NUMBERS else None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fakes.denoisers import fit
 from lightning_aigc.callbacks.health import Alert, GradientHealthMonitor
-from lightning_aigc.precision.replay import arguments_for
+from lightning_aigc.precision.nan.replay import arguments_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:(?s).*`dataloader_iter`")
 WIDTH = 4

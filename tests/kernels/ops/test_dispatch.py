@@ -97,8 +97,8 @@ def test_a_triton_without_a_driver_for_the_card_is_named(kernel: ModuleType, mon
 
 
 def test_an_op_without_a_kernel_is_named(kernel: ModuleType) -> None:
-    with pytest.warns(FallbackWarning, match="lightning_aigc::frozen_conv2d runs its plain torch .*: it has none"):
-        assert kernel_for("frozen_conv2d", tensor_on("cuda")) is None
+    with pytest.warns(FallbackWarning, match="lightning_aigc::joint_attention runs its plain torch .*: it has none"):
+        assert kernel_for("joint_attention", tensor_on("cuda")) is None
 
 
 def test_torch_func_and_forward_mode_are_refused_and_nothing_else() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers, outcome
-from lightning_aigc_kernels import Norm, Projection, feed_forward
-from lightning_aigc_kernels.feed_forward import reference
+from lightning_aigc_kernels import LoRAProjection, NormParameters, feed_forward
+from lightning_aigc_kernels.feed_forward import feed_forward_reference
 
 EPS, SCALES = 1e-5, (0.5, 2.0)
 OPS = ["feed_forward", "feed_forward_backward"]
@@ -44,16 +44,16 @@ TRAINED = {
 def call(op: Any, x: Tensor, normed: bool = True, **given: Any) -> Tensor:
     """The op, or its reference, on tensors by name."""
     tensors = {name: given.pop(name, None) for name in SIZES}
-    norm = Norm(tensors["norm_weight"], tensors["norm_bias"], EPS, normed)
+    norm = NormParameters(tensors["norm_weight"], tensors["norm_bias"], EPS, normed)
     layers = [
-        Projection(*(tensors[f"{name}{i}"] for name in ("weight", "bias", "down", "up")), scale)
+        LoRAProjection(*(tensors[f"{name}{i}"] for name in ("weight", "bias", "down", "up")), scale)
         for i, scale in enumerate(SCALES, 1)
     ]
     y: Tensor = op(x, norm, *layers, **given)
     return y
 
 
-fused, eager = partial(call, feed_forward), partial(call, reference.feed_forward)
+fused, eager = partial(call, feed_forward), partial(call, feed_forward_reference)
 
 
 def case(

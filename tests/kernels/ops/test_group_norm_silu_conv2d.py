@@ -13,7 +13,7 @@ from fakes import op_contract as contract
 from fakes.accuracy import largest_by_sorting
 from fakes.op_contract import Case, as_one_picture, kept_numbers, outcome, outcome_of
 from lightning_aigc_kernels import group_norm_silu_conv2d
-from lightning_aigc_kernels.group_norm_silu_conv2d import reference
+from lightning_aigc_kernels.group_norm_silu_conv2d import group_norm_silu_conv2d_reference
 
 GROUPS, EPS = 3, 1e-5
 OPS = ["group_norm_silu_conv2d", "group_norm_silu_conv2d_backward"]
@@ -64,7 +64,7 @@ def eager(
     silu: bool = True,
     **options: Any,
 ) -> Tensor:
-    return reference.group_norm_silu_conv2d(
+    return group_norm_silu_conv2d_reference(
         x, norm_weight, norm_bias, GROUPS, EPS, weight, bias, scale=scale, shift=shift, silu=silu, **options
     )
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers, outcome
-from lightning_aigc_kernels import Stream, joint_attention
-from lightning_aigc_kernels.joint_attention import passes, reference
+from lightning_aigc_kernels import AttentionStream, joint_attention
+from lightning_aigc_kernels.joint_attention import passes
+from lightning_aigc_kernels.joint_attention.op import joint_attention_reference
 
 HEADS, FEATURES, EPS = 2, 6, 1e-5
 WIDTH = HEADS * FEATURES
@@ -47,9 +48,9 @@ def key_bias(kind: str, samples: int, tokens: int) -> Tensor:
     return bias
 
 
-def streams_of(angles: list[Any], biases: list[Any], tensors: dict[str, Any]) -> list[Stream]:
+def streams_of(angles: list[Any], biases: list[Any], tensors: dict[str, Any]) -> list[AttentionStream]:
     return [
-        Stream(*(tensors.get(f"{name}{i}") for name in TENSORS), *pair, bias)  # type: ignore[arg-type]
+        AttentionStream(*(tensors.get(f"{name}{i}") for name in TENSORS), *pair, bias)  # type: ignore[arg-type]
         for i, (pair, bias) in enumerate(zip(angles, biases, strict=True))
     ]
 
@@ -91,7 +92,7 @@ def case(
     fused = partial(call, joint_attention, **options, **(op_only or {}))
     return Case(
         fused,
-        partial(call, reference.joint_attention, **options),
+        partial(call, joint_attention_reference, **options),
         tensors,
         tuple(tensors) if trained is None else trained,
     )
@@ -286,18 +287,18 @@ def test_it_compiles(kind: str) -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = torch.randn(2, 5, 12)
-    stream = Stream(x, x, x)
+    stream = AttentionStream(x, x, x)
     with pytest.raises(ValueError, match="wants at least one stream, got none"):
         joint_attention([], 2)
     with pytest.raises(ValueError, match="heads must divide the features, got 5 heads for 12 features"):
         joint_attention([stream], 5)
     wanted = r"joint_attention wants query, key and value \[N, T, H \* D\], with one N and H \* D for all streams, got "
     with pytest.raises(ValueError, match=wanted + r"\(2, 5, 12\), \(2, 4, 12\), \(2, 5, 12\) in stream 1"):
-        joint_attention([stream, Stream(x, x[:, :4], x)], 2)
+        joint_attention([stream, AttentionStream(x, x[:, :4], x)], 2)
     with pytest.raises(ValueError, match=wanted + r"\(1, 5, 12\), \(1, 5, 12\), \(1, 5, 12\) in stream 1"):
-        joint_attention([stream, Stream(x[:1], x[:1], x[:1])], 2)
+        joint_attention([stream, AttentionStream(x[:1], x[:1], x[:1])], 2)
     with pytest.raises(ValueError, match=wanted + r"\(5, 12\), "):
-        joint_attention([Stream(x[0], x[0], x[0])], 2)
+        joint_attention([AttentionStream(x[0], x[0], x[0])], 2)
     with pytest.raises(ValueError, match=r"joint_attention's stream 0 wants a weight \(6,\)"):
         joint_attention([stream._replace(key_weight=torch.ones(12))], 2)
     with pytest.raises(ValueError, match="known must be an output for each of 1 streams and two more, got 4"):

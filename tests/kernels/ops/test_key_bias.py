@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels import Stream, joint_attention
+from lightning_aigc_kernels import AttentionStream, joint_attention
 
 HEADS, WIDTH = 2, 12
 
@@ -17,7 +17,7 @@ HEADS, WIDTH = 2, 12
 def text_and_picture(text: Tensor, picture: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The picture's output, and the gradients of text and picture, which are their own queries, keys and values."""
     leaves = [text.requires_grad_(), picture.requires_grad_()]
-    streams = [Stream(text, text, text, key_bias=bias), Stream(picture, picture, picture)]
+    streams = [AttentionStream(text, text, text, key_bias=bias), AttentionStream(picture, picture, picture)]
     y = joint_attention(streams, HEADS)[0][1]
     return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
 
@@ -48,7 +48,7 @@ def test_a_token_with_the_log_of_three_counts_three_times() -> None:
 
 def test_a_bias_that_does_not_fit_is_named() -> None:
     x = torch.randn(2, 5, WIDTH)
-    stream = Stream(x, x, x)
+    stream = AttentionStream(x, x, x)
     wanted = r"joint_attention's stream 0 wants a key_bias \(2, 5\) or \(1, 5\) in float32, got "
     with pytest.raises(ValueError, match=wanted + r"\(2, 4\) in torch.float32$"):
         joint_attention([stream._replace(key_bias=torch.zeros(2, 4))], HEADS)

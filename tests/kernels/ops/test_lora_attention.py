@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers, outcome
-from lightning_aigc_kernels import Norm, Projection, lora_attention
-from lightning_aigc_kernels.lora_attention import passes, reference
+from lightning_aigc_kernels import LoRAProjection, NormParameters, lora_attention
+from lightning_aigc_kernels.lora_attention import passes
+from lightning_aigc_kernels.lora_attention.op import lora_attention_reference
 
 HEADS, EPS, RANK, FEATURES = 2, 1e-5, 3, 8
 SCALES = {"q": 0.5, "k": 1.5, "v": 2.0, "out": 1.0}
@@ -41,9 +42,9 @@ def sizes(context_features: int | None) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def layers_of(given: dict[str, Tensor | None]) -> list[Projection]:
+def layers_of(given: dict[str, Tensor | None]) -> list[LoRAProjection]:
     return [
-        Projection(*(given.get(f"{kind}_{layer}") for kind in ("weight", "bias", "down", "up")), scale)  # type: ignore[arg-type]
+        LoRAProjection(*(given.get(f"{kind}_{layer}") for kind in ("weight", "bias", "down", "up")), scale)  # type: ignore[arg-type]
         for layer, scale in SCALES.items()
     ]
 
@@ -56,13 +57,13 @@ def split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def fused(x: Tensor, context: Tensor | None = None, normed: bool = True, **given: Any) -> Tensor:
     tensors, options = split(given)
-    norm = Norm(tensors.get("norm_weight"), tensors.get("norm_bias"), EPS, normed)
+    norm = NormParameters(tensors.get("norm_weight"), tensors.get("norm_bias"), EPS, normed)
     return lora_attention(x, context, norm, *layers_of(tensors), HEADS, **options)[0]
 
 
 def eager(x: Tensor, context: Tensor | None = None, normed: bool = True, **given: Any) -> Tensor:
-    norm = Norm(given.get("norm_weight"), given.get("norm_bias"), EPS, normed)
-    return reference.lora_attention(x, context, norm, *layers_of(given), HEADS)
+    norm = NormParameters(given.get("norm_weight"), given.get("norm_bias"), EPS, normed)
+    return lora_attention_reference(x, context, norm, *layers_of(given), HEADS)
 
 
 def case(
@@ -92,7 +93,7 @@ kept = pytest.mark.parametrize("keeps", range(4), ids=["nothing kept", "output k
 def call_with_known(given: Case) -> tuple[Any, Any]:
     """The op on a case's tensors, and the attention that it made of them."""
     tensors, _ = split(given.tensors)
-    norm = Norm(tensors["norm_weight"], tensors["norm_bias"], EPS)
+    norm = NormParameters(tensors["norm_weight"], tensors["norm_bias"], EPS)
     call = partial(lora_attention, given.tensors["x"], given.tensors.get("context"), norm, *layers_of(tensors), HEADS)
     return call, call()[1]
 
@@ -267,8 +268,8 @@ def test_it_compiles(cross: bool) -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    x, none = torch.randn(2, 5, 8), Norm(on=False)
-    layer, narrow = Projection(torch.randn(8, 8)), Projection(torch.randn(6, 8))
+    x, none = torch.randn(2, 5, 8), NormParameters(on=False)
+    layer, narrow = LoRAProjection(torch.randn(8, 8)), LoRAProjection(torch.randn(6, 8))
     with pytest.raises(ValueError, match="heads must divide the query's and the value's features: got 3 heads for"):
         lora_attention(x, None, none, layer, layer, layer, layer, 3)
     with pytest.raises(ValueError, match="query and key must have equally many features, got 8 and 6"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_aigc_kernels import Norm, Projection, custom_op
+from lightning_aigc_kernels import LoRAProjection, NormParameters, custom_op
 from lightning_aigc_kernels.packing import empty_wanted, pack, pack_layers, spread, unpack, unpack_layers, wanted
 
 A, B = torch.ones(2), torch.zeros(3)
@@ -22,8 +22,11 @@ def test_what_is_packed_comes_back_in_its_place() -> None:
 
 @pytest.mark.parametrize("with_lora", [True, False])
 def test_layers_come_back_with_their_scales(with_lora: bool) -> None:
-    norm = Norm(A, None, 1e-3)
-    layers = [Projection(A, B, A if with_lora else None, B if with_lora else None, 0.5), Projection(B, scale=2.0)]
+    norm = NormParameters(A, None, 1e-3)
+    layers = [
+        LoRAProjection(A, B, A if with_lora else None, B if with_lora else None, 0.5),
+        LoRAProjection(B, scale=2.0),
+    ]
     parameters, given, scales = pack_layers(norm, layers)
     again, layers_again = unpack_layers(parameters, given, norm.on, norm.eps, scales)
     assert again.weight is A and again.bias is None and again.eps == 1e-3 and again.on

@@ -13,7 +13,7 @@ from fakes import op_contract as contract
 from fakes.accuracy import largest_by_sorting
 from fakes.op_contract import Case, outcome
 from lightning_aigc_kernels import sparse_attention_backward
-from lightning_aigc_kernels.sparse_attention_backward import reference
+from lightning_aigc_kernels.sparse_attention_backward import sparse_attention_backward_reference
 
 OPS = ["sparse_attention_backward", "sparse_attention_backward_backward"]
 NAMES = ("q", "k", "v")
@@ -25,7 +25,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, density: float = NEARLY_1) -> Tensor:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, density: float = 1.0) -> Tensor:
-    return reference.sparse_attention_backward(q, k, v, density)
+    return sparse_attention_backward_reference(q, k, v, density)
 
 
 def case(

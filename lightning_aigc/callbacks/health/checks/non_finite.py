@@ -11,7 +11,7 @@ from lightning_aigc.callbacks.health.alerts.alerts import Finding
 from lightning_aigc.callbacks.health.nan_origin import Replay
 from lightning_aigc.callbacks.health.parameter_stats import Named, ParameterStats
 from lightning_aigc.callbacks.health.remedies import Remedies
-from lightning_aigc.precision.non_finite import NonFinite
+from lightning_aigc.precision.nan.non_finite import NonFinite
 
 NON_FINITE = "non_finite"
 

@@ -1,0 +1,128 @@
+"""Activation checkpointing of blocks, where recomputation skips results that backward does not read.
+
+torch.utils.checkpoint recomputes the block. Two things make recomputation cheaper: a long attention's output, which is
+small for its cost, is saved and reused, and a block's last products are skipped, as backward reads only their inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
+
+from lightning_aigc.precision.context import OnHost, RecomputeRun, SavedAttention, current, note_saved, options_of
+from lightning_aigc_kernels import KnownAttention
+
+LONG_ATTENTION_TOKENS = 512
+"""Tokens from which an attention's output is saved: with T tokens it has one number per 2 T products."""
+
+
+def checkpoint_block(
+    module: nn.Module,
+    block: Callable[..., Tensor],
+    *inputs: Any,
+    around: tuple[AbstractContextManager[object], AbstractContextManager[object]] | None = None,
+) -> Tensor:
+    """Return block(*inputs), saving only the inputs and the attentions passed to `save_attention`.
+
+    If the module's options offload, inputs and attentions wait in host memory. Random states are saved only if `module`
+    has an active dropout: reading and restoring them costs the host more time than the kernels of many blocks.
+
+    Args: around: Scopes of the first run and of each recomputation, as `selective.save_and_reuse` returns them.
+    """
+    if torch.compiler.is_compiling():  # the partitioner decides what recomputation needs
+        compiled: Tensor = checkpoint(block, *inputs, use_reentrant=False)
+        return compiled
+    saved: list[SavedAttention] = []
+    offloads = options_of(module).offload
+    note_saved(inputs)
+
+    def contexts() -> tuple[RecomputeRun, RecomputeRun]:
+        first, again = around or (contextlib.nullcontext(), contextlib.nullcontext())
+        return RecomputeRun(saved, False, offloads, first), RecomputeRun(saved, True, offloads, again)
+
+    with save_on_host() if offloads else contextlib.nullcontext():  # inside the block, checkpoint's own hooks hold
+        result: Tensor = checkpoint(
+            block,
+            *inputs,
+            use_reentrant=False,
+            context_fn=contexts,
+            determinism_check="none",
+            preserve_rng_state=_has_active_dropout(module),
+        )
+    return result
+
+
+def _has_active_dropout(module: nn.Module) -> bool:
+    """Whether a dropout in this block is active, for example that of a LoRA on a convolution."""
+    return any(isinstance(layer, _DropoutNd) and layer.training and layer.p > 0 for layer in module.modules())
+
+
+def is_inside() -> bool:
+    """Whether the running code belongs to a block that backward recomputes, in its first run or again."""
+    return not torch.compiler.is_compiling() and current.run is not None
+
+
+def is_recomputing() -> bool:
+    """Whether backward recomputes a block now, so that results it does not read need no values."""
+    return not torch.compiler.is_compiling() and current.run is not None and current.run.is_recomputing
+
+
+def mark_unread(*modules: nn.Module) -> None:
+    """Declare in a recomputed block that backward reads no output of these modules, so that they may skip it."""
+    if is_recomputing() and current.run is not None:
+        current.run.unread.update(modules)
+
+
+def is_unread(module: nn.Module) -> bool:
+    """Whether this module is being recomputed and backward does not read its output."""
+    return is_recomputing() and current.run is not None and module in current.run.unread
+
+
+def save_attention(attention: KnownAttention) -> None:
+    """Save an attention of the first run for recomputation, in call order."""
+    if not torch.compiler.is_compiling() and current.run is not None and not current.run.is_recomputing:
+        offloads = current.run.offloads
+        current.run.saved.append(tuple(map(to_host, attention)) if offloads else attention)
+        note_saved(attention)
+
+
+def saved_attention() -> KnownAttention | None:
+    """Return the attention that the first run saved at this call, None in the first run."""
+    if not is_recomputing():
+        return None
+    run = current.run
+    assert run is not None
+    run.position += 1
+    saved: Any = run.saved[run.position - 1]
+    return tuple(map(from_host, saved)) if run.offloads else saved  # type: ignore[return-value]  # three tensors
+
+
+def to_host(tensor: Tensor) -> OnHost:
+    """Copy a tensor to host memory, pinned if it comes from an accelerator; a CPU tensor is not copied.
+
+    The copy runs on the device's current stream and the host does not wait for it: only `from_host` may read it.
+    torch's `save_on_cpu(pin_memory=True)` makes every copy contiguous, and a block would compute with other strides.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.device, tensor
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+
+def from_host(stored: OnHost) -> Tensor:
+    """Copy the tensor that `to_host` stored back to its device."""
+    device, tensor = stored
+    return tensor.to(device, non_blocking=True)
+
+
+def save_on_host() -> saved_tensors_hooks:
+    """Make autograd keep the tensors that it saves in host memory in this scope."""
+    return saved_tensors_hooks(to_host, from_host)

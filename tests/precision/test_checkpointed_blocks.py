@@ -1,0 +1,144 @@
+"""Blocks of diffusion transformers at each level and to a budget: fewer bytes kept, gradients equal to the bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fakes.kept_bytes import kept_bytes
+from fakes.tiny_transformers import flux2, sd3, z_image
+from lightning_aigc.precision.block_options import UNLIMITED, SaveLimit
+from lightning_aigc.precision.memory.budget import MemoryBudget
+from lightning_aigc.precision.memory.profile import LastRunProfile
+from lightning_aigc.precision.memory.selective import save_and_reuse
+from lightning_aigc.precision.swaps import swap_forwards
+from lightning_aigc.quantization import quantize_frozen_
+
+Call = Callable[[nn.Module], Tensor]
+
+
+def z_image_of_unequal_texts() -> tuple[nn.Module, dict[str, Any]]:
+    return z_image(text=(5, 9))
+
+
+@pytest.fixture(params=[sd3, z_image_of_unequal_texts, flux2], ids=lambda make: make.__name__)
+def model_and_call(request: pytest.FixtureRequest) -> tuple[nn.Module, Call]:
+    torch.manual_seed(0)
+    model, given = request.param()
+    model.requires_grad_(False)
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "to_qkv_mlp_proj"]
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, lora_dropout=0.1))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+
+    def call(transformer: nn.Module) -> Tensor:
+        torch.manual_seed(1)  # for the LoRA's dropout
+        output = transformer(**given, return_dict=False)[0]
+        return torch.stack(output) if isinstance(output, list) else output
+
+    return model.train(), call
+
+
+def gradients(model: nn.Module, call: Call) -> dict[str, Tensor]:
+    model.zero_grad()
+    call(model).float().square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_leaner_level_keeps_less_and_no_gradient_changes_by_a_bit(model_and_call: tuple[nn.Module, Call]) -> None:
+    model, call = model_and_call
+    native = gradients(model, call)
+    kept = {"off": kept_bytes(model, call)}
+    for level in ("balanced", "lean", "max"):
+        swapped = swap_forwards(model, memory=level)  # type: ignore[arg-type]
+        for _ in range(2):  # the second saves less: it knows what backward reads
+            assert are_equal(gradients(model, call), native), level
+        kept[level] = kept_bytes(model, call)
+        swapped.restore()
+    assert kept["off"] > kept["balanced"] > kept["lean"] > kept["max"]
+    assert kept["lean"] < 0.4 * kept["off"]
+
+
+def test_a_budget_is_met_and_says_what_it_repeats(model_and_call: tuple[nn.Module, Call]) -> None:
+    model, call = model_and_call
+    native, all_kept = gradients(model, call), kept_bytes(model, call)
+    found = []
+    for share in (0.35, 0.6):
+        swapped = swap_forwards(model, memory=MemoryBudget(kept=share))
+        for _ in range(2):
+            assert are_equal(gradients(model, call), native)
+        found.append(kept_bytes(model, call))
+        assert found[-1] <= 1.03 * share * all_kept
+        swapped.restore()
+    assert found[0] < found[1]
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.2's own, of torch's RMSNorm
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+def test_levels_train_under_autocast_and_on_a_packed_base(
+    model_and_call: tuple[nn.Module, Call], quantized: str | None
+) -> None:
+    model, call = model_and_call
+    if quantized is not None:
+        quantize_frozen_(model, quantized)  # type: ignore[arg-type]
+
+    def in_bfloat16(transformer: nn.Module) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(transformer)
+
+    native = gradients(model, in_bfloat16)
+    for level in ("balanced", "lean", "max"):
+        swapped = swap_forwards(model, memory=level)  # type: ignore[arg-type]
+        for _ in range(2):
+            assert are_equal(gradients(model, in_bfloat16), native), level
+        swapped.restore()
+
+
+def test_a_pass_of_backward_may_be_repeated(model_and_call: tuple[nn.Module, Call]) -> None:
+    model, call = model_and_call
+    native = gradients(model, call)
+    swapped = swap_forwards(model, memory="lean")
+    model.zero_grad()
+    loss = call(model).float().square().mean()
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+    assert are_equal({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, native)
+    swapped.restore()
+
+
+def test_the_summary_names_the_blocks_at_each_level() -> None:
+    for level in ("balanced", "lean", "max"):
+        model, _ = sd3()
+        line = swap_forwards(model, memory=level).summary()  # type: ignore[arg-type]
+        assert "3 JointTransformerBlock" in line
+        kept = int(re.findall(r"about (\d+)%", line)[0])
+        assert kept < 70 if level == "balanced" else kept < 35
+
+
+def test_a_saved_result_that_was_changed_in_place_is_made_again() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(4, 8)
+
+    def block(x: Tensor) -> Tensor:
+        y = x @ weight
+        y += 1  # in the storage that was saved
+        return y.exp()
+
+    block(x).sum().backward()
+    native, weight.grad = weight.grad, None
+    contexts = save_and_reuse(SaveLimit(UNLIMITED), LastRunProfile())
+    checkpoint(block, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
+    assert native is not None and torch.equal(weight.grad, native)
