@@ -8,8 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_aigc.checkpoint import lightning_loops, training_state
 from lightning_aigc.checkpoint.dataloader import stateful
@@ -17,7 +19,6 @@ from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots, new
 from lightning_aigc.checkpoint.files.storage import MANIFEST, complete_folders, name_of
 from lightning_aigc.checkpoint.lightning_loops import LoopState
 from lightning_aigc.checkpoint.preemption import is_requeued
-from lightning_aigc.checkpoint.resharding import reshard
 from lightning_aigc.checkpoint.run_config import device_name, differences, limits_of, training_config
 from lightning_aigc.checkpoint.whole_state import whole_state
 from lightning_aigc.errors import ConfigError
@@ -198,3 +199,39 @@ def resume_caveats(snapshot: Snapshot, world_size: int, device: str) -> list[str
     if was != device:
         notes.append(f"it was taken on {was} and this run is on {device}: sums round differently there")
     return notes
+
+
+def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's state; its loaders' states are None, and the loops' counters say where the loaders begin."""
+    old = snapshot.world_size
+    own: dict[str, Any] = snapshot.rank(rank % old)
+    moment = own["moment"]
+    moment["places"] = [None] * len(moment["places"])
+    current = moment["loops"]["epoch_loop.batch_progress"]["current"]
+    batches = _scaled(current["ready"], old / world_size, own["accumulate_grad_batches"])
+    moment["cycle"]["index"] = batches
+    metrics = moment["metrics"]
+    for metric in metrics["epoch"]:  # sums of one rank: schedules get its mean so far instead
+        name = metric["meta"]["name"] + ("_epoch" if metric["meta"]["on_step"] else "")
+        value, batch_size = metric["value"], metric["batch_size"]
+        metrics["callback"][name] = value if batch_size is None else value / batch_size
+    metrics["epoch"] = []
+    for name in current:
+        current[name] = batches
+    for state in moment["loops"]["state_dict"].get("combined_loader", ()):
+        if "position" in state:  # a stateful loader that counts its batches, as ImageCaptionData does
+            state["position"] = batches
+    if rank >= old:
+        moment["random"]["torch"] = torch.Generator().manual_seed(_seed(moment["random"]["torch"], rank)).get_state()
+        moment["random"]["accelerator"] = None
+    return own
+
+
+def _scaled(batches: int, factor: float, window: int) -> int:
+    """The same share of the epoch, at the same micro-batch of a window."""
+    phase = batches % window
+    return max(0, int(batches * factor) - phase) // window * window + phase
+
+
+def _seed(state: Tensor, rank: int) -> int:
+    return int(state.to(torch.int64).sum()) * 1000 + rank

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from lightning_aigc.data.images.look_alikes import (
+from lightning_aigc.data.images.duplicates import (
     COMPILED_FROM,
     NEAR_LARGEST_LEVELS,
     NEAR_MEAN_LEVELS,
@@ -49,7 +49,7 @@ def test_the_compiled_comparison_finds_the_same_groups(monkeypatch):
     changed = np.where(random.random(ground.shape) < 0.02, random.integers(-9, 10, ground.shape), 0)
     thumbnails = np.clip(ground + changed, 0, 255).astype(np.uint8)
     by_numpy = look_alike_groups(thumbnails)
-    monkeypatch.setattr("lightning_aigc.data.images.look_alikes.COMPILED_FROM", 1)
+    monkeypatch.setattr("lightning_aigc.data.images.duplicates.COMPILED_FROM", 1)
     assert look_alike_groups(thumbnails) == by_numpy
     assert len(by_numpy) > 30 and sum(map(len, by_numpy)) < 1500, "some differ by 9 in one value"
 

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
-from lightning_aigc.diffusion.objectives.prediction_check import LEARNED_SHARE, loss_by_type
+from lightning_aigc.diffusion.objectives.ddpm import LEARNED_SHARE, loss_by_type
 from lightning_aigc.diffusion.pipeline.vae_checks import FLOAT16_MAX, describe_vae, round_trip
 from tools.guide.vae_text import Legibility, least_legible_height, legibility
 

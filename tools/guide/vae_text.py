@@ -26,7 +26,7 @@ ROWS_OF_LETTERS = 4
 
 @dataclass(frozen=True)
 class Legibility:
-    """What came back of the letters of one height."""
+    """Recovered letters of one height."""
 
     height: int
     kept: float

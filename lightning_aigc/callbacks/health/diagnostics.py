@@ -21,13 +21,12 @@ from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE, explain_non_finite, non_finite_gradients
 from lightning_aigc.callbacks.health.checks.ranks import RANK_DIVERGENCE, check_ranks
 from lightning_aigc.callbacks.health.checks.updates import UpdateCheck
-from lightning_aigc.callbacks.health.gradient_norm import GradientNorm
 from lightning_aigc.callbacks.health.history.history import History
 from lightning_aigc.callbacks.health.history.norm_history import NormHistory
 from lightning_aigc.callbacks.health.history.optimizer_history import OptimizerHistory
 from lightning_aigc.callbacks.health.nan_origin import Replay
 from lightning_aigc.callbacks.health.parameter_names import frozen, trained
-from lightning_aigc.callbacks.health.parameter_stats import Named, PendingStats, measure, sample_rows
+from lightning_aigc.callbacks.health.parameter_stats import GradientNorm, Named, PendingStats, measure, sample_rows
 from lightning_aigc.callbacks.health.remedies import Remedies
 from lightning_aigc.callbacks.health.step_reading import StepInputs, StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds

@@ -25,9 +25,14 @@ from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.order import LATE, order_callbacks
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report.before_after import BeforeAfter, as_list
-from lightning_aigc.callbacks.run_report.hyperparameters import announce_hyperparameters, log_results
 from lightning_aigc.callbacks.run_report.run_curves import RunCurves
-from lightning_aigc.callbacks.run_report.run_facts import in_ms, record_of, result_file
+from lightning_aigc.callbacks.run_report.run_facts import (
+    announce_hyperparameters,
+    in_ms,
+    log_results,
+    record_of,
+    result_file,
+)
 from lightning_aigc.callbacks.sampling.pairs import find_prompts, set_references
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SnapshotError, UserError

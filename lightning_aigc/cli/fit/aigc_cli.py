@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
@@ -12,26 +15,27 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 # Imported so that YAML can name the package's classes without a path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
-from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunReport, SampleGrid
 from lightning_aigc.callbacks.order import FIRST, order_callbacks
+from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
 from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
-from lightning_aigc.cli.fit.placeholders import refuse_placeholders
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
 from lightning_aigc.cli.fit.rank_errors import share_errors
-from lightning_aigc.cli.fit.run_banner import where_to_look
 from lightning_aigc.cli.fit.traceback_file import bug_within
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
+from lightning_aigc.protocols import HasValidationPrompts
 from lightning_aigc.secrets import redact, redact_text, refuse_hidden
 
 KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry", UNTRAINED)  # keywords for ckpt_path
@@ -242,3 +246,58 @@ class AIGCCLI(LightningCLI):
             raise
         except (ValueError, TypeError, MisconfigurationException) as error:
             raise ConfigError(f"trainer: {first_sentence(str(error))}") from error
+
+
+TRIGGER, NAME = "YOUR_TRIGGER_WORD", "YOUR_LORA_NAME"
+_PLACEHOLDER = re.compile(rf"\b({TRIGGER}|{NAME})\b")
+
+
+def refuse_placeholders(blocks: Mapping[str, Any]) -> None:
+    """Raise ConfigError that names every key of the config in which an example's word still stands."""
+    found = {path: word for key, block in blocks.items() for path, word in _placeholders(block, key)}
+    if found:
+        words = " and ".join(dict.fromkeys(found.values()))
+        raise ConfigError(
+            f"{', '.join(found)} still {'says' if len(found) == 1 else 'say'} {words}, the example's: set your own"
+            " (a rare trigger word or null, prompts that show it, the name of the file), or let"
+            " `lightning init photos/ -o my.yaml` write a config for your images"
+        )
+
+
+def _placeholders(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if hasattr(value, "as_dict"):
+        value = value.as_dict()
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _placeholders(inner, f"{path}.{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _placeholders(inner, path)
+    elif isinstance(value, str) and (match := _PLACEHOLDER.search(value)):
+        yield path, match[1]
+
+
+def where_to_look(trainer: Any, module: Any) -> list[str]:
+    """The run's folder and what comes into it, and the commands of its loggers.
+
+    Args: module: a module that brings RunReport and SampleGrid itself has `validation_prompts`.
+    """
+    root = Path(trainer.default_root_dir)
+    found = trainer.callbacks
+    brings_report = isinstance(module, HasValidationPrompts)
+    parts = []
+    if any(isinstance(c, SampleGrid) for c in found) or (brings_report and module.validation_prompts):
+        parts.append("images in samples/")
+    if any(isinstance(c, CLIPConvergenceGuard) for c in found):
+        parts.append("scored images in guard/")
+    if brings_report or any(isinstance(c, RunReport) for c in found):
+        parts.append(f"{REPORT_FILE} at the end; the page so far: lightning report {root} -o {root / REPORT_FILE}")
+    lines = [f"run: {root}" + (f" ({', '.join(parts)})" if parts else "")]
+    live = []
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            live.append(f"tensorboard --logdir {logger.root_dir}")
+        elif isinstance(logger, WandbLogger):
+            is_offline = logger._offline or os.environ.get("WANDB_MODE") == "offline"
+            live.append("Weights & Biases, offline: wandb sync afterwards" if is_offline else "Weights & Biases")
+    return [*lines, f"live: {', '.join(live)}"] if live else lines

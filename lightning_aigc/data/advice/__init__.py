@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from lightning_aigc.data.advice.backgrounds import check_backgrounds
 from lightning_aigc.data.advice.captions import check_captions
-from lightning_aigc.data.advice.crops import check_crops
-from lightning_aigc.data.advice.dataset_summary import Material
+from lightning_aigc.data.advice.dataset_summary import Material, check_crops, check_repeats
 from lightning_aigc.data.advice.faces import check_faces
-from lightning_aigc.data.advice.repeats import check_repeats
 
 CHECKS: tuple[Callable[[Material], list[str]], ...] = (
     check_captions,

@@ -62,3 +62,47 @@ def named(names: Sequence[str], shown: int = 3) -> str:
     """The first names and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+MOST_VIEWS = 400
+"""Views of each image from which a LoRA mostly memorises. DreamBooth's own recipe, 5 images and 1000 steps with
+batches of one, is 200 (arXiv:2208.12242, section 4)."""
+USUAL_VIEWS = 200
+
+
+def check_repeats(material: Material) -> list[str]:
+    """Report images that the run shows so often that it memorises them."""
+    count, shown = len(material.samples), material.pictures_in_training
+    if shown is None or not count or shown / count <= MOST_VIEWS:
+        return []
+    return [
+        f"{count} image{'s' * (count > 1)} for this many steps: each is seen {shown / count:.0f} times, and from "
+        f"about {MOST_VIEWS} a LoRA memorises; add images, or train {USUAL_VIEWS * count / shown:.2g} times as long "
+        "(model.init_args.max_train_steps)"
+    ]
+
+
+MOST_CROPPED = 0.2
+"""Share of an image's area: a photograph of 3:2 in the nearest of kohya's buckets loses at most a tenth."""
+LEAST_SHARE = 0.1
+"""Share of the images that must lose that much."""
+
+
+def check_crops(material: Material) -> list[str]:
+    """Report images that lose more than a fifth of their area to the crop."""
+    cut = [sample for sample in material.samples if sample.placement.cropped_fraction > MOST_CROPPED]
+    if not cut or len(cut) < LEAST_SHARE * len(material.samples):
+        return []
+    worst = max(cut, key=lambda sample: sample.placement.cropped_fraction)
+    across, down = worst.placement.spare
+    sides = "top and bottom" if down > across else "left and right"
+    remedy = (
+        "crop them yourself, or lower data.init_args.min_bucket_reso and bucket_reso_steps"
+        if material.enable_bucket
+        else "set data.init_args.enable_bucket: true"
+    )
+    return [
+        f"{len(cut)} of {len(material.samples)} images lose more than {MOST_CROPPED:.0%} to the crop "
+        f"({named([sample.name for sample in cut])}; {worst.name} loses {worst.placement.cropped_fraction:.0%}, at its "
+        f"{sides}): heads and edges are cut off; {remedy}"
+    ]

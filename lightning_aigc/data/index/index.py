@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_aigc.data.captions.captions import add_trigger_word
-from lightning_aigc.data.images.conditions import pair_conditions
+from lightning_aigc.data.images.conditions import find_masks, pair_conditions
 from lightning_aigc.data.images.crop import Sample
 from lightning_aigc.data.images.image_file import PictureInfo
-from lightning_aigc.data.images.masks import find_masks
 from lightning_aigc.data.index.argument_checks import MissingCaptions
 from lightning_aigc.data.index.checked_folder import CheckedFolder, check_folder
 from lightning_aigc.data.index.filenames import printable

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.families import Components, Family
 from lightning_aigc.diffusion.objectives import DDPM, Objective, SeededNoise, draw_noise
+from lightning_aigc.diffusion.objectives.ddpm import warn_of_prediction_type
 from lightning_aigc.diffusion.objectives.losses import example_losses, with_prior
 from lightning_aigc.diffusion.objectives.noise import example_seeds
-from lightning_aigc.diffusion.objectives.prediction_check import warn_of_prediction_type
 from lightning_aigc.diffusion.pipeline.calibration import OWN_STEPS, calibration_outputs
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
