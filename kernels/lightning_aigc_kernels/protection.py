@@ -19,6 +19,10 @@ class GradientProtection:
     A pattern is a glob over any run of a name's parts, and covers everything below: `vae.decoder` covers
     `model.vae.decoder.conv_in.weight`, `mid_block.attentions` covers `unet.mid_block.attentions.0.norm`, and so do
     `vae.decoder*` and `*mid_block.attentions*`. torch.compile's `_orig_mod` counts neither in names nor in patterns.
+
+    Example:
+        >>> GradientProtection(["vae.decoder"]).covers("model.vae.decoder.conv_in.weight")
+        True
     """
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:

@@ -31,29 +31,26 @@ log = logging.getLogger(__name__)
 class GradientCompressor:
     """Gradient sync of a DistributedDataParallel that sends a fraction of the bytes.
 
-    ```python
-    ddp = DistributedDataParallel(model)
-    compressor = GradientCompressor(protect_layers=["vae.decoder"])
-    compressor.hook_into_model(ddp, optimizer)
-    compressor.enable_gradient_accumulation(steps=4)  # optional
-    for batch in loader:
-        (loss(ddp(batch)) / 4).backward()
-        if compressor.finish_step():  # the window is complete, and finite on every rank
-            optimizer.step()
-            optimizer.zero_grad()  # only here: gradients accumulate until then
-    print(compressor.report())
-    compressor.close()
-    ```
-
-    With a loss scaler, `hook_into_model(ddp, optimizer, scaler)`, and instead of `optimizer.step()`:
-
-    ```python
-            scaler.unscale_(optimizer)  # only if something reads the gradients before the step, such as clipping
-            scaler.step(optimizer)
-            scaler.update()
-    ```
-
     Every rank makes the same compressor. With one rank nothing is sent, a log line says so, and the loop is unchanged.
+    With a loss scaler, pass it to `hook_into_model(ddp, optimizer, scaler)` and call `scaler.step(optimizer)` and
+    `scaler.update()` instead of `optimizer.step()`; call `scaler.unscale_(optimizer)` before anything reads gradients.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = DistributedDataParallel(torch.nn.Linear(8, 1))
+        >>> optimizer = torch.optim.AdamW(ddp.parameters())
+        >>> compressor = GradientCompressor(protect_layers=[])
+        >>> compressor.hook_into_model(ddp, optimizer)
+        >>> compressor.enable_gradient_accumulation(steps=4)
+        >>> for _ in range(8):
+        ...     (ddp(torch.ones(2, 8)).square().mean() / 4).backward()
+        ...     if compressor.finish_step():  # the window is complete, and finite on every rank
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> compressor.close()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(

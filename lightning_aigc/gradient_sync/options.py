@@ -56,6 +56,10 @@ class SyncOptions:
         checksum_every_n_steps: Steps between two comparisons of the ranks' parameters; 0 never compares.
 
     Raises: ConfigError for a value outside its field's range.
+
+    Example:
+        >>> SyncOptions(mode="int3", warmup_steps=40).mode
+        'int3'
     """
 
     mode: Mode = DEFAULT_MODE

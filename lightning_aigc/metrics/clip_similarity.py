@@ -24,7 +24,9 @@ def clip_similarity(
 ) -> dict[str, Tensor]:
     """Each image's raw cosine (-1..1, not times 100) to its text, and to the mean of the references.
 
-    clip_t[n] = cos(image[n], text[n]);  clip_i[n] = cos(image[n], mean over m of reference[m] / |reference[m]|)
+    `clip_t[n] = cos(image[n], text[n])`, and `clip_i[n]` is the cosine of `image[n]` and the mean of the references'
+    unit vectors.
+
     Returns: {"clip_t": [N]}, and "clip_i": [N] if there are references.
 
     >>> import torch

@@ -68,6 +68,10 @@ class FusedBackwardPrecision(Precision):
         attention_grad_density: Share of the largest entries of attention's dq, dk and dv to keep per head; 1 keeps all.
 
     Raises: ConfigError naming the wrong argument.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[FusedBackwardPrecision("bf16-mixed", memory="lean")])
     """
 
     precision: PrecisionName  # type: ignore[assignment]  # adds a name to Lightning's

@@ -246,7 +246,7 @@ class DiffusionTraining(LightningModule):
                 components, settings.base_quantization, skip, self._calibration_outputs, trainer
             )
             ignore_in_ddp(self)
-            rank_zero_info(f"base: {self.packed_base.summary()}; what is trained is not packed")
+            rank_zero_info(f"base: {self.packed_base.summary()}; trained weights are not quantized")
         if settings.use_ema:
             self.ema = EMAModel(self.trainable_parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=3 / 4)
 

@@ -25,6 +25,10 @@ class ZeROStrategy(ParallelStrategy):
 
     A gradient that is not finite on one rank skips the step on all. Checkpoints are ordinary files with full tensors,
     which any strategy and any number of ranks loads.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy=ZeROStrategy(stage=3), accelerator="cpu", devices=2)
     """
 
     stage: Stage
