@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lightning_aigc", "kernels/lightning_aigc_kernels", "benchmarks", "tools")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+ALL_FILES = sorted({*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")})
 HEADLESS = re.compile(r"(What|Which|Of|Those|That|How|Where|Whose|Whatever)\b")
 BANNED = {
     "mend": "fix",
@@ -50,7 +51,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], re.sub(r"`[^`]*`|\{[^{}]*\}|https?://\S+", " ", token.string)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_docstring_begins_with_a_noun_or_a_verb(path: Path) -> None:
     assert [f"{line}: {text[:60]}" for line, text in docstrings(path) if HEADLESS.match(text)] == []
 

@@ -86,8 +86,8 @@ def quantize_frozen_(
 ) -> PackedBase:
     """Quantize the frozen linear layers and convolutions of a module in place; trained weights do not change.
 
-    The layers keep their classes, names and state_dict keys; their weights become `PackedWeight` tensors, which compute in
-    the dtype that they had and take a quarter to a half of its memory. DistributedDataParallel around this module
+    The layers keep their classes, names and state_dict keys; their weights become `PackedWeight` tensors, which compute
+    in the dtype that they had and take a quarter to a half of its memory. DistributedDataParallel around this module
     does not broadcast them. Call it once adapters are in place and before an optimizer is built.
 
     Args:

@@ -319,7 +319,7 @@ class BadPicture(Callback):
 
 
 def failing_work(rank: int, folder: str, bad: list[int]) -> list[Any]:
-    """What each rank ended with, and how many seconds after its own error."""
+    """Each rank's end, and the seconds after its own error."""
     coordination.VOTE_WAIT_S = 2.0 if len(bad) == 1 else 10.0  # a busy machine may part the ranks by seconds
     picture = BadPicture(11, bad)
     try:
@@ -391,7 +391,7 @@ class Hang(Callback):
 
 
 def interrupted_work(rank: int, folder: str) -> Any:
-    """How a process ends that gets Ctrl-C twice within a batch, and how many seconds after the second."""
+    """End of a process with Ctrl-C twice within a batch, and the seconds after the second."""
     pid = os.fork()
     if pid == 0:
         try:

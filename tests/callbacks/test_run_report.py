@@ -208,7 +208,7 @@ class SlowOnRankOne(Painter):
 
 
 def two_ranks(rank: int, folder: str) -> list[tuple[list[str], list[int]]]:
-    """What this rank was asked to draw of a run; of two more one rank cannot draw, or lacks the judge."""
+    """Pairs that this rank was asked to draw in a run; of two more one rank cannot draw, or lacks the judge."""
     warnings.simplefilter("ignore")
     root, two = Path(folder), {"devices": 2, "strategy": "ddp"}
     report = RunReport(clip_model="embedded:clip", prior_prompts=["a green hat"], num_images=5)

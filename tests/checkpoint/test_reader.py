@@ -1,4 +1,4 @@
-"""What is torn, changed or hostile is named and passed over, and never run."""
+"""Torn, changed and hostile files are named and passed over, and never run."""
 
 from __future__ import annotations
 

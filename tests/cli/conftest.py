@@ -19,7 +19,7 @@ from lightning_aigc.cli import main
 
 
 class Said(NamedTuple):
-    """How a run of the command ended."""
+    """End of a run of the command."""
 
     code: int
     out: str

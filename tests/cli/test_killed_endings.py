@@ -68,7 +68,7 @@ def kill_in(phase: str, arguments: list[str], folder: Path) -> None:
 
 
 def results(root: Path) -> dict[str, Any]:
-    """What a run leaves that does not name a time or its own place."""
+    """A run's results that name neither a time nor its own place."""
     summary = json.loads((root / "summary.json").read_text())
     for key in ("seconds", "steps_a_second", "peak_memory_mib", "lora_file", "report"):
         assert summary.pop(key)

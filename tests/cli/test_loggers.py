@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases get of a run, read back from their files; what `fit` says of where to look."""
+"""Entries of TensorBoard and Weights & Biases, read back from their files, and the places that `fit` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank alone refuses ends all ranks with its sentence, and two jobs on one machine do not meet."""
+"""An error of one rank ends all ranks with its sentence, and two jobs on one machine do not meet."""
 
 from __future__ import annotations
 

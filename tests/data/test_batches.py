@@ -1,4 +1,4 @@
-"""What is in a batch, and that it depends on nothing but seed, epoch and item."""
+"""Contents of a batch, which depend on nothing but seed, epoch and item."""
 
 from __future__ import annotations
 

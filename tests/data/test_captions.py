@@ -1,4 +1,4 @@
-"""Where captions come from, in which encodings, and what becomes of them."""
+"""Sources, encodings and processing of captions."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def make_data(photos: Path, **options: Any) -> ImageCaptionData:
 
 
 def apart(batch: dict[str, Any]) -> float:
-    """How far the condition is from the image's red channel, of 255, at most over the inner pixels."""
+    """Largest difference of condition and the image's red channel over the inner pixels, of 255."""
     red: Tensor = (batch["pixel_values"][:, 0] + 1) * 127.5
     difference = (red - batch["conditioning"][:, 0].float()).abs()
     return float(difference[..., 2:-2, 2:-2].max())

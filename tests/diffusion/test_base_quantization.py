@@ -118,7 +118,7 @@ def test_a_lora_learns_beside_the_packed_base_and_fits_the_source_pipeline(
 
 
 BUDGET = {"target_mib": 0.8}
-"""Of 0.6 MiB in NF4 and 1.1 in int8."""
+"""Budget between 0.6 MiB in NF4 and 1.1 in int8."""
 
 
 def test_a_budget_gives_each_weight_its_bits_and_resumes_to_the_same_bits(

@@ -37,7 +37,7 @@ def build(source: str, **options: Any) -> ControlNetTraining:
 
 
 def residuals(controlnet: ControlNetModel, module: ControlNetTraining) -> list[Tensor]:
-    """What a ControlNet adds to the module's U-Net for one fixed input."""
+    """The ControlNet's residuals for the module's U-Net and one fixed input."""
     generator = torch.Generator().manual_seed(0)
     assert module.unet is not None
     side = SIDE // 2
@@ -98,7 +98,7 @@ def test_the_merged_folder_gives_the_trained_models_output(
 
 
 def test_the_small_file_over_the_unets_weights_is_the_merged_file(sd: str, tmp_path: Path) -> None:
-    """As ComfyUI's ControlLora does it: the base's weight plus up @ down, under lllyasviel's names."""
+    """ComfyUI's ControlLora computes the base's weight plus up @ down, under lllyasviel's names."""
     module = build(sd)
     fit(module, tmp_path)
     small, merged = load_file(tmp_path / "edges_lora.safetensors"), load_file(tmp_path / "edges.safetensors")

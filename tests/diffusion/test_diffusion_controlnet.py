@@ -135,7 +135,7 @@ def test_blocks_of_the_controlnet_run_again_too_and_give_the_same_loss(
 
 
 def test_gradients_begin_behind_the_zero_projections(family: str, folder: str) -> None:
-    """Which gradients are zero at the first step is what the health monitor expects."""
+    """The gradients that are zero at the first step are those that the health monitor expects."""
     module = make_module(folder)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     gates = zero_convolution_gates(tuple(named))

@@ -99,7 +99,7 @@ def test_training_goes_on_from_a_saved_controlnet(family: str, folder: str, tmp_
 def test_an_instantx_controlnet_reads_unshifted_latents_and_no_pooled_text(
     transformers: Folder, tmp_path: Path
 ) -> None:
-    """As its pipeline gives them to it, by its config."""
+    """The inputs are those of its pipeline, by its config."""
     folder = transformers("sd3")
     own = stirred(make_module(folder))
     config = {**own.controlnet.config, "force_zeros_for_pooled_projection": True}

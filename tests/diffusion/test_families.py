@@ -124,7 +124,7 @@ def qwen_image_velocity(pipeline: Any, noisy: Tensor, timesteps: Tensor, caption
 
 @dataclass(frozen=True)
 class Row:
-    """What a family is held to."""
+    """Expected values of a family."""
 
     latents: Callable[[Any, Tensor], Tensor]
     velocity: Callable[[Any, Tensor, Tensor, list[str]], Tensor]

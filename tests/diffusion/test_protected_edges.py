@@ -184,7 +184,7 @@ def test_one_line_names_the_protected_modules(sd: str, tmp_path: Path, caplog: p
 
 
 def test_gradients_begin_behind_the_zero_convolutions(sd: str) -> None:
-    """Which parameters' gradients are zero in the first two steps is what the monitor expects."""
+    """The parameters with zero gradients in the first two steps are those that the monitor expects."""
     module = ControlNetTraining(sd, **QUICK)
     module.configure_model()
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -39,7 +39,7 @@ class Alive:
     def __init__(self) -> None:
         self.parts: list[tuple[str, weakref.ref[Any]]] = []
         self.seen: list[tuple[str, list[str]]] = []
-        """What was loaded, and what was there before."""
+        """Loaded halves, with the networks that were in memory before."""
 
     def __call__(self, *args: Any, only: Any = None, **options: Any) -> Any:
         gc.collect()

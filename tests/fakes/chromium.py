@@ -25,7 +25,7 @@ FLAGS = (
 
 @dataclass
 class Opened:
-    """What one page did in one width and colour scheme."""
+    """Behaviour of one page in one width and colour scheme."""
 
     errors: list[str] = field(default_factory=list)
     """Console errors, exceptions, and refusals by the page's policy."""
@@ -38,7 +38,7 @@ class Opened:
     scroll_px: int = 0
     """By how much the page is wider than the window."""
     chart_width: float = 0.0
-    """Of the widest chart."""
+    """Width of the widest chart."""
     text: str = ""
     title: str = ""
     background: str = ""

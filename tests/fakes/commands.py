@@ -13,12 +13,12 @@ from typing import NamedTuple
 from fakes.ranks import run_ranks
 
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")
-"""What `run_ranks` sets, and a command starts without."""
+"""Variables that `run_ranks` sets, and a command starts without."""
 OF_A_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """End of a command."""
 
     code: int
     out: str

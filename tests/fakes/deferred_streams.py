@@ -134,7 +134,7 @@ class DeferredStream:
         self.done = 0
         self.now_ms = 0.0
         self.waits_for: dict[DeferredStream, int] = {}
-        """How many of another stream's pieces of work come before what this one is given next."""
+        """Number of another stream's tasks that come before this stream's next task."""
         owner.streams.append(self)
 
     def put(self, work: Callable[[], Any], tensors: Any = ()) -> None:

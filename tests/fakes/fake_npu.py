@@ -73,7 +73,7 @@ class NpuGradScaler(torch.amp.GradScaler):
 
 
 class NpuModule(types.ModuleType):
-    """What becomes `torch.npu`: two devices, of which one is current."""
+    """The fake `torch.npu`: two devices, of which one is current."""
 
     count = 2
     current = 0

@@ -20,7 +20,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "tail": (40,),
 }
 SMALL = ("bias", "tail")
-"""What travels in eight bits in most modes, unless it is protected."""
+"""Parameters that travel in eight bits in most modes, unless protected."""
 MODES = (
     *("dense", "bf16", "int8", "int4", "int3", "ternary", "sparse", "sparse_int8", "sparse_int4"),
     *("two_four", "local"),

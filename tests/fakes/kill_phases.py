@@ -16,7 +16,7 @@ from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.metrics import CLIPSimilarity
 
 ENDING = "ending: "
-"""What stands before a phase after the last step."""
+"""Prefix of a phase after the last step."""
 PHASES = ("drawing", "scoring", "sheet", "LoRA", "LoRA file", "report", "mark")
 """Pictures, their scores, a sheet of them, the LoRA's tensors, its file, the report, and the manifest's last word."""
 PHASES_OF_WHOLE_MODELS = ("drawing", "scoring", "sheet", "model", "report", "mark")

@@ -23,12 +23,12 @@ from pathlib import Path
 DEVICE = "wire"
 CLONE_NEWNET, SO_ATTACH_FILTER = 0x40000000, 26
 TCP_INFO_RETRANSMITS = 100
-"""Where `tcpi_total_retrans` stands in the kernel's `struct tcp_info`."""
+"""Offset of `tcpi_total_retrans` in the kernel's `struct tcp_info`."""
 
 
 @functools.cache
 def why_no_namespaces() -> str | None:
-    """What keeps this machine from making network namespaces with a slow link between them; None if nothing does."""
+    """Reason why this machine cannot make network namespaces with a slow link; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -115,14 +115,14 @@ def lose_packets(share: float) -> int:
 
 
 def bytes_sent() -> int:
-    """What this process's host has put on the link."""
+    """Bytes that this process's host has put on the link."""
     lines = Path("/proc/thread-self/net/dev").read_text(encoding="ascii").splitlines()
     counts = dict(line.split(":", 1) for line in lines if ":" in line)
     return int({name.strip(): values for name, values in counts.items()}[DEVICE].split()[8])
 
 
 def packets_sent_again() -> Counter[object]:
-    """How often TCP has sent a packet once more, by connection of this process: some close while others are opened."""
+    """Number of TCP's repeated packets, by connection of this process: some close while others are opened."""
     found: Counter[object] = Counter()
     for connection in _connections():
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)

@@ -31,7 +31,7 @@ class Case:
     tensors: dict[str, Tensor | None]
     """In float64."""
     trained: Sequence[str]
-    """Those that want a gradient."""
+    """Tensors that want a gradient."""
 
 
 def outcome(
@@ -132,7 +132,7 @@ class _Storages(TorchDispatchMode):
 
 
 def kept_numbers(case: Case, forward: Forward, dtype: torch.dtype, autocast: torch.dtype | None = None) -> float:
-    """How many numbers of `dtype` stay in memory for backward, besides the tensors given and the output."""
+    """Number of `dtype` numbers that stay in memory for backward, besides the tensors given and the output."""
     leaves = {name: None if t is None else t.detach().to(dtype) for name, t in case.tensors.items()}
     for name in case.trained:
         tensor = leaves[name]
@@ -214,7 +214,7 @@ def assert_takes_any_strides(case: Case) -> None:
 
 
 def assert_can_be_changed_in_place(case: Case) -> None:
-    """What the op gives is a tensor of its own: code that changes it gets the gradients that it would natively."""
+    """The op's output is a tensor of its own: code that changes it gets the gradients that it would natively."""
 
     def changed(forward: Forward) -> Forward:
         return lambda **tensors: forward(**tensors).mul_(3).add_(1)
@@ -261,7 +261,7 @@ def assert_refuses_what_it_has_no_rules_for(case: Case, op: str, x: str = "x") -
 
 
 def assert_shows_nan(case: Case, name: str, index: tuple[int, ...]) -> Outcome:
-    """Where plain torch gives NaN for a NaN in this place, so does the op at least; returns the op's outcome."""
+    """Assert that the op gives NaN wherever plain torch does for a NaN in this place; returns the op's outcome."""
     poisoned = case.tensors[name]
     assert poisoned is not None
     poisoned = poisoned.clone()

@@ -22,7 +22,7 @@ from typing import Any
 from fakes.network import DEVICE, enter
 
 TIMEOUT = timedelta(seconds=20)
-"""How long a rank waits for the others."""
+"""Longest wait of a rank for the others."""
 IMPORTED_ONCE = [
     *("lightning_aigc", "torch", "torch._dynamo", "lightning.pytorch", "pytest", "lightning_aigc.cli.fit.aigc_cli"),
     *("lightning_aigc.gradient_sync.compressor", "lightning_aigc.callbacks", "lightning_aigc.strategies"),

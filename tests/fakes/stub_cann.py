@@ -34,7 +34,7 @@ SYSTEM_LIBRARIES = (
 
 
 def package_folder(name: str) -> Path:
-    """Where a package is installed, found without importing it."""
+    """Folder of an installed package, found without importing it."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None, f"{name} is not installed: make test-ascend builds .venv-npu"
     return Path(spec.origin).parent

@@ -37,7 +37,7 @@ from transformers import (
 from fakes.pipelines import make_sd3_pipeline, make_text_encoder, make_tokenizer
 
 WIDTH = 32
-"""Of every text encoder but CLIP."""
+"""Width of every text encoder but CLIP."""
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -1,4 +1,4 @@
-"""What the tests of the precision plugin share."""
+"""Fixtures of the precision plugin's tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the plugin said so far, a list that grows."""
+    """The plugin's log lines, a list that grows."""
     said: list[str] = []
 
     class Keep(logging.Handler):

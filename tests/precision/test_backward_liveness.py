@@ -1,4 +1,4 @@
-"""Which products of a block backward reads, and that a recomputation leaves out the others without changing a bit."""
+"""Products of a block that backward reads; a recomputation leaves out the others without changing a bit."""
 
 from __future__ import annotations
 

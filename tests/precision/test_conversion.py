@@ -68,7 +68,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def depth(layer: nn.Linear) -> int:
-    """How often a layer's forward is wrapped."""
+    """Number of wrappers around a layer's forward."""
     forward, count = vars(layer).get("forward"), 0
     while hasattr(forward, "inner"):
         forward, count = forward.inner, count + 1

@@ -226,7 +226,7 @@ def test_outputs_and_gradients_are_the_processors(name: str) -> None:
 @families
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_errors_against_float64_are_at_most_the_processors(dtype: torch.dtype, name: str) -> None:
-    """Of all gradients together, and of all outputs. Float64 runs ours: the processors' norms stay in float32."""
+    """Errors of all gradients and outputs. Float64 runs ours: the processors' norms stay in float32."""
     family = FAMILIES[name]
     ratios: dict[str, list[float]] = {"outputs": [], "gradients": []}
     for seed in range(9):

@@ -72,7 +72,7 @@ def prepared(make: Callable[[], tuple[nn.Module, Given]]) -> tuple[nn.Module, Ru
 
 @pytest.fixture
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a device with kernels: the class of each block that a fused forward served, or "not" and the class."""
+    """Blocks on a device with kernels: the class of each block that a fused forward served, or "not" and the class."""
     served: list[str] = []
 
     def recording(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -69,7 +69,7 @@ Path(sys.argv[1], "rows.json").write_text(json.dumps(rows))
 
 @pytest.fixture(scope="module")
 def on_npu(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What every precision did on the fake npu, in a process of its own, and what was said."""
+    """Results and log lines of every precision on the fake npu, in a process of its own."""
     folder = tmp_path_factory.mktemp("npu")
     script = folder / "on_npu.py"
     script.write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""What the line at fit start says, and what strict refuses: as many blocks as run fused, and why the others do not."""
+"""The line at fit start, and the refusals of strict: as many blocks as run fused, and why the others do not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_parts_that_run_natively_inside_a_swapped_block_are_counted_and_refused_
 
 
 def test_the_estimate_follows_what_attention_keeps() -> None:
-    """Of one block's 24 tensors, lean keeps 5, with one attention left alone 9."""
+    """lean keeps 5 of one block's 24 tensors, with one attention left alone 9."""
     savings = []
     for dora in (False, True):
         block: Any = BasicTransformerBlock(16, 2, 8, cross_attention_dim=12)

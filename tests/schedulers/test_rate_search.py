@@ -23,7 +23,7 @@ def searched(agreement: Callable[[float], float], max_raise: float = 30.0, share
 
 
 def noisy(edge: float, noise: float, seed: int) -> Callable[[float], float]:
-    """As on the tiny fine-tune: a plateau of 0.13 below the edge, a little below zero past it."""
+    """Losses like those of the tiny fine-tune: a plateau of 0.13 below the edge, a little below zero past it."""
     generator = random.Random(seed)
 
     def agreement(rate: float) -> float:

@@ -1,4 +1,4 @@
-"""What FineTuneCheck calls wrong, from figures alone, and the copies and ranks that it measures."""
+"""FineTuneCheck's findings from figures alone, and the copies and ranks that it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which findings are reported: new ones, worse ones, and those that come back."""
+"""Reported findings: new ones, worse ones, and those that come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs: operators and waits, which do not grow with the number of parameters."""
+"""Cost of a step: operators and waits, which do not grow with the number of parameters."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LAYER = "blocks.1.up.weight"
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What was written to the console so far, a list that grows."""
+    """Lines written to the console, a list that grows."""
     said: list[str] = []
 
     class Keep(logging.Handler):

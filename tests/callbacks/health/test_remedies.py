@@ -100,7 +100,7 @@ def test_a_remedy_for_the_rate_is_where_the_rate_is_held(holds: dict[str, Any], 
 
 
 class Asks(Callback):
-    """What the remedy would be in each step."""
+    """Records the remedy of each step."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

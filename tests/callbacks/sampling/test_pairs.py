@@ -67,7 +67,7 @@ def sample(rank: int, seeds: int, has_judge: bool, slow_rank: int) -> Any:
 def test_three_ranks_draw_each_pair_once_and_all_have_the_results_in_order(
     seeds: int, has_judge: bool, tmp_path: Path
 ) -> None:
-    """Of two pairs the third rank draws none, and must come to every collective."""
+    """With two pairs the third rank draws none, and must come to every collective."""
     ranks = run_ranks(sample, 3, tmp_path, seeds, has_judge, -1)
     pairs = make_pairs(["a", "bcd"], range(seeds))
     assert [drawn for drawn, *_ in ranks] == [pairs[rank::3] for rank in range(3)]

@@ -25,7 +25,7 @@ Act = Callable[[Any], None]
 
 @dataclass
 class Fault:
-    """What is done to a training from a step on, and what must be said of it.
+    """A fault that is injected from a step on, and the expected alert.
 
     `says` is False for what lies just short of a threshold: then nothing may be said above an info.
     """

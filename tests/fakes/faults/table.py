@@ -148,7 +148,7 @@ def leave_out(name: str) -> Act:
 
 
 def of_any_kind(on: dict[str, Any], layer: str, module: str) -> list[Fault]:
-    """What can befall LoRA and full fine-tuning alike."""
+    """Faults of LoRA and full fine-tuning alike."""
     late = {"at": HISTORY, "every": 2}
     norm = {"at": 3, "rate": 1e-4}
     spike = {"at": 45, "rate": 1e-4}
@@ -249,4 +249,4 @@ QUICK = [
     for f in FAULTS
     if f.model == "net" and (f.precision == "32-true" or (f.kind == "full" and f.precision == "16-mixed"))
 ]
-"""What a short test run takes; the rest runs with the long tests."""
+"""Faults of a short test run; the rest runs with the long tests."""

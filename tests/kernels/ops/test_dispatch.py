@@ -81,7 +81,7 @@ def test_a_triton_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_triton_without_a_driver_for_the_card_is_named(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where torch brought the Triton of another vendor's cards."""
+    """The case of a torch with the Triton of another vendor's cards."""
 
     class Driver:
         @property

@@ -57,7 +57,7 @@ def test_it_is_no_worse_than_eager(dtype: torch.dtype, op: str) -> None:
 
 @both
 def test_autocast_leaves_the_dtype_alone(op: str) -> None:
-    """As torch's own gelu and silu: the projection before it chose the dtype."""
+    """The same as torch's own gelu and silu: the projection before it chose the dtype."""
     projected = torch.randn(3, 8)
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert PAIRS[op][0](projected).dtype == PAIRS[op][1](projected).dtype == torch.float32

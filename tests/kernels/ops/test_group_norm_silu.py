@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 class StandIn:
-    """What kernel.py computes, in plain torch: the kernel itself is tested where Triton is."""
+    """kernel.py's computation in plain torch: the kernel itself is tested where Triton is."""
 
     @staticmethod
     def forward(x: Tensor, affine: Affine, groups: int, eps: float, silu: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -263,7 +263,7 @@ def test_nan_comes_out(kind: str, name: str) -> None:
 
 
 def test_what_backward_reads_cannot_be_changed_unnoticed() -> None:
-    """As torch's own attention: its output is what backward reads, so a change in place is an error."""
+    """The same as torch's own attention: its output is what backward reads, so a change in place is an error."""
     given = case("one stream")
     tensors = {name: t.clone().requires_grad_() for name, t in given.tensors.items() if t is not None}
     y = given.fused(**tensors).mul_(3)

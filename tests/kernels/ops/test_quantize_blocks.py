@@ -164,7 +164,7 @@ print(packed.sum().item(), read.double().sum().item())
 
 
 def run_children(count: int, cache: Path, home: Path) -> set[str]:
-    """What so many processes print that compile at once, or read what others compiled."""
+    """Output of `count` processes that compile at once, or read the others' results."""
     environment = {
         "PYTHONPATH": str(Path(lightning_aigc_kernels.__file__).parents[1]), "OMP_NUM_THREADS": "1",
         "NUMBA_CACHE_DIR": str(cache), "HOME": str(home), "PATH": "/usr/bin:/bin",

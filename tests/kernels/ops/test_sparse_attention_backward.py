@@ -128,7 +128,7 @@ def test_nan_comes_out(name: str, density: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_comes_out_beside_few_keys_too(name: str) -> None:
-    """Where torch 2.13's fused attention on a CPU hides a NaN query."""
+    """torch 2.13's fused attention on a CPU hides a NaN query here."""
     result = contract.assert_shows_nan(case(0.5, keys=5), name, (1, 2, 3, 1))
     assert result["y"][1, 2].isnan().any()
 

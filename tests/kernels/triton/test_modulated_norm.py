@@ -48,7 +48,7 @@ def modulation(variant: str, given: dict[str, Tensor]) -> Modulation:
 
 
 def outcome(variant: str, given: dict[str, Tensor], dy: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """What the kernels give, with all gradients but the residual's."""
+    """The kernels' outputs, with all gradients but the residual's."""
     x, of = given["x"], modulation(variant, given)
     y = kernel.forward(x, of, dtype or x.dtype, given.get("residual"))
     needs = Needs(True, *(tensor is not None for tensor in of.tensors))
