@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from fakes.network import why_no_namespaces
+from fakes.processes.network import why_no_namespaces
 
 gc.disable()  # until all tests are imported: what is imported is no garbage
 MEETING = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from fakes.transformer_pipelines import MAKE
+from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.cli import main
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fakes.golden_runs import CONFIGS, GOLDEN, family_of, machine, run_config
-from fakes.transformer_pipelines import MAKE
+from fakes.models.transformer_pipelines import MAKE
+from fakes.runs.golden_runs import CONFIGS, GOLDEN, family_of, machine, run_config
 
 golden = json.loads(GOLDEN.read_text())
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 
-from fakes.denoisers import LeanSD, fit, sd_batches
+from fakes.models.denoisers import LeanSD, fit, sd_batches
 from lightning_aigc.callbacks import AdaptiveLR, CLIPConvergenceGuard, GradientHealthMonitor
 from lightning_aigc.precision import FusedBackwardPrecision
 

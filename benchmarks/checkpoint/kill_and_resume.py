@@ -30,7 +30,7 @@ from benchmarks.checkpoint.killable_run import Run, log_of, write_config
 from benchmarks.checkpoint.snapshot_throughput import throughput
 from benchmarks.common.rows import keep_row
 from benchmarks.common.run_result import differing, result
-from fakes.kill_phases import ENDING, PHASES, PHASES_OF_WHOLE_MODELS, everything_in, told
+from fakes.runs.kill_phases import ENDING, PHASES, PHASES_OF_WHOLE_MODELS, everything_in, told
 from lightning_aigc.checkpoint import newest_complete
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from benchmarks import ROOT
-from fakes.kill_phases import tell_phases
-from fakes.ranks import meeting_point
+from fakes.processes.ranks import meeting_point
+from fakes.runs.kill_phases import tell_phases
 from lightning_aigc.cli import main as command
 
 CONFIGS = ROOT / "configs"

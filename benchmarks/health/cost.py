@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import RESULTS
 from benchmarks.common.rows import keep_row
-from fakes.launches import Operators, Waits
+from fakes.processes.launches import Operators, Waits
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.callbacks.health.parameter_stats import norms
 from lightning_aigc.precision import FusedBackwardPrecision

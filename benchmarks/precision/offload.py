@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from benchmarks.common.rows import keep_row
 from benchmarks.common.unet_variants import build, inputs_of
-from fakes import fake_npu
 from fakes.kept_bytes import host_storages, npu_storages
+from fakes.npu import fake_npu
 from lightning_aigc.precision.swaps import swap_forwards
 
 VARIANTS: dict[str, dict[str, Any]] = {

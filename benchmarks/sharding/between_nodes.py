@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.common.rows import keep_row
 from benchmarks.common.toy_denoiser import Denoiser, Latents, evaluate, pretrain
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy

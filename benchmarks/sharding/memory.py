@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.common.rows import keep_row
 from benchmarks.sharding.zero import ROWS, Noise, loss_of, unet
-from fakes.gathered_bytes import watch_gathered
-from fakes.ranks import run_ranks
+from fakes.processes.gathered_bytes import watch_gathered
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.diffusion.pipeline.saving import save_folder, save_single_file
 from lightning_aigc.precision import FusedBackwardPrecision

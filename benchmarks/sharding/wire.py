@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.common.rows import keep_row
 from benchmarks.sharding.zero import STAGES, Noise, loss_of, unet
-from fakes.network import DEVICE, bytes_sent, enter, two_hosts
+from fakes.processes.network import DEVICE, bytes_sent, enter, two_hosts
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.sharding.sent_bytes import sent_bytes

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fakes.fake_npu import NpuModule
-from fakes.npu_api import CALLS, EVENT_CALLS, STREAM_CALLS
-from fakes.npu_streams import NpuEvent, NpuStream
+from fakes.npu.fake_npu import NpuModule
+from fakes.npu.npu_api import CALLS, EVENT_CALLS, STREAM_CALLS
+from fakes.npu.npu_streams import NpuEvent, NpuStream
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [

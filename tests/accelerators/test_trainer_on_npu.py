@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.ranks import run_script
+from fakes.processes.ranks import run_script
 
 PRELUDE = """
 import csv, json, sys
 import lightning_aigc
 import torch
-from fakes import fake_npu
+from fakes.npu import fake_npu
 fake_npu.install()
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import DeviceStatsMonitor, ModelCheckpoint
@@ -23,7 +23,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
-from fakes.trainings import WIDTH, make_batches
+from fakes.runs.trainings import WIDTH, make_batches
 
 class Small(LightningModule):
     def __init__(self):

@@ -18,9 +18,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from fakes import small_lightning, trainings
-from fakes.denoisers import Denoiser, fit
-from fakes.ranks import run_ranks
+from fakes.models import small_lightning
+from fakes.models.denoisers import Denoiser, fit
+from fakes.processes.ranks import run_ranks
+from fakes.runs import trainings
 from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision

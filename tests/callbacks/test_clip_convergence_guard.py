@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fakes.killed_trainings import KillAt, Killed
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
+from fakes.runs.killed_trainings import KillAt, Killed
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA

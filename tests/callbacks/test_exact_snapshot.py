@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fakes.killed_trainings import KillAt, Net, Noisy, train
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
+from fakes.runs.killed_trainings import KillAt, Net, Noisy, train
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import coordination, find_snapshots
 from lightning_aigc.checkpoint.files.staging import DeferredCopies, HostBuffer

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks.sample_grid import SampleGrid
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError, ImageWarning, ModelError, SamplingTooSlow

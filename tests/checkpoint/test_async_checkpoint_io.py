@@ -21,9 +21,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from fakes.ranks import run_ranks
-from fakes.small_lightning import Small, fit
-from fakes.snapshot_states import same
+from fakes.models.small_lightning import Small, fit
+from fakes.processes.ranks import run_ranks
+from fakes.runs.snapshot_states import same
 from lightning_aigc.checkpoint import SnapshotCheckpointIO, async_checkpoint_io
 from lightning_aigc.checkpoint.files import torch_file
 from lightning_aigc.errors import SnapshotError

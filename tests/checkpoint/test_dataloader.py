@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
-from fakes.killed_trainings import Noisy
+from fakes.runs.killed_trainings import Noisy
 from lightning_aigc.checkpoint.dataloader import resumable, stateful
 from lightning_aigc.checkpoint.dataloader.sampler import LoaderRNG
 from lightning_aigc.checkpoint.files.serialization import pack, unpack

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.snapshot_states import same, small_state
+from fakes.runs.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import SnapshotWriter, newest_complete
 from lightning_aigc.checkpoint.files import staging
 from lightning_aigc.checkpoint.files import writer as writer_module

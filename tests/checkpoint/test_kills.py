@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fakes.snapshot_writer import checkpoint_forever, hold, start, state_of, write_forever
+from fakes.runs.snapshot_writer import checkpoint_forever, hold, start, state_of, write_forever
 from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotWriter, newest_complete
 from lightning_aigc.errors import SnapshotError
 

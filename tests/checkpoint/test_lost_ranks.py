@@ -13,8 +13,8 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from fakes.ranks import run_ranks
-from fakes.trainings import Regression, make_batches
+from fakes.processes.ranks import run_ranks
+from fakes.runs.trainings import Regression, make_batches
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import coordination
 from lightning_aigc.checkpoint.files import commit

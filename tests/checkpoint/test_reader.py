@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.snapshot_states import same, small_state
+from fakes.runs.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import Snapshot, SnapshotWriter, find_snapshots, newest_complete
 from lightning_aigc.checkpoint.files.storage import sealed
 from lightning_aigc.errors import SnapshotError

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fakes.snapshot_states import same, small_state
+from fakes.runs.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import pack, unpack
 from lightning_aigc.checkpoint.files.safetensors_file import DTYPES
 from lightning_aigc.errors import SnapshotError

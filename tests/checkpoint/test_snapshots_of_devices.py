@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from fakes import fake_npu
-from fakes.ranks import run_ranks
-from fakes.snapshot_states import same
+from fakes.npu import fake_npu
+from fakes.processes.ranks import run_ranks
+from fakes.runs.snapshot_states import same
 from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotWriter, find_snapshots
 
 

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fakes.snapshot_states import same, small_state
+from fakes.runs.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import SnapshotWriter, find_snapshots, newest_complete
 from lightning_aigc.checkpoint.files import writer as writer_module
 from lightning_aigc.checkpoint.files.staging import NICE

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fakes.ranks import run_ranks
-from fakes.snapshot_states import same, small_state
+from fakes.processes.ranks import run_ranks
+from fakes.runs.snapshot_states import same, small_state
 from lightning_aigc.checkpoint import SnapshotWriter, find_snapshots, newest_complete
 from lightning_aigc.checkpoint.files import commit
 from lightning_aigc.errors import SnapshotError

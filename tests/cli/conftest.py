@@ -14,7 +14,7 @@ import torch
 import yaml
 from PIL import Image
 
-from fakes.pipelines import SIDE, make_pipeline
+from fakes.models.pipelines import SIDE, make_pipeline
 from lightning_aigc.cli import main
 
 

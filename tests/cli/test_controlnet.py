@@ -15,7 +15,7 @@ from diffusers import SD3ControlNetModel
 from PIL import Image
 from torch import nn
 
-from fakes.pipelines import SIDE, make_sd3_pipeline
+from fakes.models.pipelines import SIDE, make_sd3_pipeline
 from lightning_aigc.diffusion import ControlNetTraining
 from lightning_aigc.embedded import resolve
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders
@@ -43,7 +43,7 @@ def whole_model_config(quick: dict[str, Any], folder: Path) -> dict[str, Any]:
     trainer = config["trainer"]
     for key in ("strategy", "plugins", "accumulate_grad_batches", "gradient_clip_val"):
         del trainer[key]
-    tell = {"class_path": "fakes.tell_settings.TellSettings", "init_args": {"path": str(folder / "settings.json")}}
+    tell = {"class_path": "fakes.runs.tell_settings.TellSettings", "init_args": {"path": str(folder / "settings.json")}}
     trainer |= {"callbacks": [tell], "default_root_dir": str(folder / "run")}
     config["model"]["init_args"] |= {
         key: quick["model"]["init_args"][key]

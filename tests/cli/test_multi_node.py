@@ -17,7 +17,7 @@ import pytest
 import yaml
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from fakes.commands import run_modules
+from fakes.processes.commands import run_modules
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "multi_node.md").read_text(encoding="utf-8")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fakes.commands import run_modules
-from fakes.ranks import run_ranks
+from fakes.processes.commands import run_modules
+from fakes.processes.ranks import run_ranks
 
 Command = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_aigc.cli.plan.command import model as plan_model
+from lightning_aigc.cli.plan import model as plan_model
 
 Command = Callable[..., Any]
 GIVEN = ("--step_time", "1.2", "--trainable", "859.5M", "--protected", "34.9M")

@@ -13,7 +13,7 @@ import lightning.pytorch  # noqa: F401 - here, so that its log does not end with
 import pytest
 import yaml
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.report.record import RunRecord
 
 Command = Callable[..., Any]

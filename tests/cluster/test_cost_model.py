@@ -80,7 +80,7 @@ def test_constants_are_the_compressors_own() -> None:
 def test_every_mode_that_compresses_has_a_reduction_with_the_bits_of_the_table() -> None:
     import torch
 
-    from fakes.echoing_groups import EchoingGroups
+    from fakes.processes.echoing_groups import EchoingGroups
     from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
     from lightning_aigc.gradient_sync.modes.reductions import Quantized, Uncompressed
     from lightning_aigc.gradient_sync.options import SyncOptions
@@ -100,7 +100,7 @@ def test_launches_are_those_of_a_bucket_on_many_nodes(mode: Any, monkeypatch: py
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from fakes.echoing_groups import EchoingGroups
+    from fakes.processes.echoing_groups import EchoingGroups
     from lightning_aigc.gradient_sync.hook import BucketFuture
     from lightning_aigc.gradient_sync.options import SyncOptions
     from lightning_aigc.gradient_sync.sync import GradientSync

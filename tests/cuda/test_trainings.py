@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.killed_trainings import KillAt, Net, train
-from fakes.pipelines import make_batch, make_pipeline
+from fakes.models.pipelines import make_batch, make_pipeline
+from fakes.runs.killed_trainings import KillAt, Net, train
 from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision

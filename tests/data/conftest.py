@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fakes.encoder import FakeEncoder
+from fakes.models.encoder import FakeEncoder
 from lightning_aigc.data import ImageCaptionData
 
 

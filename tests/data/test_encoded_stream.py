@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 
-from fakes.encoder import FakeEncoder, UnequalTexts
-from fakes.killed_trainings import KillAt, Killed
-from fakes.pipelines import make_pipeline
+from fakes.models.encoder import FakeEncoder, UnequalTexts
+from fakes.models.pipelines import make_pipeline
+from fakes.runs.killed_trainings import KillAt, Killed
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.cli import main
 from lightning_aigc.data import EncodedImageData, ImageCaptionData

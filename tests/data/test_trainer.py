@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fakes.encoder import FakeEncoder
-from fakes.ranks import run_ranks
+from fakes.models.encoder import FakeEncoder
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.errors import DataError
 

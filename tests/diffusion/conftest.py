@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fakes.pipelines import make_pipeline
-from fakes.transformer_pipelines import MAKE
+from fakes.models.pipelines import make_pipeline
+from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.callbacks import RunReport
 
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fakes.fake_npu import NpuTensor
+from fakes.npu.fake_npu import NpuTensor
 
 
 class LiveStorages(TorchDispatchMode):

@@ -12,8 +12,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 
-from fakes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import MODES, SHAPES, Given, Training, make_gradients
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.workload import Job, Shape
 from lightning_aigc.gradient_sync.modes.reductions import BlockQuantizer

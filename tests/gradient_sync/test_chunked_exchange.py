@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fakes import network
-from fakes.given_gradients import Given, Training, make_gradients
-from fakes.ranks import run_ranks
+from fakes.processes import network
+from fakes.processes.given_gradients import Given, Training, make_gradients
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync.transport import chunked_exchange
 from lightning_aigc.gradient_sync.transport.chunked_exchange import ChunkedExchanges, chunked_where_slow
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups

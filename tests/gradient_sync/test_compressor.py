@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fakes.given_gradients import MODES, Given, Training, make_gradients, make_round_gradients, poisoned, refusal
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import (
+    MODES,
+    Given,
+    Training,
+    make_gradients,
+    make_round_gradients,
+    poisoned,
+    refusal,
+)
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncOptions, factory
 from lightning_aigc.gradient_sync.autotune import ModeTimings, choose_mode

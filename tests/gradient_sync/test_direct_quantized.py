@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakes.echoing_groups import EchoingGroups
+from fakes.processes.echoing_groups import EchoingGroups
 from lightning_aigc.gradient_sync.hook import BucketFuture
 from lightning_aigc.gradient_sync.modes.direct_quantized import pieces_of
 from lightning_aigc.gradient_sync.options import SyncOptions

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from fakes import network
-from fakes.given_gradients import Given, Training, make_gradients, refusal
-from fakes.ranks import run_ranks
+from fakes.processes import network
+from fakes.processes.given_gradients import Given, Training, make_gradients, refusal
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync import SyncError
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fakes.given_gradients import (
+from fakes.processes.given_gradients import (
     MODES,
     SHAPES,
     SMALL,
@@ -22,7 +22,7 @@ from fakes.given_gradients import (
     poisoned,
     residuals_of,
 )
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync.transport import process_groups
 
 STEPS = range(5)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fakes.given_gradients import Training, refusal
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import Training, refusal
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync import SyncError
 
 SHORT = timedelta(seconds=3)

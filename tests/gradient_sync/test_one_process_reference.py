@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes.given_gradients import SHAPES, Training, make_gradients, make_round_gradients, residuals_of
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import SHAPES, Training, make_gradients, make_round_gradients, residuals_of
+from fakes.processes.ranks import run_ranks
 
 STEPS = 5
 ORDER = ("third", "second", "first")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakes.deferred_streams import Device
-from fakes.echoing_groups import EchoingGroup, EchoingGroups
+from fakes.npu.deferred_streams import Device
+from fakes.processes.echoing_groups import EchoingGroup, EchoingGroups
 from lightning_aigc.gradient_sync.executors import StreamExecutor
 from lightning_aigc.gradient_sync.hook import BucketFuture
 from lightning_aigc.gradient_sync.options import SyncOptions

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes.given_gradients import Training, make_round_gradients
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import Training, make_round_gradients
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.options import SyncOptions
 

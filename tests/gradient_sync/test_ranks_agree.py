@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fakes.given_gradients import (
+from fakes.processes.given_gradients import (
     MODES,
     SHAPES,
     SMALL,
@@ -24,7 +24,7 @@ from fakes.given_gradients import (
     poisoned,
     residuals_of,
 )
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups

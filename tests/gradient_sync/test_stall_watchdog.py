@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.given_gradients import Training
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import Training
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakes.echoing_groups import EchoingGroups
+from fakes.processes.echoing_groups import EchoingGroups
 from lightning_aigc.gradient_sync.hook import BucketFuture
 from lightning_aigc.gradient_sync.modes.dense import Dense
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD

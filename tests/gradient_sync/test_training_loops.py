@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fakes.given_gradients import Training, make_gradients, poisoned, refusal, residuals_of
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import Training, make_gradients, poisoned, refusal, residuals_of
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync import GradientCompressor
 
 ROOT = Path(__file__).parents[2]

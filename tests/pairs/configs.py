@@ -7,8 +7,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from fakes.pipelines import SIDE, make_pipeline
-from fakes.transformer_pipelines import MAKE
+from fakes.models.pipelines import SIDE, make_pipeline
+from fakes.models.transformer_pipelines import MAKE
 from pairs.options import CONTROL, U_NETS, Row
 
 STEPS = 4

@@ -17,8 +17,8 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fakes.pipelines import SIDE
-from fakes.ranks import IMPORTED_ONCE, meeting_point
+from fakes.models.pipelines import SIDE
+from fakes.processes.ranks import IMPORTED_ONCE, meeting_point
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from pairs.options import CONTROL, U_NETS, Row

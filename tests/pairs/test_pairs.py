@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fakes.pipelines import SIDE
+from fakes.models.pipelines import SIDE
 from pairs.configs import folder_data, kind_of, make_base, make_config, make_images, precision_of, quantization_of
 from pairs.options import PLAIN, U_NETS, Row, allowed_pairs, covering_array, refused
 from pairs.outcomes import Ended, check_export, check_result, export, run, train

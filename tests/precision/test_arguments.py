@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from fakes.trainings import make_trainer
+from fakes.runs.trainings import make_trainer
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 

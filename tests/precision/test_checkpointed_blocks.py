@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fakes.kept_bytes import kept_bytes
-from fakes.tiny_transformers import flux2, sd3, z_image
+from fakes.models.tiny_transformers import flux2, sd3, z_image
 from lightning_aigc.precision.block_options import UNLIMITED, SaveLimit
 from lightning_aigc.precision.memory.budget import MemoryBudget
 from lightning_aigc.precision.memory.profile import LastRunProfile

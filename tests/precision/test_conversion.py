@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakes.trainings import WIDTH, Regression, fit, make_batches
+from fakes.runs.trainings import WIDTH, Regression, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.plugin import SWAPPED
 

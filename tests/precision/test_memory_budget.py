@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakes.kept_bytes import kept_bytes, step_peak_bytes
-from fakes.small_models import EXACT, call_unet, gradients, make_unet, with_lora, worst_difference
+from fakes.models.small_models import EXACT, call_unet, gradients, make_unet, with_lora, worst_difference
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.memory import recompute

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fakes.tiny_transformers import TEXT, Given, flux, flux2, qwen, sd3, sd3_without_norms, z_image
+from fakes.models.tiny_transformers import TEXT, Given, flux, flux2, qwen, sd3, sd3_without_norms, z_image
 from lightning_aigc.precision.blocks import mmdit, stream_attention
 from lightning_aigc.precision.blocks.layers import CannotSwapError, class_path
 from lightning_aigc.precision.blocks.mmdit import FORWARDS, forward_for

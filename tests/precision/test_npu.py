@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.ranks import run_script
+from fakes.processes.ranks import run_script
 from lightning_aigc.devices import grad_scaler
 
 SCRIPT = """
@@ -17,9 +17,9 @@ import json, sys
 from pathlib import Path
 import lightning_aigc
 import torch
-from fakes import fake_npu
+from fakes.npu import fake_npu
 fake_npu.install()
-from fakes.trainings import WIDTH, Regression, make_batches
+from fakes.runs.trainings import WIDTH, Regression, make_batches
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy

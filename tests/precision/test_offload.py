@@ -10,10 +10,10 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from fakes import fake_npu
 from fakes.kept_bytes import npu_storages
-from fakes.ranks import run_ranks
-from fakes.small_models import gradients, make_unet, with_lora
+from fakes.models.small_models import gradients, make_unet, with_lora
+from fakes.npu import fake_npu
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.swaps import swap_forwards

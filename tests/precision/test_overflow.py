@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
-from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
+from fakes.runs.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.nan import overflow, replay
 from lightning_aigc.precision.nan.non_finite import NonFinite, first_non_finite

@@ -10,7 +10,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from fakes.small_models import EXACT, call_unet, call_with, gradients, make_unet, with_lora, worst_difference
+from fakes.models.small_models import EXACT, call_unet, call_with, gradients, make_unet, with_lora, worst_difference
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.block_options import BlockOptions

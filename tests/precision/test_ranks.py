@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fakes.ranks import run_script
+from fakes.processes.ranks import run_script
 
 SCRIPT = """
 import json, sys
 from pathlib import Path
 import torch
 import lightning_aigc
-from fakes.small_models import make_unet, with_lora
-from fakes.trainings import Regression, fit, make_batches
+from fakes.models.small_models import make_unet, with_lora
+from fakes.runs.trainings import Regression, fit, make_batches
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy

@@ -12,7 +12,7 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
-from fakes.small_models import (
+from fakes.models.small_models import (
     ATTENTION,
     EXACT,
     LEVELS,

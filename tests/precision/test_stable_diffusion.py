@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.pipelines import SIDE, make_batch, make_pipeline
+from fakes.models.pipelines import SIDE, make_batch, make_pipeline
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fakes.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
+from fakes.runs.trainings import WIDTH, ManualRegression, Regression, fit, make_batches
 from lightning_aigc.precision import FusedBackwardPrecision
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -132,7 +132,7 @@ def test_the_loss_scale_is_saved_and_restored_with_plain_types(tmp_path: Path) -
 def fit_on(plugin: FusedBackwardPrecision, checkpoint: Path) -> None:
     from torch.utils.data import DataLoader
 
-    from fakes.trainings import make_trainer
+    from fakes.runs.trainings import make_trainer
 
     trainer = make_trainer(plugin, max_epochs=2, limit_train_batches=2)
     trainer.fit(Regression(), DataLoader(make_batches(2), batch_size=None), ckpt_path=checkpoint, weights_only=True)

@@ -11,7 +11,7 @@ from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import AttnProcessor, IPAdapterAttnProcessor2_0
 from torch import Tensor, nn
 
-from fakes.small_models import make_unet, with_lora
+from fakes.models.small_models import make_unet, with_lora
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision.blocks.rules import COVERED
 from lightning_aigc.precision.swaps import swap_forwards

@@ -15,7 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from fakes.small_models import (
+from fakes.models.small_models import (
     ATTENTION,
     EXACT,
     LEVELS,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakes.ranks import run_ranks
-from fakes.small_models import call_unet, gradients, make_unet, with_lora
+from fakes.models.small_models import call_unet, gradients, make_unet, with_lora
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.quantization import quantize_frozen_

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fakes.small_models import make_unet, with_lora
+from fakes.models.small_models import make_unet, with_lora
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.quantization import quantize_frozen_
 from lightning_aigc.quantization.frozen import frozen_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fakes.chromium import Chromium
-from fakes.run_records import full_record
+from fakes.runs.run_records import full_record
 from lightning_aigc.cli import main
 from lightning_aigc.errors import DataError
 from lightning_aigc.report.comparison import as_markdown

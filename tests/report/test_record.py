@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.run_records import full_record
+from fakes.runs.run_records import full_record
 from lightning_aigc.errors import DataError
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import (

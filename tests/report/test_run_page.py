@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fakes.run_records import full_record
+from fakes.runs.run_records import full_record
 from lightning_aigc.report.charts import progress_chart
 from lightning_aigc.report.curves import score_rows, smooth, thin
 from lightning_aigc.report.health_charts import MOST_COLUMNS, alert_chart, norm_heat_map

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fakes.gathered_bytes import gathered_bytes, watch_gathered
-from fakes.ranks import run_ranks
+from fakes.processes.gathered_bytes import gathered_bytes, watch_gathered
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.context import count_saved
 from lightning_aigc.precision.memory.saved_tensors import owned_by

@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from fakes.given_gradients import MODES
-from fakes.ranks import run_ranks
-from fakes.small_lightning import Small, fit
+from fakes.models.small_lightning import Small, fit
+from fakes.processes.given_gradients import MODES
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.checkpoint import async_checkpoint_io
 from lightning_aigc.strategies import NPUSparseStrategy
 from lightning_aigc.strategies.sync_checkpoint import SyncCheckpoint

@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from fakes.echoing_groups import EchoingGroups
+from fakes.processes.echoing_groups import EchoingGroups
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.dense import Dense
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.given_gradients import MODES
-from fakes.ranks import run_ranks
+from fakes.processes.given_gradients import MODES
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.strategies import NPUSparseStrategy
 
 WIDTH, STEPS = 12, 6

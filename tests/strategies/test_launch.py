@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fakes import fake_npu
-from fakes.ranks import meeting_point, run_ranks
-from fakes.small_lightning import Small, fit
+from fakes.models.small_lightning import Small, fit
+from fakes.npu import fake_npu
+from fakes.processes.ranks import meeting_point, run_ranks
 from lightning_aigc.cluster.topology import Reading, parse_topology
 from lightning_aigc.strategies import rendezvous
 
@@ -28,7 +28,7 @@ import torch
 torch.set_num_threads(1)
 import lightning_aigc
 from lightning.pytorch import Callback
-from fakes.small_lightning import Small, make_batches, make_trainer
+from fakes.models.small_lightning import Small, make_batches, make_trainer
 from torch.utils.data import DataLoader
 
 class Report(Callback):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.sharding.gloo_reduce_scatter import GlooReduceScatter
 from lightning_aigc.sharding.groups import make_groups, modules_to_join
 from lightning_aigc.strategies.zero.local_shard_optimizer import ELEMENTWISE, steps_on_local_parts

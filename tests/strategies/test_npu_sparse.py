@@ -18,9 +18,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
-from fakes.given_gradients import MODES
-from fakes.ranks import run_ranks
-from fakes.small_lightning import Small, fit, make_batches
+from fakes.models.small_lightning import Small, fit, make_batches
+from fakes.processes.given_gradients import MODES
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.strategies import NPUSparseStrategy
 

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fakes import fake_npu
-from fakes.given_gradients import MODES
-from fakes.ranks import run_ranks
-from fakes.small_lightning import Small, fit
+from fakes.models.small_lightning import Small, fit
+from fakes.npu import fake_npu
+from fakes.processes.given_gradients import MODES
+from fakes.processes.ranks import run_ranks
 
 PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 RESUMED = ("int3", "sparse_int8", "local")

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.strategies import NPUSparseStrategy
 

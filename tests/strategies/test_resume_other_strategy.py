@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.strategies import NPUSparseStrategy, ZeROStrategy
 from lightning_aigc.strategies.zero.stage_1 import own_states

@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.given_gradients import refusal
-from fakes.ranks import run_ranks
-from fakes.small_lightning import WIDTH, Small, make_batches
+from fakes.models.small_lightning import WIDTH, Small, make_batches
+from fakes.processes.given_gradients import refusal
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks import AdaptiveLR, ExactSnapshot, GradientHealthMonitor
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.sharding.local_parts import local_part

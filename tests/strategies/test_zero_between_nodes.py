@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.ranks import run_ranks
-from fakes.small_lightning import WIDTH, Small
+from fakes.models.small_lightning import WIDTH, Small
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_aigc.strategies.zero.stage_1  # noqa: F401 - torch compiles on its import, with no fake npu yet
-from fakes import fake_npu
 from fakes.kept_bytes import npu_storages
-from fakes.ranks import run_ranks
-from fakes.small_lightning import WIDTH, Small, make_batches
-from fakes.small_models import call_unet, make_unet
+from fakes.models.small_lightning import WIDTH, Small, make_batches
+from fakes.models.small_models import call_unet, make_unet
+from fakes.npu import fake_npu
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.sharding.full_parameters import fsdp_groups
 from lightning_aigc.sharding.layout import is_sharded, sharded_parts

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fakes.denoisers import Denoiser, fit
+from fakes.models.denoisers import Denoiser, fit
 from lightning_aigc.callbacks.health import GradientHealthMonitor, diagnostics
 from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
 from lightning_aigc.callbacks.health.batched_readback import BatchedReadback

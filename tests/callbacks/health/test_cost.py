@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fakes.denoisers import fit
-from fakes.launches import Operators, Waits
+from fakes.models.denoisers import fit
+from fakes.processes.launches import Operators, Waits
 from lightning_aigc.callbacks.health import GradientHealthMonitor, monitor
 from lightning_aigc.callbacks.health.parameter_stats import Sampler, sample_rows
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from fakes.denoisers import Denoiser, batches, fit
+from fakes.models.denoisers import Denoiser, batches, fit
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.callbacks.health import Alert, HealthThresholds
 from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from fakes.denoisers import fit
+from fakes.models.denoisers import fit
 from lightning_aigc.callbacks.health import Alert, GradientHealthMonitor
 from lightning_aigc.precision.nan.replay import arguments_for
 

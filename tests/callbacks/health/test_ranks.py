@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from fakes.denoisers import Denoiser, batches, fit
-from fakes.ranks import run_ranks
+from fakes.models.denoisers import Denoiser, batches, fit
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fakes.denoisers import Denoiser, fit
+from fakes.models.denoisers import Denoiser, fit
 from lightning_aigc.callbacks import AdaptiveLR
 from lightning_aigc.callbacks.health import GradientHealthMonitor
 from lightning_aigc.callbacks.health.remedies import GENERAL, Remedies

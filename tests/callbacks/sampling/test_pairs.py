@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fakes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
 from lightning_aigc.errors import SamplingTooSlow
 

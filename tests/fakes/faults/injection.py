@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.denoisers import Denoiser, FullSD, LeanSD, batches
+from fakes.models.denoisers import Denoiser, FullSD, LeanSD, batches
 from lightning_aigc.callbacks.health import Alert, GradientHealthMonitor
 from lightning_aigc.precision import FusedBackwardPrecision
 

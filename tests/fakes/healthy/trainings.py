@@ -212,7 +212,7 @@ def with_frozen_trunk() -> Training:
 
 
 def with_lora() -> Training:
-    from fakes.denoisers import LoRALinear
+    from fakes.models.denoisers import LoRALinear
 
     net = n.mlp(16, 64, 64, 8)
     for i in (0, 2, 4):

@@ -20,7 +20,7 @@ from fakes.accuracy import (
     qk_norm_rope_and_gradients,
     silu_mul_and_gradients,
 )
-from fakes.hard_blocks import bits_of, hard_blocks
+from fakes.models.hard_blocks import bits_of, hard_blocks
 from lightning_aigc_kernels.launch import KernelCase
 from lightning_aigc_kernels.packed_weight import Format
 from lightning_aigc_kernels.packed_weight import reference as weight_reference

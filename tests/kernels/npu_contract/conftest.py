@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes import stub_cann
+from fakes.npu import stub_cann
 
 with tempfile.TemporaryDirectory() as folder:
     stub_cann.load(stub_cann.build(Path(folder)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.npu_api import CALLS, EVENT_CALLS, STREAM_CALLS
+from fakes.npu.npu_api import CALLS, EVENT_CALLS, STREAM_CALLS
 
 npu: Any = torch.npu  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_aigc_kernels
-from fakes.hard_blocks import bits_of, hard_blocks
+from fakes.models.hard_blocks import bits_of, hard_blocks
 from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, numba_cache, quantize_blocks
 from lightning_aigc_kernels.dispatch import FallbackWarning, cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import BLOCK, GROUP, packed_bytes, part_kernel, reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fakes.hard_blocks import bits_of, hard_blocks
+from fakes.models.hard_blocks import bits_of, hard_blocks
 from lightning_aigc_kernels.quantize_blocks import kernel, packed_bytes, reference
 
 BITS = (3, 4, 8)

@@ -1,0 +1,216 @@
+"""`lightning init` for diffusion transformers: bases by name and folder, values for a card, and a run of each."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fakes.models.transformer_pipelines import MAKE
+from lightning_aigc.cli.init.base import SHORT, find_base
+from lightning_aigc.cli.init.cards import CARD_GIB, CARDS, Card, find_card, values_for
+from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.errors import ConfigError, ModelError
+from tools.embedded.drawing import draw_brand
+
+Command = Callable[..., Any]
+ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "precision" / "step_shapes.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # its cache of checked images
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(3):
+        draw_brand("mug", random.Random(number), 64).resize((640, 480)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a zorp mug number {number}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = MAKE[family](tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+def init(command: Command, photos: Path, output: Path, *more: object) -> tuple[dict[str, Any], str]:
+    said = command("init", photos, "-o", output, *more)
+    assert said.code == 0, said.err
+    text = output.read_text(encoding="utf-8")
+    return yaml.safe_load(text), text
+
+
+def quick(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config with three steps, and without what takes minutes on a CPU or downloads."""
+    config["threads"] = 1
+    config["trainer"] |= {"accelerator": "cpu", "default_root_dir": str(folder), "accumulate_grad_batches": 1}
+    config["trainer"]["callbacks"] = [c for c in config["trainer"]["callbacks"] if c["class_path"] == "RunReport"]
+    config["trainer"]["callbacks"][0]["init_args"] |= {"clip_model": None, "num_images": 1}
+    config["model"]["init_args"] |= {
+        "max_train_steps": 3, "num_inference_steps": 2, "num_validation_images": 1, "validation_steps": 3,
+        "validation_prompts": ["a zorp mug"], "sample_resolution": 64,
+    }  # fmt: skip
+    config["data"]["init_args"] |= {"resolution": 64, "cache_dir": str(folder / "cache")}
+    return config
+
+
+@pytest.mark.filterwarnings("ignore")  # what Lightning says about loaders and precisions
+@pytest.mark.parametrize("family", list(MAKE))
+def test_what_it_writes_for_a_pipeline_folder_trains_and_draws(
+    command: Command, tmp_path: Path, photos: Path, folders: Callable[[str], Path], family: str
+) -> None:
+    base = folders(family)
+    config, text = init(command, photos, tmp_path / "my.yaml", "--base", base, "--card", "24gb")
+    assert config["model"]["class_path"] == "DiffusionLoRA" and "YOUR_" not in text
+    assert f"a {TRANSFORMERS[family].pipeline} folder" in text
+    (tmp_path / "quick.yaml").write_text(yaml.safe_dump(quick(config, tmp_path / "run")))
+    said = command("fit", "-c", tmp_path / "quick.yaml")
+    assert said.code == 0, said.err
+    drawn = command(
+        "sample", "-c", tmp_path / "run" / "config.yaml", "--prompts", "a zorp mug", "-o", tmp_path / "grid.png"
+    )
+    assert drawn.code == 0 and (tmp_path / "grid.png").is_file(), drawn.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_embedded_transformer_passes_a_dry_run_with_nothing_edited(
+    command: Command, tmp_path: Path, photos: Path
+) -> None:
+    config, _ = init(command, photos, tmp_path / "my.yaml", "--base", "embedded:sd3", "--card", "8gb")
+    assert config["data"]["init_args"]["resolution"] == 64  # 16 latent pixels of 4 each
+    said = command("fit", "-c", tmp_path / "my.yaml", "--dry_run", "--trainer.accelerator", "cpu")
+    assert said.code == 0 and "one step:" in said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("base", "card", "template", "memory", "kept"),
+    [
+        ("sd3", "4gb", "sd3_lora.yaml", "max", "nf4"),
+        ("sd3", "8gb", "sd3_lora.yaml", "max", None),
+        ("sd3", "24gb", "sd3_lora.yaml", "off", None),
+        ("flux", "12gb", "flux_qlora_12gb.yaml", "max", "nf4"),
+        ("flux2", "12gb", "flux2_klein_lora.yaml", "max", None),
+        ("z_image", "8gb", "z_image_qlora_8gb.yaml", "max", "nf4"),
+        ("z_image", "24gb", "z_image_qlora_8gb.yaml", "max", None),
+        ("qwen_image", "24gb", "qwen_image_qlora.yaml", "max", "nf4"),
+    ],
+)
+def test_a_short_name_and_a_card_choose_the_config_the_memory_level_and_the_bases_bits(
+    command: Command, tmp_path: Path, photos: Path, base: str, card: str, template: str, memory: str, kept: str | None
+) -> None:
+    config, text = init(command, photos, tmp_path / "my.yaml", "--base", base, "--card", card)
+    model = config["model"]["init_args"]
+    assert f"from {template}" in text.splitlines()[0]
+    assert model["pretrained_model_name_or_path"] == TRANSFORMERS[base].base
+    assert config["trainer"]["plugins"]["init_args"]["memory"] == memory
+    assert model["base_quantization"] == kept
+    assert "counted on shapes; no card has run it" in text
+
+
+def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
+    models = {"sd3": "sd35", "flux2": "klein"}
+    rows = {(row["model"], row["variant"]): row for row in map(json.loads, ROWS.read_text().splitlines())}
+    for family in TRANSFORMERS:
+        counted = TRANSFORMERS[family].step_memory
+        assert counted is not None
+        for kind, gib in counted.gib.items():
+            row = rows[models.get(family, family), "max" if kind is None else f"max-{kind}"]
+            assert gib == round(row["peak_mib"] / 1024, 1), (family, kind)
+            assert row["pixels"] == 1024 and row["batch"] == 1
+
+
+def test_a_card_that_is_too_small_is_one_sentence_and_without_a_card_it_takes_one_that_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"--card 12gb: a step of Qwen-Image .* too much for 12 GB; use --card 24gb"):
+        values_for(TRANSFORMERS["qwen_image"], Card("12gb", "--card 12gb"))
+    assert find_card(None, TRANSFORMERS["qwen_image"]).kind in ("24gb", "910b") or "found" in find_card(None).reason
+    for family in TRANSFORMERS.values():
+        assert values_for(family, Card("24gb", ""))
+    assert list(CARDS) == sorted(CARDS, key=lambda card: CARD_GIB[card])
+
+
+def test_an_npu_is_named_in_the_config(command: Command, tmp_path: Path, photos: Path) -> None:
+    config, text = init(command, photos, tmp_path / "my.yaml", "--base", "z_image", "--card", "910b")
+    assert config["trainer"]["accelerator"] == "npu" and "not run on this chip yet" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "family"),
+    [
+        *((name, family.name) for name, family in SHORT.items()),
+        *((family.base, name) for name, family in TRANSFORMERS.items()),
+        ("stabilityai/stable-diffusion-3-medium-diffusers", "sd3"), ("someone/sd3.5-large-mine", "sd3"),
+        ("black-forest-labs/FLUX.1-Krea-dev", "flux"), ("someone/flux-2024-style", "flux"),
+        ("someone/blitz-images", "sd"), ("stabilityai/stable-diffusion-2-1", "sd"), ("someone/xl-thing", "sdxl"),
+    ],
+)  # fmt: skip
+def test_a_name_tells_the_family(given: str, family: str) -> None:
+    base = find_base(given)
+    assert (base.family.name, base.side) == (family, 512 if family == "sd" else 1024)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("Tongyi-MAI/Z-Image-Turbo", "by its name a distilled model"),
+        ("black-forest-labs/FLUX.1-schnell", "by its name a distilled model"),
+        ("black-forest-labs/FLUX.2-klein-4B", "such as black-forest-labs/FLUX.2-klein-base-4B"),
+        ("stabilityai/stable-diffusion-3.5-large-turbo", "by its name a distilled model"),
+        ("black-forest-labs/FLUX.2-dev", "of FLUX.2 only klein trains here"),
+    ],
+)
+def test_a_hub_id_that_does_not_train_is_one_sentence_at_once(given: str, said: str) -> None:
+    with pytest.raises((ModelError, ConfigError), match=said):
+        find_base(given)
+
+
+def test_a_folder_that_does_not_train_is_one_sentence(
+    command: Command, tmp_path: Path, photos: Path, folders: Callable[[str], Path]
+) -> None:
+    def copy(family: str, name: str, file: str, **changes: Any) -> Path:
+        folder = Path(shutil.copytree(folders(family), tmp_path / name))
+        described = json.loads((folder / file).read_text()) | changes
+        (folder / file).write_text(json.dumps(described))
+        return folder
+
+    unknown = copy("sd3", "unknown", "model_index.json", _class_name="SanaPipeline")
+    distilled = copy("flux2", "few_steps", "model_index.json", is_distilled=True)
+    sizeless = copy("sd3", "sizeless", "transformer/config.json", sample_size=None)
+    broken = copy("z_image", "broken", "vae/config.json")
+    (broken / "vae" / "config.json").write_text("{")
+    for base, says in (
+        (
+            unknown,
+            "is a SanaPipeline; known are FluxPipeline, Flux2KleinPipeline, QwenImagePipeline, StableDiffusion",
+        ),
+        (distilled, "by its configuration a distilled model"),
+        (sizeless, "do not say at which size it was trained"),
+        (broken, "vae/ cannot be read"),
+    ):
+        said = command("init", photos, "-o", tmp_path / "my.yaml", "--base", base)
+        assert said.code == 1 and len(said.errors) == 1 and says in said.errors[0], (base, said.errors)
+        assert not (tmp_path / "my.yaml").exists()
+
+
+def test_a_checkpoint_of_a_transformer_is_not_taken_for_a_u_nets(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.ones(4)}, tmp_path / "flux.safetensors")
+    with pytest.raises(ModelError, match=r"is a checkpoint of flux-.*; single files are read of Stable Diffusion 1.x"):
+        find_base(str(tmp_path / "flux.safetensors"))

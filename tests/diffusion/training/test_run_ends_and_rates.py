@@ -1,0 +1,154 @@
+"""The step that ends a run, and the rates of its steps: plateaus, optimizers that find theirs, runs made longer."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import ReduceLROnPlateau
+from prodigyopt import Prodigy
+from torch.utils.data import DataLoader
+from transformers import Adafactor
+
+from fakes.models.pipelines import make_batch
+from lightning_aigc.callbacks import ExactSnapshot
+from lightning_aigc.diffusion import DiffusionLoRA, StableDiffusionFineTuning, StableDiffusionLoRA
+from lightning_aigc.diffusion.training.optimization import build_schedule
+from lightning_aigc.errors import ModelError
+from lightning_aigc.schedulers.deepspeed_rates import WarmupDecayLR
+
+pytestmark = [
+    pytest.mark.usefixtures("without_report_page"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice on workers, loggers and folders
+]
+
+
+class Rates(Callback):
+    """The rate of each optimizer step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.found.append(float(optimizer.param_groups[0]["lr"] or 0))
+
+
+def make_module(path: str, **options: Any) -> StableDiffusionLoRA:
+    torch.manual_seed(0)
+    return StableDiffusionLoRA(path, **({"rank": 2, "learning_rate": 1e-3, "num_inference_steps": 2} | options))
+
+
+def fit(module: Any, root: Path, *, ckpt_path: str | None = None, **options: Any) -> tuple[Trainer, list[float]]:
+    rates = Rates()
+    callbacks = [*options.pop("callbacks", []), rates]
+    given: dict[str, Any] = {
+        "default_root_dir": root, "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False,
+        "enable_checkpointing": False, "enable_model_summary": False, "callbacks": callbacks,
+    }  # fmt: skip
+    trainer = Trainer(**(given | options))
+    trainer.fit(module, DataLoader([make_batch(seed=n) for n in range(4)], batch_size=None), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    return trainer, rates.found
+
+
+@pytest.mark.parametrize(
+    ("limits", "train_steps", "wanted"),
+    [
+        ({"max_epochs": 1}, 9, 4),  # of four batches
+        ({"max_epochs": 3}, 9, 9),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 9, 4),
+        ({}, 6, 6),  # Lightning's own limit of 1000 epochs is none
+        ({"max_steps": 3}, 9, 3),
+        ({"max_epochs": 1, "max_steps": 5}, 9, 4),
+    ],
+)
+def test_whichever_limit_comes_first_ends_the_run(
+    sd: str, tmp_path: Path, limits: dict[str, Any], train_steps: int, wanted: int
+) -> None:
+    module = make_module(sd, max_train_steps=train_steps, lr_scheduler="linear")
+    trainer, rates = fit(module, tmp_path, **limits)
+    assert trainer.global_step == trainer.max_steps == wanted
+    assert rates == pytest.approx([1e-3 * (wanted - step) / wanted for step in range(wanted)])  # to the real end
+
+
+def test_a_run_with_a_schedule_starts_without_a_warning_of_torch(sd: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(make_module(sd, max_train_steps=1, lr_scheduler="linear"), tmp_path)
+    assert [str(each.message) for each in said if "get_last_lr" in str(each.message)] == []
+
+
+@pytest.mark.parametrize("kind", [ReduceLROnPlateau, torch.optim.lr_scheduler.ReduceLROnPlateau])
+def test_a_plateau_is_looked_for_every_validation_steps(sd: str, tmp_path: Path, kind: Any) -> None:
+    options = {"monitor": "loss"} if kind is ReduceLROnPlateau else {}
+    module = make_module(
+        sd,
+        max_train_steps=8,
+        validation_steps=2,
+        # no loss is lower by so much, so that each look after the first finds a plateau
+        lr_scheduler=lambda optimizer: kind(
+            optimizer, patience=0, factor=0.5, threshold=1e6, threshold_mode="abs", **options
+        ),
+    )
+    _, rates = fit(module, tmp_path)
+    assert rates == pytest.approx([1e-3] * 4 + [5e-4] * 2 + [2.5e-4] * 2)
+
+
+def test_adafactors_own_rate_needs_no_learning_rate(sd: str, tmp_path: Path) -> None:
+    module = make_module(
+        sd,
+        learning_rate=None,
+        max_train_steps=2,
+        optimizer=lambda params: Adafactor(params, lr=None, relative_step=True),
+    )
+    module.configure_model()
+    before = [p.detach().clone() for p in module.trainable_parameters()]
+    trainer, _ = fit(module, tmp_path)
+    assert trainer.global_step == 2
+    assert any(not torch.equal(was, now) for was, now in zip(before, module.trainable_parameters(), strict=True))
+    with pytest.raises(ModelError, match=r"Adafactor sets its own rate; set model\.init_args\.lr_scheduler: constant"):
+        build_schedule(module.build_optimizer(module.parameter_groups()), "cosine", 0, 10)
+
+
+@pytest.mark.parametrize(("rate", "warns"), [(1e-3, True), (1.0, False)])
+def test_prodigys_rate_is_a_factor_and_a_small_one_is_said_before_the_first_step(
+    sd: str, rate: float, warns: bool
+) -> None:
+    module = make_module(sd, learning_rate=rate, max_train_steps=2, optimizer=Prodigy)
+    module.configure_model()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        module.configure_optimizers()
+    assert any("Prodigy finds its rate itself" in str(each.message) for each in said) == warns
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "deepspeed"])
+@pytest.mark.parametrize("kind", ["checkpoint", "snapshot"])
+def test_a_run_made_longer_takes_no_step_at_its_old_end(sd: str, tmp_path: Path, schedule: str, kind: str) -> None:
+    def module(steps: int) -> StableDiffusionLoRA:
+        if schedule != "deepspeed":
+            return make_module(sd, max_train_steps=steps, lr_scheduler=schedule)
+        scheduler = lambda optimizer: WarmupDecayLR(optimizer, warmup_num_steps=2, warmup_type="linear")  # noqa: E731
+        return make_module(sd, max_train_steps=steps, lr_scheduler=scheduler)
+
+    def callbacks() -> list[Callback]:
+        return [ExactSnapshot(1)] if kind == "snapshot" else []
+
+    _, whole = fit(module(6), tmp_path / "whole")
+    trainer, _ = fit(module(3), tmp_path / "run", callbacks=callbacks())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = "latest" if kind == "snapshot" else str(tmp_path / "last.ckpt")
+    _, rates = fit(module(6), tmp_path / "run", callbacks=callbacks(), ckpt_path=resumed)
+    assert rates == pytest.approx(whole[3:]) and min(rates) > 0
+
+
+def test_advice_names_arguments_of_the_users_own_class(sd: str) -> None:
+    assert "use_dora" in StableDiffusionLoRA.same_weights_advice
+    assert DiffusionLoRA.same_weights_advice == "use the rank and lora_targets that it was trained with"
+    from lightning_aigc.data.cache.encoder import frozen_text_setting
+
+    assert frozen_text_setting(make_module(sd)) == "model.init_args.train_text_encoder: false"
+    assert frozen_text_setting(StableDiffusionFineTuning(sd)) == "model.init_args.trained_parts: [unet]"

@@ -1,0 +1,394 @@
+"""A simulated "npu" device in Python, for machines without an NPU: torch's PrivateUse1 backend over CPU tensors.
+
+A tensor on npu is an `NpuTensor` that wraps a CPU tensor. Every operator runs on the wrapped CPU tensors and its
+results are wrapped again; autograd, modules and optimizers work because this happens below autograd. It tests which
+device code uses, not speed or an Ascend's numerics. `install()` cannot be undone: use it in a separate process.
+
+Every tensor reports npu:0 for any index, because torch's autograd engine supports one device of a Python backend; each
+rank of a training sees its card under that name. Features that an Ascend lacks are refused: float64 and complex tensors
+may be moved and viewed but not computed with, and no tensor has channels_last (a channels_last tensor from the CPU
+becomes contiguous) or a sparse layout.
+
+Torch requests pinned memory from a backend in C++, which a Python backend cannot provide; DDP needs it with
+`find_unused_parameters` or `static_graph`. With `pin_everything()` ordinary memory counts as pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from fakes.npu.npu_streams import NpuEvent, NpuStream
+
+CAST_TO_HALF = (
+    *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "conv2d", "convolution"),
+    "scaled_dot_product_attention",
+)
+CAST_TO_FLOAT = ("layer_norm", "group_norm", "mse_loss", "softmax.int", "exp", "sum")
+"""Operators that autocast sends to float32: a part of torch_npu's list, enough for a U-Net."""
+
+CARRY_NUMBERS = {
+    *("empty", "empty_strided", "_to_copy", "copy_", "clone", "detach", "alias", "lift_fresh"),
+    *("_local_scalar_dense", "is_pinned", "view", "_unsafe_view", "reshape", "t", "transpose", "permute"),
+    *("expand", "select", "slice", "squeeze", "unsqueeze"),
+}
+"""Operators that take any dtype, because they compute nothing."""
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of a tensor's dimensions."""
+
+
+class NpuGradScaler(torch.amp.GradScaler):
+    """torch_npu's: the reciprocal of the scale in float32, where torch's own takes float64."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__("npu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        found_inf = torch.zeros((), device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+        state["stage"] = OptState.UNSCALED
+
+
+class NpuModule(types.ModuleType):
+    """The fake `torch.npu`: two devices, of which one is current."""
+
+    count = 2
+    current = 0
+    allocated = 0
+    """Bytes that the allocator claims to have handed out: nothing is counted, a test puts a number here."""
+    total = 64 * 2**30
+    Stream = NpuStream
+    Event = NpuEvent
+    amp = types.SimpleNamespace(GradScaler=NpuGradScaler)
+    _default_stream = _current_stream = NpuStream.__new__(NpuStream)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def init(self) -> None:
+        pass
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return self.count
+
+    def current_device(self) -> int:
+        return self.current
+
+    def set_device(self, device: Any) -> None:
+        self.current = device if isinstance(device, int) else torch.device(device).index or 0
+
+    @contextlib.contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "FakeAscend910B"
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        kinds = ("allocated_bytes.all", "reserved_bytes.all")
+        counted = {f"{kind}.{when}": self.allocated for kind in kinds for when in ("current", "peak")}
+        return counted | {"num_alloc_retries": 0, "num_ooms": 0}
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self.allocated
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self.allocated
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self.total - self.allocated, self.total
+
+    def utilization(self, device: Any = None) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        pass
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    # Operators draw from the CPU's generator.
+    def get_rng_state(self, device: Any = "npu") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = "npu") -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def is_bf16_supported(self, including_emulation: bool = False) -> bool:
+        return True
+
+    def current_stream(self, device: Any = None) -> NpuStream:
+        return self._current_stream
+
+    def default_stream(self, device: Any = None) -> NpuStream:
+        return self._default_stream
+
+    def set_stream(self, stream: NpuStream) -> None:
+        self._current_stream = stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: NpuStream | None) -> Iterator[None]:
+        before = self._current_stream
+        self._current_stream = stream or before
+        try:
+            yield
+        finally:
+            self._current_stream = before
+
+
+class NpuTensor(torch.Tensor):
+    """A tensor that says "npu" and computes on the CPU tensor inside."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> NpuTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inside.size(),
+            strides=inside.stride(),
+            storage_offset=inside.storage_offset(),
+            dtype=inside.dtype,
+            layout=inside.layout,
+            device=torch.device("npu", 0),
+        )
+        tensor.inside = inside
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"NpuTensor({self.inside!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as the real backend saves: by way of a CPU copy."""
+        if isinstance(self, torch.nn.Parameter):
+            return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+        arguments = (self.inside.detach(), self.dtype, str(self.device), self.requires_grad)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_on_cpu(op, args, kwargs or {})
+
+
+def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Unwrap, run, and wrap what belongs on the npu; a tensor that was changed in place stays the object it was."""
+    aten = torch.ops.aten
+    leaves = tree_leaves((args, kwargs))
+    given = [leaf for leaf in leaves if isinstance(leaf, NpuTensor)]
+    wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    result = op(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
+    if (
+        op in (aten.empty_strided.default, aten._to_copy.default)
+        and kwargs.get("memory_format") not in CHANNELS_LAST.values()
+    ):
+        result = _without_channels_last(result)
+    if wanted is None or wanted.type == "npu":
+        refuse_what_an_ascend_lacks(op, [*given, *tree_leaves(result)], kwargs)
+    if op is aten.is_pinned.default:
+        return False
+    if op is aten._local_scalar_dense.default:
+        return result
+    if wanted is not None and wanted.type != "npu":  # .to("cpu")
+        return result
+    if op is aten.copy_.default and not isinstance(args[0], NpuTensor):
+        return args[0]
+    same = {id(tensor.inside): tensor for tensor in given}
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, NpuTensor) or not isinstance(value, torch.Tensor):
+            return value
+        return same[id(value)] if id(value) in same else NpuTensor(value)
+
+    return tree_map(wrap, result)
+
+
+def refuse_what_an_ascend_lacks(op: Any, values: list[Any], kwargs: dict[str, Any]) -> None:
+    """Raises: RuntimeError in the words of torch_npu and CANN."""
+    name = op.name().removeprefix("aten::").partition(".")[0]
+    if kwargs.get("memory_format") in CHANNELS_LAST.values():
+        raise RuntimeError(f"{name}: NPU contiguous operator only supported contiguous memory format.")
+    for tensor in values:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.layout != torch.strided:
+            backend = "SparsePrivateUse1" if tensor.layout == torch.sparse_coo else "SparseCsrPrivateUse1"
+            raise NotImplementedError(f"Could not run 'aten::{name}' with arguments from the '{backend}' backend.")
+        denied = "DT_DOUBLE" if tensor.dtype == torch.float64 else "DT_COMPLEX" if tensor.is_complex() else None
+        if denied and name not in CARRY_NUMBERS:
+            raise RuntimeError(
+                f"call aclnn {name} failed, detail:EZ1001: Tensor not implemented for {denied}, "
+                "should be in dtype support list [DT_FLOAT,DT_FLOAT16,DT_BFLOAT16]."
+            )
+
+
+def install() -> None:
+    """Make the device "npu". Call it before anything asks for one; a second call does nothing."""
+    if isinstance(getattr(torch, "npu", None), NpuModule):
+        return
+
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        def is_available(self) -> bool:
+            return True
+
+        def is_built(self) -> bool:
+            return True
+
+        def has_primary_context(self, index: int) -> bool:
+            return True
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            return torch._C._autograd.DeviceType.PrivateUse1
+
+    module = NpuModule("torch.npu")
+    _setup_privateuseone_for_python_backend("npu", module, Hooks(), Guard())
+    sys.modules["torch.npu"] = torch.npu = module
+
+    _KEEP.extend([Hooks, Guard])  # torch holds no reference of its own
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(lambda op, *args, **kwargs: run_on_cpu(op, args, kwargs), "PrivateUse1")
+    no_cast = torch.library.Library("_", "IMPL")
+    no_cast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    casts = torch.library.Library("aten", "IMPL")
+    for name in CAST_TO_HALF:
+        casts.impl(name, _autocast(name, None), "AutocastPrivateUse1")
+    for name in CAST_TO_FLOAT:
+        casts.impl(name, _autocast(name, torch.float32), "AutocastPrivateUse1")
+    _KEEP.extend([everything, no_cast, casts])
+    for name in ("tensor", "as_tensor"):  # in C++ they refuse a device that Python made
+        setattr(torch, name, _made_on_cpu(getattr(torch, name)))
+    _register_hccl()
+
+
+def pin_everything() -> None:
+    """Let ordinary CPU memory pass for pinned; for the rest of the process."""
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("empty.memory_format", "empty_strided"):
+        plain = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def make(keys: Any, *args: Any, _plain: Any = plain, pin_memory: bool | None = None, **kwargs: Any) -> Any:
+            return _plain.call_boxed(keys, *args, pin_memory=False, **kwargs)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it replaces a kernel, which is its purpose
+            library.impl(name, make, "CPU", with_keyset=True)
+    library.impl("is_pinned", lambda tensor, device=None: True, "CPU")
+    _KEEP.append(library)
+
+
+def keep_gathered_weights() -> None:
+    """Let `fully_shard` keep what it gathers, for the rest of the process: an NpuTensor has no storage to empty."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    for name in ("alloc_storage", "free_storage"):
+        stock = getattr(_fsdp_param, name)
+
+        def resize(tensor: torch.Tensor, _stock: Any = stock) -> None:
+            if not isinstance(tensor, NpuTensor):
+                _stock(tensor)
+
+        setattr(_fsdp_param, name, resize)
+
+
+_KEEP: list[Any] = []
+
+
+def _without_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    is_last = any(tensor.dim() == dims and tensor.is_contiguous(memory_format=f) for dims, f in CHANNELS_LAST.items())
+    return tensor.contiguous() if is_last and not tensor.is_contiguous() else tensor
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, NpuTensor):
+        return value.inside
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "npu" else value
+
+
+def _autocast(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
+    """The operator on inputs cast to `dtype`, or to autocast's own."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wanted = dtype or torch.get_autocast_dtype("npu")
+
+        def cast(value: Any) -> Any:
+            is_npu_float = isinstance(value, torch.Tensor) and value.device.type == "npu" and value.is_floating_point()
+            return value.to(wanted) if is_npu_float and value.dtype != torch.float64 else value
+
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+    return run
+
+
+def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
+        tensor = data if isinstance(data, NpuTensor) else make(data, *args, **kwargs)
+        tensor = tensor if device is None else tensor.to(device)
+        return tensor.detach().requires_grad_() if requires_grad else tensor
+
+    return made
+
+
+def _register_hccl() -> None:
+    """Process groups named hccl, which are Gloo's: their collectives unwrap an NpuTensor like any operator."""
+    import torch.distributed as dist
+
+    if hasattr(dist.Backend, "HCCL"):
+        return
+
+    def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    dist.Backend.register_backend("hccl", make, devices=["npu", "cpu"])

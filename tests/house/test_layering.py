@@ -1,0 +1,126 @@
+"""Imports go one way: the arrows of the architecture, held by walking every import statement."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_kernels"
+
+# A room may import from the floors below its own; docs/architecture.md draws them.
+FLOORS_UPWARDS = [
+    {"errors", "atomic_file", "protocols", "_registration", "_torchvision_import"},
+    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_pytorch_lightning"},
+    {"host_state", "evaluation_mode", "schedulers", "report"},
+    {"gradient_sync"},
+    {"accelerators", "precision", "checkpoint", "metrics", "quantization"},
+    {"strategies"},
+    {"callbacks", "data"},
+    {"diffusion"},
+    {"cli"},
+    {"__main__"},
+]
+KERNEL_FLOORS_UPWARDS = [
+    {"dispatch", "custom_op", "matmul", "kth_magnitude", "launch", "protection", "numba_cache"},
+    {"convolution", "linear_with_lora", "normalization"},
+    {"packing"},
+    {"geglu", "keep_largest", "modulated_norm", "qk_norm_rope", "quantize_blocks", "silu_mul", "frozen_conv2d"},
+    {"group_norm_silu", "lora_attention", "feed_forward", "packed_weight"},
+    {"group_norm_silu_conv2d", "joint_attention", "sparse_attention_backward"},
+]
+FLOORS = {room: number for number, rooms in enumerate(FLOORS_UPWARDS) for room in rooms}
+TOP = "lightning_aigc"
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Dotted names of everything that a file imports, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide their direction"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def wrong_imports(path: Path) -> list[str]:
+    here = module_name(path)
+    room = here.split(".")[0]
+    wrong = []
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != TOP or len(parts) < 2 or parts[1] in (room, "__version__"):
+            continue
+        there = parts[1]
+        if there not in FLOORS or room not in FLOORS or FLOORS[there] >= FLOORS[room]:
+            wrong.append(f"{here} imports {name}")
+    return wrong
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_rooms_import_only_from_the_floors_below(path: Path) -> None:
+    assert wrong_imports(path) == []
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {module_name(path).split(".")[0] for path in FILES}
+    assert rooms <= FLOORS.keys()
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "cluster").glob("*.py")), ids=module_name)
+def test_the_cluster_is_described_without_torch(path: Path) -> None:
+    imported = {name.split(".")[0] for name in imports_of(path)}
+    assert imported <= {*sys.stdlib_module_names, TOP}
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda p: p.stem)
+def test_kernels_do_not_know_the_lightning_side(path: Path) -> None:
+    above = {"lightning_aigc", "lightning", "pytorch_lightning", "diffusers", "transformers", "peft"}
+    assert [name for name in imports_of(path) if name.split(".")[0] in above] == []
+
+
+def test_the_packages_do_not_import_what_stays_in_a_checkout() -> None:
+    """tools/, benchmarks/ and tests/ are in no wheel."""
+    outside = {"tools", "benchmarks", "tests", "fakes"}
+    paths = (*PACKAGE.rglob("*.py"), *KERNELS.rglob("*.py"))
+    assert [(path, name) for path in paths for name in imports_of(path) if name.split(".")[0] in outside] == []
+
+
+KERNEL_FLOORS = {room: number for number, rooms in enumerate(KERNEL_FLOORS_UPWARDS) for room in rooms}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in KERNELS.rglob("*.py") if p != KERNELS / "__init__.py"),
+    ids=lambda p: f"{p.parent.name}.{p.stem}",
+)
+def test_ops_build_on_simpler_ops_only(path: Path) -> None:
+    here = path.relative_to(KERNELS).with_suffix("").parts[0]
+    others = {name.split(".")[1] for name in imports_of(path) if name.startswith(f"{KERNELS.name}.")} - {here}
+    assert {room for room in others if KERNEL_FLOORS[room] >= KERNEL_FLOORS[here]} == set()
+
+
+def test_importing_the_package_mends_torchvision_and_registers_names_only() -> None:
+    imported = {name for name in imports_of(PACKAGE / "__init__.py") if name.startswith(TOP)}
+    at_once = {"_torchvision_import", "_registration", "_pytorch_lightning"}
+    once_lightning_is_imported = {"accelerators", "strategies"}  # they register "npu" and "npu_sparse"
+    assert {name.split(".")[1] for name in imported} <= at_once | once_lightning_is_imported
+
+
+def test_the_walk_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "metrics" / "bad.py"
+    bad.parent.mkdir()
+    bad.write_text("def f() -> None:\n    from lightning_aigc.callbacks import SampleGrid\n")
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    assert wrong_imports(bad) == ["metrics.bad imports lightning_aigc.callbacks.SampleGrid"]
