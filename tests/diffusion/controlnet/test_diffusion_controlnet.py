@@ -34,16 +34,6 @@ pytestmark = [
 Folder = Callable[[str], str]
 
 
-@pytest.fixture(params=list(SCRIPTS))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def folder(family: str, transformers: Folder) -> str:
-    return transformers(family)
-
-
 def test_every_family_with_a_controlnet_is_tested() -> None:
     assert set(SCRIPTS) == set(CONTROLLED)
 

@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxControlNetModel
 
 from fakes.models.pipelines import SIDE, make_batch
-from fakes.models.transformer_controlnets import CAPTIONS, SCRIPTS, make_module
+from fakes.models.transformer_controlnets import CAPTIONS, make_module
 from fakes.runs.seeded_fits import fit
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.diffusion import DiffusionControlNet
@@ -24,16 +24,6 @@ pytestmark = [
 ]
 
 Folder = Callable[[str], str]
-
-
-@pytest.fixture(params=list(SCRIPTS))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def folder(family: str, transformers: Folder) -> str:
-    return transformers(family)
 
 
 @pytest.mark.parametrize("other", ["flux2"])

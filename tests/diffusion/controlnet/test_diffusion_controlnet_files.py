@@ -20,7 +20,6 @@ from fakes.models.pipelines import SIDE, make_batch
 from fakes.models.transformer_controlnets import (
     CAPTIONS,
     QUICK,
-    SCRIPTS,
     condition_latents,
     load_pipeline,
     make_module,
@@ -40,16 +39,6 @@ pytestmark = [
 ]
 
 Folder = Callable[[str], str]
-
-
-@pytest.fixture(params=list(SCRIPTS))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def folder(family: str, transformers: Folder) -> str:
-    return transformers(family)
 
 
 @pytest.mark.parametrize("use_ema", [False, True])

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fakes.models.pipelines import SIDE, make_batch, make_pipeline
+from fakes.models.pipelines import SIDE, make_batch
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
 from lightning_aigc.data import ImageCaptionData
@@ -33,16 +33,6 @@ pytestmark = [
 
 STEPS = 3
 QUICK = {"num_inference_steps": 2, "learning_rate": 1e-2, "max_train_steps": STEPS}
-
-
-@pytest.fixture(scope="module")
-def sd(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_pipeline(tmp_path_factory.mktemp("sd")))
-
-
-@pytest.fixture(scope="module")
-def sdxl(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_pipeline(tmp_path_factory.mktemp("sdxl"), sdxl=True))
 
 
 def make_module(pipeline: str, **arguments: Any) -> StableDiffusionLoRA:
