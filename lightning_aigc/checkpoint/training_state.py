@@ -22,6 +22,7 @@ from lightning_aigc.sharding.shards import to_shards
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 PER_RANK_KEYS = ("callbacks",)
 """Keys of Lightning's checkpoint, but for plugins and data modules, whose values may differ between ranks."""
+NOT_PLAIN = object()
 
 
 def check_strategy(trainer: Trainer) -> None:
@@ -153,9 +154,6 @@ def plain_part(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [v for v in map(plain_part, value) if v is not NOT_PLAIN]
     return value if value is None or isinstance(value, (bool, int, float, str, Tensor)) else NOT_PLAIN
-
-
-NOT_PLAIN = object()
 
 
 def per_rank_part(trainer: Trainer, checkpoint: State) -> State:

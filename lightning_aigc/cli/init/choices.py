@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_aigc.cli.init.base import Base, is_embedded
 from lightning_aigc.cli.init.cards import Card, CardValues
 from lightning_aigc.cli.init.config import Choice, read_shipped
-from lightning_aigc.cli.init.folder import FolderLook, made_up_trigger_word, shared_trigger_word
+from lightning_aigc.cli.init.folder import FolderSummary, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data.captions.caption_lengths import is_long
 from lightning_aigc.data.captions.captions import add_trigger_word
 from lightning_aigc.data.loader.buckets import BucketSettings, bucket_shapes, place
@@ -25,7 +25,7 @@ FROM_THE_DEMO = ("lora_targets", "learning_rate", "guidance_scale")
 
 
 def choose(
-    look: FolderLook,
+    look: FolderSummary,
     base: Base,
     card: Card,
     values: CardValues,
@@ -68,7 +68,7 @@ def choose(
     return list({choice.key: choice for choice in chosen}.values())
 
 
-def _schedule(look: FolderLook, pictures_a_step: int) -> list[Choice]:
+def _schedule(look: FolderSummary, pictures_a_step: int) -> list[Choice]:
     count = len(look.sizes)
     wanted = round(LOOKS_PER_PICTURE * count / pictures_a_step, -1)
     steps = int(min(max(wanted, FEWEST_STEPS), MOST_STEPS))
@@ -90,7 +90,7 @@ def _schedule(look: FolderLook, pictures_a_step: int) -> list[Choice]:
     ]  # fmt: skip
 
 
-def _shapes(look: FolderLook, base: Base) -> list[Choice]:
+def _shapes(look: FolderSummary, base: Base) -> list[Choice]:
     side = base.side
     least = min(side, 256)
     resolution = max(least, min(side, look.side // 64 * 64))
@@ -114,7 +114,7 @@ def _shapes(look: FolderLook, base: Base) -> list[Choice]:
     ]
 
 
-def _trigger_word(look: FolderLook, given: str | None) -> Choice:
+def _trigger_word(look: FolderSummary, given: str | None) -> Choice:
     key = "data.init_args.trigger_word"
     if given is not None:
         return Choice(key, given, "given by --trigger_word")
@@ -126,7 +126,7 @@ def _trigger_word(look: FolderLook, given: str | None) -> Choice:
     return Choice(key, made_up, f"made up from the folder's name: {why}; it is prepended, and stands in your prompts")
 
 
-def _captions(look: FolderLook) -> Choice:
+def _captions(look: FolderSummary) -> Choice:
     key, without = "data.init_args.missing_captions", len(look.sizes) - len(look.written)
     if not look.written:
         return Choice(key, "trigger", "no image has a caption: all learn on the trigger word; captions do better")
@@ -137,7 +137,7 @@ def _captions(look: FolderLook) -> Choice:
     return Choice(key, "error", "every image has a caption, and training stops if one gets lost")
 
 
-def _prompts(look: FolderLook, trigger: str) -> list[str]:
+def _prompts(look: FolderSummary, trigger: str) -> list[str]:
     """Two captions, and the trigger word in two places that captions may not show."""
     captions = sorted({add_trigger_word(caption, trigger, ",") for caption in look.written})
     captions = [caption for caption in captions if not is_long(caption)]
@@ -145,12 +145,12 @@ def _prompts(look: FolderLook, trigger: str) -> list[str]:
     return [*own, f"a photo of {trigger} on a wooden table", f"a photo of {trigger} in the snow"]
 
 
-def _prompts_reason(look: FolderLook) -> str:
+def _prompts_reason(look: FolderSummary) -> str:
     own = "two captions, then " if look.written else ""
     return f"{own}the trigger word in places that your images may not show"
 
 
-def _held_out(look: FolderLook) -> Choice:
+def _held_out(look: FolderSummary) -> Choice:
     key, count = "data.init_args.validation_split", len(look.sizes)
     if count < HELD_OUT_FROM:
         return Choice(key, 0.0, f"no image is held out: {count} are too few to spare any")

@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
     # Imported late: torch takes seconds, and a wrong path should not.
     from lightning_aigc.cli.init.choices import choose
     from lightning_aigc.cli.init.config import read_shipped, render
-    from lightning_aigc.cli.init.folder import look_at
+    from lightning_aigc.cli.init.folder import inspect_folder
     from lightning_aigc.data.index.filenames import print_anywhere
 
     base = find_base(args.base)
     card = find_card(args.card, base.family)
     values = values_for(base.family, card)
-    look = look_at(args.folder, Path(CACHE).expanduser())
+    look = inspect_folder(args.folder, Path(CACHE).expanduser())
     config = read_shipped(values.template)
     pictures_a_step = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
     choices = choose(look, base, card, values, pictures_a_step, args.trigger_word, name)

@@ -24,7 +24,7 @@ _WORD = re.compile(r"[^\W\d_]\w*")
 
 
 @dataclass(frozen=True)
-class FolderLook:
+class FolderSummary:
     """The usable images of a folder and what is said about them."""
 
     folder: str
@@ -49,7 +49,7 @@ class FolderLook:
         return int(statistics.median((width * height) ** 0.5 for width, height in self.sizes))
 
 
-def look_at(given: str, cache_dir: Path) -> FolderLook:
+def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
     """Find, decode and caption the folder's images, as training will.
 
     Raises: ConfigError or DataError for no folder, no image, or none that can be read.
@@ -79,7 +79,7 @@ def look_at(given: str, cache_dir: Path) -> FolderLook:
             f"none of the {len(rejected)} images in {printable(given)} can be read ({name}: {reason}); export them"
             " again as .jpg or .png"
         )
-    return FolderLook(given, sizes, captions, rejected, [printable(name) for name in found.orphan_captions])
+    return FolderSummary(given, sizes, captions, rejected, [printable(name) for name in found.orphan_captions])
 
 
 def shared_trigger_word(captions: Sequence[str]) -> str | None:
