@@ -161,7 +161,7 @@ class LoopState:
             "step": self.step,
             "loops": self.loops,
             "random": to_plain(self.random),
-            "places": [None if state is None else stateful.to_plain(state) for state in self.loaders],
+            "loaders": [None if state is None else stateful.to_plain(state) for state in self.loaders],
             "cycle": self.cycle,
             "metrics": self.metrics,
             "is_window_open": self.is_window_open,
@@ -170,8 +170,8 @@ class LoopState:
 
     @classmethod
     def from_plain(cls, plain: State, device: torch.device) -> LoopState:
-        loaders = [None if state is None else stateful.from_plain(state) for state in plain["places"]]
-        values = {name: value for name, value in plain.items() if name != "places"}
+        loaders = [None if state is None else stateful.from_plain(state) for state in plain["loaders"]]
+        values = {name: value for name, value in plain.items() if name != "loaders"}
         return cls(**values | {"random": from_plain(plain["random"], device), "loaders": loaders})
 
     def restore(self, trainer: Trainer) -> None:

@@ -76,7 +76,9 @@ class ResumeSession:
     def load(self) -> None:
         """Hand Lightning its checkpoint, and the strategy its state."""
         trainer, snapshot, own = self._trainer, self.snapshot, self._own
-        lightning_loops.load_checkpoint(trainer, dict(own["checkpoint"]), own["moment"]["loops"], str(snapshot.path))
+        lightning_loops.load_checkpoint(
+            trainer, dict(own["checkpoint"]), own["loop_state"]["loops"], str(snapshot.path)
+        )
         strategy = trainer.strategy
         if own["strategy"] is not None and isinstance(strategy, HasSnapshotState):
             strategy.load_snapshot_state(lambda k: snapshot.rank(k)["strategy"], snapshot.world_size)
@@ -108,10 +110,12 @@ class ResumeSession:
         """Give the training loaders their states."""
         # Lightning assumes that a loader without state_dict starts over; resume_caveat has said what may differ.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-        moment = self._own["moment"]
-        for loader, saved in zip(loaders, moment["places"], strict=True):
+        loop_state = self._own["loop_state"]
+        for loader, saved in zip(loaders, loop_state["loaders"], strict=True):
             if isinstance(loader, stateful.ResumableLoader):
-                state = loader.state_after(moment["cycle"]["index"]) if saved is None else stateful.from_plain(saved)
+                state = (
+                    loader.state_after(loop_state["cycle"]["index"]) if saved is None else stateful.from_plain(saved)
+                )
                 loader.load_snapshot_state(state)
 
     def is_of_this_run(self, directory: Path) -> bool:
@@ -123,7 +127,7 @@ class ResumeSession:
         """Restore the rest; the next batch is the one that the killed run did not finish. Returns: the loops' state."""
         trainer = self._trainer
         training_state.restore(trainer, self._own, local_buffers)
-        loop_state = LoopState.from_plain(self._own["moment"], trainer.strategy.root_device)
+        loop_state = LoopState.from_plain(self._own["loop_state"], trainer.strategy.root_device)
         # An early stop remains in force, unless the user has changed the limits since.
         if loop_state.should_stop and self.snapshot.facts.get("limits") == limits_of(trainer, trainer.lightning_module):
             trainer.should_stop = True
@@ -205,12 +209,12 @@ def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
     """This rank's state; its loaders' states are None, and the loops' counters say where the loaders begin."""
     old = snapshot.world_size
     own: dict[str, Any] = snapshot.rank(rank % old)
-    moment = own["moment"]
-    moment["places"] = [None] * len(moment["places"])
-    current = moment["loops"]["epoch_loop.batch_progress"]["current"]
+    loop_state = own["loop_state"]
+    loop_state["loaders"] = [None] * len(loop_state["loaders"])
+    current = loop_state["loops"]["epoch_loop.batch_progress"]["current"]
     batches = _scaled(current["ready"], old / world_size, own["accumulate_grad_batches"])
-    moment["cycle"]["index"] = batches
-    metrics = moment["metrics"]
+    loop_state["cycle"]["index"] = batches
+    metrics = loop_state["metrics"]
     for metric in metrics["epoch"]:  # sums of one rank: schedules get its mean so far instead
         name = metric["meta"]["name"] + ("_epoch" if metric["meta"]["on_step"] else "")
         value, batch_size = metric["value"], metric["batch_size"]
@@ -218,12 +222,14 @@ def reshard(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Any]:
     metrics["epoch"] = []
     for name in current:
         current[name] = batches
-    for state in moment["loops"]["state_dict"].get("combined_loader", ()):
+    for state in loop_state["loops"]["state_dict"].get("combined_loader", ()):
         if "position" in state:  # a stateful loader that counts its batches, as ImageCaptionData does
             state["position"] = batches
     if rank >= old:
-        moment["random"]["torch"] = torch.Generator().manual_seed(_seed(moment["random"]["torch"], rank)).get_state()
-        moment["random"]["accelerator"] = None
+        loop_state["random"]["torch"] = (
+            torch.Generator().manual_seed(_seed(loop_state["random"]["torch"], rank)).get_state()
+        )
+        loop_state["random"]["accelerator"] = None
     return own
 
 

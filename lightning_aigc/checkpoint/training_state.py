@@ -41,7 +41,7 @@ def capture(trainer: Trainer, loop_state: LoopState, local_buffers: LocalBuffers
         checkpoint = checkpoint_of(trainer)
     checkpoint = to_shards(checkpoint)
     own = {
-        "moment": loop_state.to_plain(),
+        "loop_state": loop_state.to_plain(),
         "gradients": to_shards(gradients(module)) if loop_state.is_window_open else {},
         "buffers": local_buffers.changed(module, checkpoint["state_dict"] if trainer.is_global_zero else {}),
         "in_eval": training_modes(trainer),
@@ -63,7 +63,7 @@ def restore(trainer: Trainer, own: State, local_buffers: LocalBuffers) -> None:
     restore_training_modes(trainer, own["in_eval"])
     local_buffers.restore(module, own["buffers"])
     trainer.accumulate_grad_batches = own["accumulate_grad_batches"]
-    LoopState.from_plain(own["moment"], trainer.strategy.root_device).restore(trainer)
+    LoopState.from_plain(own["loop_state"], trainer.strategy.root_device).restore(trainer)
 
 
 def strategy_kind(trainer: Trainer) -> str | None:

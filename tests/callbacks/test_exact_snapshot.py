@@ -272,7 +272,9 @@ def signalled_work(rank: int, folder: str) -> Any:
 def test_a_signal_to_one_rank_stops_all_after_the_same_micro_batch(tmp_path: Path) -> None:
     assert run_ranks(signalled_work, 2, tmp_path / "ranks", str(tmp_path), gloo=False) == [143, 0]
     (snapshot,) = find_snapshots(tmp_path / "snapshots")
-    counts = [snapshot.rank(k)["moment"]["loops"]["epoch_loop.batch_progress"]["current"]["completed"] for k in (0, 1)]
+    counts = [
+        snapshot.rank(k)["loop_state"]["loops"]["epoch_loop.batch_progress"]["current"]["completed"] for k in (0, 1)
+    ]
     assert counts == [5, 5]
     assert all(snapshot.rank(k)["gradients"] for k in (0, 1))
 

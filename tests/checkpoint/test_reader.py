@@ -106,8 +106,8 @@ def test_a_snapshot_of_a_newer_format_is_named(run: Path) -> None:
     path = run / "step-00000002" / "manifest.json"
     fields = json.loads(path.read_bytes())
     del fields["crc32"]
-    path.write_bytes(sealed(fields | {"format": 2}))
-    assert_passed_over(run, "is of format 2; this version reads 1")
+    path.write_bytes(sealed(fields | {"format": 3}))
+    assert_passed_over(run, "is of format 3; this version reads 2")
 
 
 @pytest.mark.parametrize("change", [{"world_size": 3}, {"files": {}}, {"facts": 1}, {"step": None}], ids=str)

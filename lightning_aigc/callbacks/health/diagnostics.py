@@ -255,12 +255,12 @@ class Diagnostics:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return plain values and tensors; checkpoints keep the names that they had in the first version."""
+        """Return plain values and tensors."""
         return {
-            "ledger": self.tracker.state(),
-            "record": self.norm_history.state(),
+            "tracker": self.tracker.state(),
+            "norms": self.norm_history.state(),
             **{check.state_key: check.state() for check in self.checks if check.state_key},
-            "courses": [history.state() for history in self.optimizers],
+            "optimizers": [history.state() for history in self.optimizers],
             "histories": {name: history.state() for name, history in self.layer_norms.items()},
             "bad_steps_in_a_row": self.bad_steps_in_a_row,
             "taken_steps": self.taken_steps,
@@ -268,13 +268,13 @@ class Diagnostics:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Load a state; those of versions without several optimizers have the first optimizer's keys themselves."""
-        self.tracker.load(state["ledger"])
-        self.norm_history.load(state["record"])
+        """Load the state of `state`."""
+        self.tracker.load(state["tracker"])
+        self.norm_history.load(state["norms"])
         for check in self.checks:
             if check.state_key in state:
                 check.load(state[check.state_key])
-        for number, saved in enumerate(state.get("courses", [state])):
+        for number, saved in enumerate(state["optimizers"]):
             self.history(number).load(saved)
         for name, logs in state["histories"].items():
             self._layer_norms_of(name).load(logs)

@@ -80,14 +80,14 @@ class ResumableLoader:
         delivered = epoch.delivered - prefetched if epoch is not None else 0
         return {
             "delivered": delivered,
-            "made": self.epoch_rng,
+            "epoch_rng": self.epoch_rng,
             "generators": LoaderRNG.capture(self.generators).generators,
         }
 
     def state_after(self, delivered: int) -> LoaderState:
         """The state after `batches` batches of a new epoch, for a run that cannot replay the old one."""
         now = LoaderRNG.capture(self.generators)
-        return {"delivered": delivered, "made": now, "generators": now.generators}
+        return {"delivered": delivered, "epoch_rng": now, "generators": now.generators}
 
     def load_snapshot_state(self, state: LoaderState) -> None:
         """Start the next epoch iterator at this state."""
@@ -98,15 +98,15 @@ class ResumableLoader:
         (state, self.pending), epoch = (self.pending, None), self._epoch()
         if state is None or epoch is None:
             return
-        self.epoch_rng = state["made"]
+        self.epoch_rng = state["epoch_rng"]
         epoch.inner = self._iterator_at(state)
         epoch.delivered = state["delivered"]
         for generator, random_state in zip(self.generators, state["generators"], strict=True):
             generator.set_state(random_state)
 
     def _iterator_at(self, state: LoaderState) -> Iterator[Any]:
-        if state["made"] is not None:
-            state["made"].restore(self.generators)
+        if state["epoch_rng"] is not None:
+            state["epoch_rng"].restore(self.generators)
         iterator = self.stock_iterator()
         for _ in range(state["delivered"]):
             next(iterator, None)
@@ -134,8 +134,8 @@ class StatefulLoader(ResumableLoader):
     """A DataLoader with a state_dict, which Lightning has loaded by now."""
 
     def _iterator_at(self, state: LoaderState) -> Iterator[Any]:
-        if state["made"] is not None:
-            state["made"].restore(self.generators)
+        if state["epoch_rng"] is not None:
+            state["epoch_rng"].restore(self.generators)
         iterator = self.stock_iterator()
         if not inspect.isgenerator(iterator):
             return iterator
@@ -202,7 +202,12 @@ class MapStyleLoader(ResumableLoader):
 
     def state_after(self, delivered: int) -> LoaderState:
         state = super().state_after(delivered)
-        return state | {"started": state["made"], "before": state["made"], "at_first": state["made"], "workers": -1}
+        return state | {
+            "started": state["epoch_rng"],
+            "before": state["epoch_rng"],
+            "at_first": state["epoch_rng"],
+            "workers": -1,
+        }
 
     def _iterator_at(self, state: LoaderState) -> Iterator[Any]:
         start = state["delivered"]

@@ -28,7 +28,7 @@ from lightning_aigc.checkpoint.files.storage import (
 )
 from lightning_aigc.errors import SnapshotError
 
-FORMAT = 1
+FORMAT = 2
 GRACE_S = 5.0
 """Seconds for which a file that was written or renamed last may be invisible on another host."""
 T = TypeVar("T")

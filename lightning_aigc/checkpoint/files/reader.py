@@ -42,7 +42,8 @@ class Snapshot:
         fields = unsealed(_read(manifest), str(manifest))
         if fields.get("format") != FORMAT:
             raise SnapshotError(
-                f"{manifest} is of format {fields.get('format')!r}; this version reads {FORMAT}: install a newer one"
+                f"{manifest} is of format {fields.get('format')!r}; this version reads {FORMAT}: resume with the"
+                " version that wrote it"
             )
         try:
             world_size = int(fields["world_size"])

@@ -203,8 +203,8 @@ def test_saved_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     torch.save(other.state_dict(), tmp_path / "again.pt")
     first, second = (torch.load(tmp_path / name, weights_only=True) for name in ("state.pt", "again.pt"))
-    rows = [state["watch"]["record"].pop("norms") for state in (first, second)]
-    ratios = [state["watch"]["courses"][0].pop("ratios") for state in (first, second)]
+    rows = [state["watch"]["norms"].pop("norms") for state in (first, second)]
+    ratios = [state["watch"]["optimizers"][0].pop("ratios") for state in (first, second)]
     assert torch.equal(*rows) and rows[0].shape == (12, 16)
     assert (ratios[0] is None) == (ratios[1] is None)
     assert repr(first) == repr(second)
