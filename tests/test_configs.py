@@ -146,8 +146,12 @@ def never(*_: Any, **__: Any) -> None:
     raise AssertionError("read")
 
 
+TRIED = [path for path in FILES if path.stem in ("sd_lora", "sd3_full", "controlnet_canny")]
+"""tests/test_golden.py trains every config; a dry run is tried on one of each method."""
+
+
 @pytest.mark.filterwarnings("ignore")  # what Lightning says about precisions and loaders
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRIED, ids=lambda path: path.stem)
 def test_an_edited_config_passes_a_dry_run_on_the_embedded_model(
     path: Path,
     tmp_path: Path,
