@@ -302,7 +302,7 @@ def test_a_checkpoint_that_cannot_be_read_says_why(io: SnapshotCheckpointIO, tmp
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*gone\.ckpt"):
         io.load_checkpoint(tmp_path / "gone.ckpt")
     (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"last\.ckpt points at gone\.ckpt, which was never written whole"):
+    with pytest.raises(FileNotFoundError, match=r"last\.ckpt points at gone\.ckpt, which was not written completely"):
         io.load_checkpoint(tmp_path / "last.ckpt")
 
 

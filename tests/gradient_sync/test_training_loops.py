@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import warnings
 from pathlib import Path
@@ -77,11 +76,10 @@ def documented_loops(rank: int) -> dict[str, Any]:
     text = Path(ROOT, "docs", "gradient_sync.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     plain, scaled = (block for block in blocks if "compressor.finish_step()" in block)
-    in_docstring = re.findall(r"```python\n(.*?)```", inspect.getdoc(GradientCompressor) or "", re.DOTALL)[0]
     hooked = "compressor.hook_into_model(ddp, optimizer"
     with_scaler = plain[: plain.index("for batch")].replace(hooked, f"{hooked}, scaler") + scaled
     ends = {}
-    for name, code in {"plain": plain, "with a scaler": with_scaler, "in the docstring": in_docstring}.items():
+    for name, code in {"plain": plain, "with a scaler": with_scaler}.items():
         torch.manual_seed(0)
         model = Decoder()
         before = torch.cat([p.detach().clone().view(-1) for p in model.parameters()])
@@ -160,7 +158,7 @@ def test_an_overflow_in_one_optimizers_part_skips_the_steps_of_all(of_loops: lis
     assert [row["part of an overflow"] for row in of_loops] == [[False, False]] * 2
 
 
-@pytest.mark.parametrize("loop", ["plain", "with a scaler", "in the docstring"])
+@pytest.mark.parametrize("loop", ["plain", "with a scaler"])
 def test_the_documented_loop_trains_all_ranks_alike(loop: str, of_loops: list[Any]) -> None:
     (before, after, steps), (_, other, _) = (row["documented"][loop] for row in of_loops)
     assert torch.equal(after, other) and not torch.equal(before, after)

@@ -49,7 +49,9 @@ def residuals(controlnet: ControlNetModel, module: ControlNetTraining) -> list[T
             torch.tensor([3, 700]),
             condition["prompt_embeds"].float(),
             controlnet_cond=torch.rand(2, 3, SIDE, SIDE, generator=generator),
-            added_cond_kwargs=module.added_conditions(condition, batch),
+            added_cond_kwargs=module.loaded().family.added_conditions(  # type: ignore[attr-defined]
+                condition, batch, module.device, torch.float32
+            ),
             return_dict=False,
         )
     return [*down, middle]
@@ -152,13 +154,13 @@ def test_swapped_blocks_train_it_to_the_same_losses_and_the_monitor_is_quiet(sd:
 
 def test_what_does_not_fit_is_one_sentence(sd: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"rank must be at least 1, got 0; .* null trains the whole ControlNet"
+        ModelError, match=r"rank must be at least 1, got 0; .* null trains the full ControlNet"
     ) as raised:
         ControlNetTraining(sd, rank=0)
     assert "\n" not in str(raised.value)
     half = build(sd, max_train_steps=1)
     fit(half, tmp_path, ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, filename="one"))
-    with pytest.raises(ModelError, match="use the pretrained_model_name_or_path and rank that it was trained with"):
+    with pytest.raises(ModelError, match="use the pretrained_model_name_or_path, controlnet_model_name_or_path, rank"):
         fit(build(sd, rank=None), tmp_path, ckpt=str(tmp_path / "one.ckpt"))
-    with pytest.raises(ModelError, match="use the pretrained_model_name_or_path and rank that it was trained with"):
+    with pytest.raises(ModelError, match="use the pretrained_model_name_or_path, controlnet_model_name_or_path, rank"):
         fit(build(sd, rank=2), tmp_path, ckpt=str(tmp_path / "one.ckpt"))

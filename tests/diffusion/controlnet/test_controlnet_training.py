@@ -159,6 +159,6 @@ def test_shards_which_hold_no_images_are_refused_before_the_first_step(sd: str, 
     data = EncodedImageData(str(tmp_path))
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     module.trainer, trainer.datamodule = trainer, data  # type: ignore[attr-defined]
-    said = "the shards of EncodedImageData hold latents alone; train with ImageCaptionData"
+    said = "the shards of EncodedImageData hold latents only; train with ImageCaptionData"
     with pytest.raises(ModelError, match=said):
         module.setup("fit")

@@ -28,14 +28,15 @@ Folder = Callable[[str], str]
 
 @pytest.mark.parametrize("other", ["flux2"])
 def test_a_family_without_a_controlnet_is_one_sentence_that_names_those_with(other: str, transformers: Folder) -> None:
-    names = "StableDiffusion3Pipeline and FluxPipeline and ZImagePipeline and QwenImagePipeline"
-    with pytest.raises(ModelError, match=f"this model trains {names}, and"):
+    with pytest.raises(ModelError, match=r"this model trains FluxPipeline and .*, and diffusers has no ControlNet for"):
         DiffusionControlNet(transformers(other))
 
 
-def test_a_u_nets_pipeline_is_one_sentence_that_names_its_class(sd: str) -> None:
-    with pytest.raises(ModelError, match=r"is a StableDiffusionPipeline; .*ControlNetTraining trains one of Stable"):
-        DiffusionControlNet(sd)
+def test_an_option_of_the_other_kind_of_model_is_one_sentence(sd: str, transformers: Folder) -> None:
+    with pytest.raises(ModelError, match=r"num_layers: 2 is for ControlNets of transformers, and this is SD 1.5"):
+        DiffusionControlNet(sd, num_layers=2)
+    with pytest.raises(ModelError, match=r"rank: 4 is for ControlNets of U-Nets, and this is Stable Diffusion 3"):
+        DiffusionControlNet(transformers("sd3"), rank=4)
 
 
 def test_a_condition_without_files_or_pictures_is_one_sentence(transformers: Folder) -> None:

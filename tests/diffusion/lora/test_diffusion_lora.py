@@ -194,13 +194,15 @@ def test_level_max_keeps_the_gradients_and_little_of_what_is_kept(sd3: str, prec
 # Bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_u_net_and_a_transformer_are_told_apart(sd3: str, sd: str) -> None:
-    with pytest.raises(
-        ModelError, match=r"is a StableDiffusion3Pipeline; this model trains .*DiffusionLoRA trains yours"
-    ):
-        StableDiffusionLoRA(sd3)
-    with pytest.raises(ModelError, match=r"is a StableDiffusionPipeline; .*StableDiffusionLoRA trains yours"):
-        DiffusionLoRA(sd)
+def test_an_option_of_the_other_kind_of_model_is_one_sentence(sd3: str, sd: str) -> None:
+    with pytest.raises(ModelError, match=r"snr_gamma: 5.0 is an option of DDPM, and Stable Diffusion 3 trains by flow"):
+        DiffusionLoRA(sd3, snr_gamma=5.0)
+    with pytest.raises(ModelError, match=r"flow_shift: 3.0 is an option of flow matching, and SD 1.5 trains by DDPM"):
+        StableDiffusionLoRA(sd, flow_shift=3.0)
+    with pytest.raises(ModelError, match=r"use_dora: True is for Stable Diffusion 1.x, 2.x and SDXL"):
+        DiffusionLoRA(sd3, use_dora=True)
+    with pytest.raises(ModelError, match=r"train_text_encoder: True is for Stable Diffusion 1.x, 2.x and SDXL"):
+        DiffusionLoRA(sd3, train_text_encoder=True)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_the_right_one_is_quiet_and_the_check_leaves_the_random_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = fit(tmp_path, None)  # warnings are errors here
-    monkeypatch.setattr("lightning_aigc.diffusion.training.unet_training.warn_of_prediction_type", lambda *_: None)
+    monkeypatch.setattr("lightning_aigc.diffusion.training.module.warn_of_prediction_type", lambda *_: None)
     other = fit(tmp_path, None)
     assert all(torch.equal(a, b) for a, b in zip(one.trainable_parameters(), other.trainable_parameters(), strict=True))
 
@@ -60,7 +60,12 @@ def test_a_random_model_fits_no_prediction_type_much_better_than_another() -> No
         if callable(reset):
             reset()
     batch: dict[str, Any] = {"pixel_values": torch.rand(4, 3, 64, 64) * 2 - 1, "captions": ["a mug"] * 4}
-    shares = [share for _, share in loss_by_type(module, batch).values()]
+    condition = module.encoders.condition(batch, with_gradients=False)
+    losses = loss_by_type(
+        module.loaded_objective().schedule, module.encoders.latents(batch),
+        lambda noisy, timesteps: module.predict(noisy, timesteps, condition, batch),
+    )  # fmt: skip
+    shares = [share for _, share in losses.values()]
     assert all(LEARNED_SHARE < share < 1.5 for share in shares)
 
 

@@ -111,7 +111,7 @@ def test_the_text_encoders_are_gone_before_the_transformer_is_loaded(
     path = transformers(family)
     ours = fit(make(DiffusionLoRA, path, base_quantization=quantization), photos, tmp_path)
     drawn = ours.sample(PROMPTS, [0, 1], guidance_scale=3.0)
-    assert alive.seen == [("texts", []), ("pictures", [])]
+    assert alive.seen == [("text_encoders", []), ("without_text_encoders", [])]
     assert ours.loaded().text_encoders == ()
 
     usual = fit(make(WithEncoders, path, base_quantization=quantization), photos, tmp_path / "usual")

@@ -96,9 +96,7 @@ def test_the_saved_folder_draws_what_the_run_drew(folder: str, tmp_path: Path) -
     torch.testing.assert_close(again.sample(["a red cup"], [4]), drawn, rtol=0, atol=1e-5)
     index = json.loads((written / "model_index.json").read_text())
     assert index["_class_name"] == json.loads((Path(folder) / "model_index.json").read_text())["_class_name"]
-    optional = {
-        name: None for name in TRANSFORMERS[module.loaded().family].optional_folders if not (written / name).is_dir()
-    }
+    optional = {name: None for name in module.loaded().family.optional_folders if not (written / name).is_dir()}
     pipeline = DiffusionPipeline.from_pretrained(written, **optional)
     saved = safetensors.torch.load_file(single)
     assert same(saved, {name: tensor for name, tensor in pipeline.transformer.state_dict().items() if name in saved})
@@ -146,6 +144,7 @@ def test_what_cannot_be_is_one_sentence(sd3: str, options: dict[str, Any], said:
         make_module(sd3, **options).configure_model()
 
 
-def test_a_unet_is_refused() -> None:
-    with pytest.raises(ModelError, match="StableDiffusion"):
-        make_module("embedded:sd").configure_model()
+def test_a_u_net_trains_by_the_same_class() -> None:
+    module = DiffusionFineTuning("embedded:sd", trained_parts=["unet.*attn2*"])
+    module.configure_model()
+    assert all(".attn2." in name for name, p in module.named_parameters() if p.requires_grad)

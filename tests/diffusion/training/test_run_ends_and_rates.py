@@ -16,7 +16,7 @@ from transformers import Adafactor
 
 from fakes.models.pipelines import make_batch
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.diffusion import DiffusionLoRA, StableDiffusionFineTuning, StableDiffusionLoRA
+from lightning_aigc.diffusion import FullFineTuning, LoRA, StableDiffusionFineTuning, StableDiffusionLoRA
 from lightning_aigc.diffusion.training.optimization import build_schedule
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import WarmupDecayLR
@@ -146,8 +146,7 @@ def test_a_run_made_longer_takes_no_step_at_its_old_end(sd: str, tmp_path: Path,
 
 
 def test_advice_names_arguments_of_the_users_own_class(sd: str) -> None:
-    assert "use_dora" in StableDiffusionLoRA.same_weights_advice
-    assert DiffusionLoRA.same_weights_advice == "use the rank and lora_targets that it was trained with"
+    assert "use_dora" in LoRA.same_weights_advice and "trained_parts" in FullFineTuning.same_weights_advice
     from lightning_aigc.data.cache.encoder import frozen_text_setting
 
     assert frozen_text_setting(make_module(sd)) == "model.init_args.train_text_encoder: false"
