@@ -105,7 +105,7 @@ def test_the_readme_names_every_rows_file_and_links_to_files_that_exist() -> Non
 
 def test_the_page_that_a_row_names_cites_the_benchmark() -> None:
     for line in README.splitlines():
-        page = re.search(r"\(\.\./(docs/\w+\.md)\)", line)
+        page = re.search(r"\(\.\./(docs/[\w/]+\.md)\)", line)
         for name in re.findall(r"-m (?:benchmarks|tools)[.\w]*\.(\w+)", line) if page else []:
             assert re.search(rf"[./]{name}\b", (ROOT / page[1]).read_text(encoding="utf-8")), line  # type: ignore[index]
 
