@@ -3,13 +3,15 @@
 python -m benchmarks.<room>.<name>
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
-import lightning_aigc  # noqa: F401 - before torchvision, which fails to import with a CPU build of torch without it
+with contextlib.suppress(ModuleNotFoundError):  # benchmarks.kernels runs without Lightning too
+    import lightning_aigc  # noqa: F401 - before torchvision, which fails to import with a CPU build of torch without it
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-# For `fakes`, the inputs that benchmarks share with the tests, and for the modules of kernels/benchmarks.
-sys.path += [str(ROOT / "tests"), str(ROOT / "kernels" / "benchmarks")]
+# For `fakes`, the inputs that benchmarks share with the tests, and for the kernels where nothing is installed.
+sys.path += [str(ROOT / "tests"), str(ROOT / "kernels")]

@@ -24,7 +24,7 @@ from benchmarks.cuda.bars import (
 )
 
 UNET = "precision.unet_step"
-BANDWIDTH = [sys.executable, str(ROOT / "kernels" / "benchmarks" / "bandwidth.py")]
+BANDWIDTH = "kernels.bandwidth"
 MEMORY, HEALTH, SNAPSHOTS = "precision.step_memory", "health.cost", "checkpoint.snapshot_cost"
 LEVELS = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
 FEW = ["--rounds", "5", "--steps", "3"]
@@ -84,8 +84,8 @@ def part_one() -> list[Section]:
         ),
         Section(
             "bandwidth", 1, 60,
-            [[*BANDWIDTH, *TO], [*BANDWIDTH, *TO, "--trained", "--shapes", "2"]],
-            [[*BANDWIDTH, *TO, "--dtype", "float32", "--shapes", "1", "--repeats", "1"]],
+            [script(BANDWIDTH, *TO), script(BANDWIDTH, *TO, "--trained", "--shapes", "2")],
+            [script(BANDWIDTH, *TO, "--dtype", "float32", "--shapes", "1", "--repeats", "1")],
             bandwidth_bars,
         ),
         Section(

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bandwidth import replay_seconds
 from benchmarks.common.kept_memory import kept_by_compiled_mib, kept_mib, peak_mib
 from benchmarks.common.rows import keep_row
 from benchmarks.common.unet_variants import LEVELS, VARIANTS, Variant, build, inputs_of
+from benchmarks.kernels.bandwidth import replay_seconds
 
 PACKING_MOVES = 0.1
 """Largest relative change of the loss of random weights on a quantized base."""

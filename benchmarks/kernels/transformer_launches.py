@@ -1,6 +1,6 @@
 """Count the kernels that the ops of transformer blocks launch, forward and backward: plain torch and Triton kernels.
 
-    .venv-triton/bin/python kernels/benchmarks/transformer_launches.py [--batch 2] [--output launches.jsonl]
+    .venv-triton/bin/python -m benchmarks.kernels.transformer_launches [--batch 2] [--output launches.jsonl]
 
 As launches.py: counted on a CPU from the operators that reach the dispatcher. Plain torch is the order of diffusers'
 blocks, where layer norm's backward is one launch, and two with a trained weight. The fused side is the host code of
@@ -15,9 +15,6 @@ class, which FLUX has, a recent torch for CUDA has a fused kernel.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from launches import Launches
+from benchmarks.common.rows import keep_row
+from benchmarks.kernels.launches import Launches
 from lightning_aigc_kernels.joint_attention import AttentionStream
 from lightning_aigc_kernels.joint_attention import passes as joint_passes
 from lightning_aigc_kernels.joint_attention.op import joint_attention_reference
@@ -195,7 +192,6 @@ def main() -> None:
                     fused, fused_backward = count(ours)[0], count(ours_backward)[0]
                 row = {
                     "benchmark": "launches of transformer ops",
-                    "date": datetime.date.today().isoformat(),
                     "torch": torch.__version__,
                     "batch": options.batch,
                     "dtype": str(dtype).removeprefix("torch."),
@@ -206,10 +202,7 @@ def main() -> None:
                     "native": [dict(native), dict(native_backward)],
                     "fused": [dict(fused), dict(fused_backward)],
                 }
-                print(json.dumps(row))
-                if options.output:
-                    with options.output.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                keep_row(row, options.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure group_norm_silu against the memory bandwidth and native GroupNorm with SiLU, forward and backward.
 
-    python kernels/benchmarks/bandwidth.py [--device cuda] [--dtype bfloat16] [--trained] [--output FILE.jsonl]
+    python -m benchmarks.kernels.bandwidth [--device cuda] [--dtype bfloat16] [--trained] [--output FILE.jsonl]
 
 Bytes are the fewest that any implementation moves: forward reads x and writes y, backward reads x and dy and writes
 dx. Their rate is compared with a copy's in the same run, of a tensor as large as x: a small one moves fewer bytes a
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
-import json
 import platform
 import statistics
 import sys
@@ -29,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.common.rows import keep_row
 from lightning_aigc_kernels.dispatch import kernel_for
 from lightning_aigc_kernels.group_norm_silu import group_norm_silu
 
@@ -158,7 +157,6 @@ def measure_all(given: argparse.Namespace) -> None:
     header = {
         "benchmark": "bandwidth",
         "op": "group_norm_silu",
-        "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if given.device == "cuda" else f"cpu ({platform.machine()})",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -169,11 +167,7 @@ def measure_all(given: argparse.Namespace) -> None:
         else "triton",
     }
     for name, shape in list(SHAPES.items())[: given.shapes]:
-        row = json.dumps(header | measure(name, shape, given))
-        print(row, flush=True)
-        if given.output:
-            with given.output.open("a") as file:
-                file.write(row + "\n")
+        keep_row(header | measure(name, shape, given), given.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Error of the transformer ops' outputs and gradients against float64, compared with plain torch in the same dtype.
 
-    python kernels/benchmarks/op_accuracy.py [--channels 1536] [--tokens 1024] [--seeds 5] [--output op_accuracy.jsonl]
+    python -m benchmarks.kernels.op_accuracy [--channels 1536] [--tokens 1024] [--seeds 5] [--output op_accuracy.jsonl]
 
 Each op as the blocks call it, with every tensor trained; plain torch is the order of diffusers' blocks. `error` is the
 relative L2 error, `ratio` that over plain torch's: the median over seeds and the largest. A ratio below 1 is a gain, as
@@ -12,8 +12,6 @@ benchmarks/precision/accuracy.py.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import platform
 import statistics
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common.rows import keep_row
 from lightning_aigc_kernels import (
     AttentionStream,
     gated_residual,
@@ -197,7 +196,6 @@ def main() -> None:
                 ratios = [1.0 if our == their else our / max(their, 1e-30) for our, their in pairs]
                 row = {
                     "benchmark": "op_accuracy",
-                    "date": datetime.date.today().isoformat(),
                     "torch": torch.__version__,
                     "device": f"cpu ({platform.machine()})",
                     "op": case,
@@ -210,10 +208,7 @@ def main() -> None:
                     "ratio": round(statistics.median(ratios), 3),
                     "largest_ratio": round(max(ratios), 3),
                 }
-                print(json.dumps(row))
-                if options.output:
-                    with options.output.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                keep_row(row, options.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Count the kernels that a backward pass of GroupNorm and SiLU launches: native autograd, and the fused Triton kernel.
 
-    python kernels/benchmarks/launches.py [--batch 4] [--output launches.jsonl]
+    python -m benchmarks.kernels.launches [--batch 4] [--output launches.jsonl]
 
 Counted on a CPU, from the operators that reach the dispatcher; nothing is launched on a device. An operator that only
 allocates or makes a view counts nothing, any other one launch, and native_group_norm_backward as many as torch's CUDA
@@ -15,8 +15,6 @@ One JSON object a line goes to `--output`.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common.rows import keep_row
 from lightning_aigc_kernels.group_norm_silu import op as module
 from lightning_aigc_kernels.group_norm_silu.affine import Affine
 
@@ -108,7 +107,6 @@ def main() -> None:
                 before, after = native(x, parameters, trained), fused(x, parameters, trained)
                 row = {
                     "benchmark": "launches",
-                    "date": datetime.date.today().isoformat(),
                     "torch": torch.__version__,
                     "batch": options.batch,
                     "dtype": str(dtype).removeprefix("torch."),
@@ -120,10 +118,7 @@ def main() -> None:
                     "native": dict(before),
                     "fused": dict(after),
                 }
-                print(json.dumps(row))
-                if options.output:
-                    with options.output.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                keep_row(row, options.output)
 
 
 if __name__ == "__main__":
