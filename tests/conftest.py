@@ -31,6 +31,14 @@ def leave_no_process_group() -> Iterator[None]:
             os.environ[name] = value
 
 
+@pytest.fixture(autouse=True, scope="module")
+def keep_survivors_out_of_garbage_collection() -> Iterator[None]:
+    """Freeze what outlives a module of tests, such as caches, so that later collections do not look at it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def needs_namespaces() -> None:
     """Skip the test where this machine makes no network namespaces with a slow link between them, and say why."""
