@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_aigc_kernels.casting import cast, cast_optional
 from lightning_aigc_kernels.dispatch import HALF_DTYPES
 from lightning_aigc_kernels.matmul import needs_float32
 
@@ -31,10 +32,10 @@ def check_conv2d(op: str, x: Tensor, weight: Tensor, groups: int) -> None:
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, dtype: torch.dtype) -> Tensor:
     """conv2d in `dtype`."""
-    x, weight, bias = lay_out(x.to(dtype), weight), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = lay_out(cast(x, dtype), weight), cast(weight, dtype), cast_optional(bias, dtype)
     if needs_float32(x):
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-    return F.conv2d(x, weight, bias, *geometry).to(dtype)
+    return cast(F.conv2d(x, weight, bias, *geometry), dtype)
 
 
 def convolve_backward(
@@ -45,11 +46,11 @@ def convolve_backward(
     Args: x is the input, or only its shape if the weight's gradient is not needed.
     """
     dtype = dy.dtype
-    dy, weight = lay_out(dy, weight), weight.to(dtype)
+    dy, weight = lay_out(dy, weight), cast(weight, dtype)
     if needs_float32(dy):
         dy, weight = dy.float(), weight.float()
     if isinstance(x, Tensor):
-        x = lay_out(x.to(dtype), weight).to(dy.dtype)
+        x = cast(lay_out(cast(x, dtype), weight), dy.dtype)
     elif dy.device.type == "cpu":  # the input's values are not read, but its layout is
         x = torch.empty(tuple(x), dtype=dy.dtype, memory_format=_layout(x, weight, dtype))
     else:
@@ -59,7 +60,7 @@ def convolve_backward(
     dx, dweight, dbias = torch.ops.aten.convolution_backward(
         dy, x, weight, weight.shape[:1], stride, padding, dilation, False, (0, 0), groups, mask
     )
-    return dx.to(dtype), dweight.to(dtype) if need_weight else None, dbias.to(dtype) if need_bias else None
+    return cast(dx, dtype), cast(dweight, dtype) if need_weight else None, cast(dbias, dtype) if need_bias else None
 
 
 def lay_out(x: Tensor, weight: Tensor) -> Tensor:

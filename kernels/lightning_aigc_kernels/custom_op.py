@@ -80,12 +80,14 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
 
     named: Any = types.new_class(op._name, (DirectWithLists if lists else Direct,))  # autograd's errors name the op
 
+    apply = super(torch.autograd.Function, named).apply  # without unwrap_dead_wrappers: functorch is refused before
+
     def call(*args: Any) -> Any:
         if is_traced():
             return op(*args)
         if lists:
-            return named.apply([len(args[i]) for i in lists], *_flatten(args, lists))
-        return named.apply(*args)
+            return apply([len(args[i]) for i in lists], *_flatten(args, lists))
+        return apply(*args)
 
     return call
 

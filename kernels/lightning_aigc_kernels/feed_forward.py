@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import (
     backward_dtype,
@@ -136,11 +137,13 @@ def _backward_op(
         projected = project(normalized.value, first.to(dtype), inner_TR)
     projected_T2D = projected
     inner_TR = inner_TR if dtype == grad_dtype else None
-    normalized_TC, first = normalized.value.to(grad_dtype), first.to(grad_dtype)
-    dy_TC = rows_of(dy).to(grad_dtype)
+    normalized_TC, first = cast(normalized.value, grad_dtype), first.to(grad_dtype)
+    dy_TC = cast(rows_of(dy), grad_dtype)
     dinner_TR = inner_gradient(dy_TC, second)
     dproduct_TD = add_input_gradient(None, dy_TC, second, dinner_TR)
-    dprojected_T2D, product_TD = geglu.backward(dproduct_TD, projected_T2D.to(grad_dtype), activation, any(need_second))
+    dprojected_T2D, product_TD = geglu.backward(
+        dproduct_TD, cast(projected_T2D, grad_dtype), activation, any(need_second)
+    )
     del projected, projected_T2D, dproduct_TD
     dsecond: tuple[Tensor | None, ...] = (None,) * 4
     if product_TD is not None:

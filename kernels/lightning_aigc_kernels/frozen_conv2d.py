@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc_kernels.casting import cast, cast_optional
 from lightning_aigc_kernels.convolution import (
     Geometry,
     check_conv2d,
@@ -113,7 +114,7 @@ def _conv2d_backward(
     dtype: torch.dtype,
 ) -> Tensor:
     geometry = Geometry(stride, padding, dilation, groups)
-    return convolve_backward(dy, input_shape, weight, geometry, need_weight=False, need_bias=False)[0].to(dtype)
+    return cast(convolve_backward(dy, input_shape, weight, geometry, need_weight=False, need_bias=False)[0], dtype)
 
 
 _conv2d.register_fake(_conv2d._init_fn)
@@ -139,13 +140,13 @@ _call_conv2d, _call_conv2d_backward = register_autograd(_conv2d, _conv2d_backwar
 
 @torch.library.custom_op("lightning_aigc::frozen_linear", mutates_args=())
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    y = linear(rows_of(x.to(dtype)), weight.to(dtype), None if bias is None else bias.to(dtype))
+    y = linear(rows_of(cast(x, dtype)), cast(weight, dtype), cast_optional(bias, dtype))
     return in_shape_of(x, y)
 
 
 @torch.library.custom_op("lightning_aigc::frozen_linear_backward", mutates_args=())
 def _linear_backward(dy: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return matmul(dy, weight.to(dy.dtype)).to(dtype)
+    return cast(matmul(dy, cast(weight, dy.dtype)), dtype)
 
 
 @_linear.register_fake

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_aigc_kernels.casting import cast, cast_optional
 from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
 
@@ -30,10 +31,11 @@ class LoRAProjection(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> LoRAProjection:
         """The layer in another dtype, without a copy if it has that dtype already."""
-        if all(t is None or t.dtype == dtype for t in self.tensors):  # much cheaper than four calls to Tensor.to
+        weight, bias, down, up, scale = self
+        if weight.dtype is dtype and all(t is None or t.dtype is dtype for t in (bias, down, up)):
             return self
-        bias, down, up = (None if t is None else t.to(dtype) for t in self[1:4])
-        return LoRAProjection(self.weight.to(dtype), bias, down, up, self.scale)
+        bias, down, up = (cast_optional(t, dtype) for t in (bias, down, up))
+        return LoRAProjection(cast(weight, dtype), bias, down, up, scale)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -61,7 +63,7 @@ class Needs(NamedTuple):
 
 def inner(x_TC: Tensor, layer: LoRAProjection) -> Tensor | None:
     """LoRA's inner tensor x down^T [T, R], unscaled; None without LoRA."""
-    return None if layer.down is None else matmul(x_TC, layer.down.t())
+    return None if layer.down is None else linear(x_TC, layer.down, None)
 
 
 def inner_gradient(dy_TD: Tensor, layer: LoRAProjection) -> Tensor | None:
@@ -73,7 +75,7 @@ def project(x_TC: Tensor, layer: LoRAProjection, inner_TR: Tensor | None = None)
     """The layer's output y_TD; `inner_TR` is `inner`'s result, if the caller has it."""
     y_TD = linear(x_TC, layer.weight, layer.bias)
     if layer.down is not None and layer.up is not None:
-        inner_TR = matmul(x_TC, layer.down.t()) if inner_TR is None else inner_TR
+        inner_TR = linear(x_TC, layer.down, None) if inner_TR is None else inner_TR
         add_matmul_(y_TD, inner_TR, layer.up.t(), layer.scale)
     return y_TD
 
@@ -110,7 +112,7 @@ def parameter_gradients(
             dinner_TR = matmul(dy_TD, layer.up) if dinner_TR is None else dinner_TR
             ddown_RC = matmul(dinner_TR.mul(layer.scale).t(), x_TC)
         if needs.up:
-            inner_TR = matmul(x_TC, layer.down.t()) if inner_TR is None else inner_TR
+            inner_TR = linear(x_TC, layer.down, None) if inner_TR is None else inner_TR
             dup_DR = matmul(dy_TD.t(), inner_TR.mul(layer.scale))
     dweight_DC = matmul(dy_TD.t(), x_TC) if needs.weight else None
     dbias_D = dy_TD.sum(0) if needs.bias and layer.bias is not None else None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def needs_float32(like: Tensor) -> bool:
     """Whether to compute products of this tensor in float32 and round them."""
-    return like.dtype == torch.float16 and like.device.type == "cpu"
+    return like.dtype is torch.float16 and like.device.type == "cpu"
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.dispatch import HALF_DTYPES
 
 aten = torch.ops.aten
@@ -33,17 +34,17 @@ class Normalized(NamedTuple):
 def normalize(x_TC: Tensor, norm: NormParameters, dtype: torch.dtype) -> Normalized:
     """LayerNorm(x) in `dtype`, with statistics in float32 where the device supports it."""
     if not norm.on:
-        return Normalized(x_TC.to(dtype), None, None)
+        return Normalized(cast(x_TC, dtype), None, None)
     weight, bias = affine_for(norm.weight, x_TC), affine_for(norm.bias, x_TC)
     value, mean, rstd = aten.native_layer_norm(x_TC, x_TC.shape[-1:], weight, bias, norm.eps)
-    return Normalized(value.to(dtype), mean, rstd)
+    return Normalized(cast(value, dtype), mean, rstd)
 
 
 def normalize_backward(
     dvalue_TC: Tensor, x_TC: Tensor, norm: NormParameters, made: Normalized, need_weight: bool, need_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x, weight and bias."""
-    dvalue_TC = dvalue_TC.to(x_TC.dtype)
+    dvalue_TC = cast(dvalue_TC, x_TC.dtype)
     if not norm.on:
         return dvalue_TC, None, None
     weight, bias = affine_for(norm.weight, x_TC), affine_for(norm.bias, x_TC)
@@ -58,8 +59,11 @@ def affine_for(parameter_C: Tensor | None, x: Tensor) -> Tensor | None:
     """Cast a norm's weight or bias for x's device: on a CPU to float32 for half-precision x, else to x's dtype."""
     if parameter_C is None:
         return None
-    on_cpu = x.device.type == "cpu" and x.dtype in HALF_DTYPES
-    return parameter_C.to(torch.float32 if on_cpu else x.dtype).contiguous()  # norm kernels ignore strides
+    dtype = x.dtype
+    if dtype in HALF_DTYPES and x.device.type == "cpu":
+        dtype = torch.float32
+    cast_C = cast(parameter_C, dtype)
+    return cast_C if cast_C.is_contiguous() else cast_C.contiguous()  # norm kernels ignore strides
 
 
 def layer_norm(x: Tensor, norm: NormParameters) -> Tensor:

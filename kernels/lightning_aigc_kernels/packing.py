@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.linear_with_lora import LoRAProjection
 from lightning_aigc_kernels.normalization import NormParameters
 
@@ -54,7 +55,7 @@ def wanted(
 ) -> list[Tensor]:
     """The needed gradients, each in its parameter's dtype."""
     return [
-        gradient.to(parameter.dtype)
+        cast(gradient, parameter.dtype)
         for gradient, parameter, need in zip(gradients, parameters, needs, strict=True)
         if need and gradient is not None and parameter is not None
     ]

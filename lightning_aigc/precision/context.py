@@ -114,6 +114,9 @@ def current_options(module: nn.Module, options: BlockOptions) -> Iterator[None]:
 @contextlib.contextmanager
 def child_options(block: nn.Module, saved: SavedParts | None) -> Iterator[None]:
     """Make `saved_by_child(block)` return `saved` in this scope."""
+    if saved is None:  # torch.compile breaks its graph at a change of `current` inside a recomputed block
+        yield
+        return
     outer = current.child, current.child_saves
     current.child, current.child_saves = block, saved
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import (
     HALF_DTYPES,
@@ -53,7 +54,7 @@ def group_norm_silu(
     dtype = compute_dtype(x)
     with without_autocast(x):
         y: Tensor = _call(x, weight, bias, scale, shift, num_groups, eps, silu, input_grad_density)[0]
-    return y.to(dtype)
+    return cast(y, dtype)
 
 
 def check(
@@ -105,7 +106,7 @@ def backward(
     dy: Tensor, x: Tensor, mean_NG: Tensor, rstd_NG: Tensor, norm: NormSiLU, need_affine: bool, density: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, weight, bias, scale and shift; without `need_affine` the last four are None."""
-    dy = dy.to(x.dtype)
+    dy = cast(dy, x.dtype)
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
         return reference.backward(dy, x, mean_NG, rstd_NG, norm, need_affine, density)

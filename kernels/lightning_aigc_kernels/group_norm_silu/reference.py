@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
 from lightning_aigc_kernels.keep_largest.reference import keep_largest
 from lightning_aigc_kernels.normalization import affine_for
@@ -71,7 +72,7 @@ def backward(
     # On a CPU the channels_last backward of torch 2.13 takes 13 times as long: two copies are cheaper.
     weight_C = affine_for(weight_C, x)
     statistics_dtype = x.dtype if weight_C is None else weight_C.dtype
-    statistics = mean_NG.to(statistics_dtype), rstd_NG.to(statistics_dtype)
+    statistics = cast(mean_NG, statistics_dtype), cast(rstd_NG, statistics_dtype)
     pixels_count = math.prod(x.shape[2:])
     mask = (True, need_affine and weight_C is not None, need_affine and bias_C is not None)
     dx, dweight_C, dbias_C = aten.native_group_norm_backward(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.dispatch import backward_dtype
 from lightning_aigc_kernels.keep_largest.op import keep_largest_per_head
 from lightning_aigc_kernels.linear_with_lora import (
@@ -89,8 +90,8 @@ def backward(
     if grad_dtype != block.dtype:
         inners = [None] * 3
 
-    normalized_RC = normalized.value.to(grad_dtype)
-    source_RC = normalized_RC if context is None else rows_of(context).to(grad_dtype)
+    normalized_RC = cast(normalized.value, grad_dtype)
+    source_RC = normalized_RC if context is None else cast(rows_of(context), grad_dtype)
     sources = normalized_RC, source_RC, source_RC
     dlayers: list[ProjectionGradients] = []
     dnormalized_RC: Any = None
@@ -142,11 +143,11 @@ def _attention_backward(
     if not output:
         o_NHTD, *softmax = attend(*(_heads_first(rows, samples, block.heads) for rows in qkv))
         output = [o_NHTD.transpose(1, 2).reshape(-1, block.inward[2].weight.shape[0]), *softmax]
-    dy_RC, o_RC = rows_of(dy).to(grad_dtype), rows_of(output[0]).to(grad_dtype)
+    dy_RC, o_RC = cast(rows_of(dy), grad_dtype), cast(rows_of(output[0]), grad_dtype)
     dinner_RR = inner_gradient(dy_RC, out)
     dout = parameter_gradients(dy_RC, o_RC, out, needs_out, dinner_TR=dinner_RR)
     do_RC = add_input_gradient(None, dy_RC, out, dinner_RR)
-    heads_first = [_heads_first(rows.to(grad_dtype), samples, block.heads) for rows in (do_RC, *qkv, o_RC)]
+    heads_first = [_heads_first(cast(rows, grad_dtype), samples, block.heads) for rows in (do_RC, *qkv, o_RC)]
     do, q, k, v, o = heads_first
     dqkv_NHTD: tuple[Tensor, ...] = attend_backward(do, q, k, v, o, *output[1:])
     del heads_first, do_RC, o_RC, qkv, output, do, q, k, v, o  # frees memory for the gradients' rows
@@ -164,14 +165,14 @@ def _projections(
 ) -> tuple[Normalized, tuple[Tensor, ...], list[Tensor | None]]:
     """The normalised x, q, k and v as rows, computed unless saved, and LoRA's inner tensors of the computed ones."""
     normalized = normalize(rows_of(x), block.norm, block.dtype)
-    source_RC = normalized.value if context is None else rows_of(context).to(block.dtype)
+    source_RC = normalized.value if context is None else cast(rows_of(context), block.dtype)
     qkv: list[Tensor] = []
     inners: list[Tensor | None] = [None, None, None]
     for i, (layer, saved) in enumerate(zip(block.inward, saved_qkv, strict=True)):
         if saved is None:
-            source, cast = normalized.value if i == 0 else source_RC, layer.to(block.dtype)
-            inners[i] = inner(source, cast)
-            saved = project(source, cast, inners[i])
+            source, in_dtype = normalized.value if i == 0 else source_RC, layer.to(block.dtype)
+            inners[i] = inner(source, in_dtype)
+            saved = project(source, in_dtype, inners[i])
         qkv.append(saved)
     return normalized, tuple(qkv), inners
 

@@ -39,12 +39,14 @@ def refuse_hooks(module: nn.Module) -> None:
 
     kohya's and LyCORIS's LoRA, and accelerate's hooks, replace a layer's forward.
     """
+    attributes = module.__dict__
+    if _has_no_hooks(attributes):
+        return
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise CannotSwapError("a layer inside has hooks")
     if "parametrizations" in module._modules:
         raise CannotSwapError("a layer inside is parametrized")
-    attributes = module.__dict__
-    if "forward" in attributes and not is_installed(module):
+    if not is_installed(module):
         raise CannotSwapError("a layer inside has a forward that other code replaced")
 
 
@@ -59,6 +61,57 @@ def read_projection(module: Any) -> LoRAProjection:
 
     Raises: CannotSwapError for any other layer, several active LoRAs, LoRA dropout, DoRA and other LoRA variants.
     """
+    return _read_plain(module) or _read_checked(module)
+
+
+def _read_plain(module: Any) -> LoRAProjection | None:
+    """`read_projection` of the usual cases, out of the modules' dictionaries; None for others.
+
+    A step reads some hundred layers, and nn.Module's `__getattr__` and peft's properties take ten times as long.
+    """
+    kind: type = type(module)
+    attributes = module.__dict__
+    if not _has_no_hooks(attributes):
+        return None
+    if kind is nn.Linear:
+        parameters = attributes["_parameters"]
+        return LoRAProjection(parameters["weight"], parameters["bias"])
+    if not _is_peft_linear(kind) or attributes.get("_disable_adapters") or attributes.get("merged_adapters"):
+        return None
+    active = attributes.get("_active_adapter")
+    (name,) = active if isinstance(active, list) and len(active) == 1 else (active,)
+    children = attributes["_modules"]
+    if not isinstance(name, str) or name in module.lora_variant or name not in children["lora_A"]._modules:
+        return None
+    base, down, up = children["base_layer"], children["lora_A"]._modules[name], children["lora_B"]._modules[name]
+    dropout = children["lora_dropout"]._modules[name]
+    if not (type(base) is type(down) is type(up) is nn.Linear and type(dropout) is nn.Identity):
+        return None
+    if not all(_has_no_hooks(layer.__dict__) for layer in (base, down, up, dropout)):
+        return None
+    parameters, down_parameters, up_parameters = (layer.__dict__["_parameters"] for layer in (base, down, up))
+    if down_parameters["bias"] is not None or up_parameters["bias"] is not None:
+        return None
+    scale = float(attributes["scaling"][name])
+    return LoRAProjection(
+        parameters["weight"], parameters["bias"], down_parameters["weight"], up_parameters["weight"], scale
+    )
+
+
+def _has_no_hooks(attributes: dict[str, Any]) -> bool:
+    """Whether `refuse_hooks` accepts the module with these attributes; False also for a forward that a swap set."""
+    return not (
+        attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"] or "parametrizations" in attributes["_modules"] or "forward" in attributes
+    )  # fmt: skip
+
+
+def _is_peft_linear(kind: type) -> bool:
+    return kind.__qualname__ == "Linear" and f"{kind.__module__}.Linear" == PEFT_LINEAR
+
+
+def _read_checked(module: Any) -> LoRAProjection:
+    """`read_projection`, with the reason for a layer that cannot be read."""
     refuse_hooks(module)
     if type(module) is nn.Linear:
         return LoRAProjection(module.weight, module.bias)
@@ -140,6 +193,7 @@ def check_same_dtype(x: Tensor, *tensors: Tensor | None) -> None:
     """Raise CannotSwapError if dtypes differ outside autocast, where torch's promotion rules apply."""
     if torch.is_autocast_enabled(x.device.type):
         return
-    other = next((t.dtype for t in tensors if t is not None and t.dtype != x.dtype), None)
-    if other is not None:
-        raise CannotSwapError(f"input {x.dtype} with {other} without autocast")
+    dtype = x.dtype
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype is not dtype:
+            raise CannotSwapError(f"input {dtype} with {tensor.dtype} without autocast")

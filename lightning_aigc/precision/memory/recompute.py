@@ -1,13 +1,15 @@
 """Activation checkpointing of blocks, where recomputation skips results that backward does not read.
 
-torch.utils.checkpoint recomputes the block. Two things make recomputation cheaper: a long attention's output, which is
-small for its cost, is saved and reused, and a block's last products are skipped, as backward reads only their inputs.
+As torch.utils.checkpoint, with less work for the host, and with torch.utils.checkpoint where random numbers are drawn.
+Two things make recomputation cheaper: a long attention's output, which is small for its cost, is saved and
+reused, and a block's last products are skipped, as backward reads only their inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,21 +50,132 @@ def checkpoint_block(
         first, again = around or (contextlib.nullcontext(), contextlib.nullcontext())
         return RecomputeRun(saved, False, offloads, first), RecomputeRun(saved, True, offloads, again)
 
-    with save_on_host() if offloads else contextlib.nullcontext():  # inside the block, checkpoint's own hooks hold
-        result: Tensor = checkpoint(
-            block,
-            *inputs,
-            use_reentrant=False,
-            context_fn=contexts,
-            determinism_check="none",
-            preserve_rng_state=_has_active_dropout(module),
-        )
-    return result
+    if _has_active_dropout(module):
+        with save_on_host() if offloads else contextlib.nullcontext():  # inside, checkpoint's own hooks hold
+            result: Tensor = checkpoint(
+                block, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none",
+                preserve_rng_state=True,
+            )  # fmt: skip
+        return result
+    first, again = contexts()
+    recomputation = _Recomputation(block, again, inputs, offloads)
+    with saved_tensors_hooks(recomputation.pack, _Recomputation.unpack), first:
+        return block(*inputs)
+
+
+class _Slot:
+    """A tensor that backward will ask for, empty until its block was recomputed."""
+
+    __slots__ = ("__weakref__", "recomputation", "tensor")
+
+    def __init__(self, recomputation: _Recomputation) -> None:
+        self.recomputation, self.tensor = recomputation, None
+
+
+class _RecomputedError(Exception):
+    """All slots are filled; ends a recomputation."""
+
+
+class _Recomputation:
+    """Runs a block again when backward asks for the first of the tensors that it saved.
+
+    As torch.utils.checkpoint's non-reentrant form, with less work for each tensor, and without random states.
+    """
+
+    def __init__(
+        self, block: Callable[..., Any], again: AbstractContextManager[object], inputs: Sequence[Any], offloads: bool
+    ) -> None:
+        self.block, self.again = block, again
+        self.slots: list[weakref.ref[_Slot]] = []
+        """Weak, so that a tensor which nothing will read is not kept."""
+        device = next(x.device for x in inputs if x is not None)
+        self.device_type = device.type
+        self.autocast: tuple[torch.dtype, bool] | None = None
+        """autocast's dtype where it is on, and whether it caches cast weights."""
+        if torch.is_autocast_enabled(device.type):
+            self.autocast = torch.get_autocast_dtype(device.type), torch.is_autocast_cache_enabled()
+        with save_on_host() if offloads else contextlib.nullcontext():
+            self.inputs: Any = _save_inputs(torch.empty(0, device=device, requires_grad=True), *inputs)
+
+    def pack(self, tensor: Tensor) -> Tensor | _Slot:
+        if type(tensor) is nn.Parameter:  # kept by its module in any case
+            return tensor
+        slot = _Slot(self)
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    @staticmethod
+    def unpack(held: Tensor | _Slot) -> Tensor:
+        if type(held) is not _Slot:
+            return held  # type: ignore[return-value]  # a parameter
+        if held.tensor is None:
+            held.recomputation.run()
+        tensor: Tensor | None = held.tensor
+        held.tensor = None
+        assert tensor is not None, "the recomputed block saved other tensors than its first run"
+        return tensor
+
+    def run(self) -> None:
+        """Fill the slots."""
+        position, last = 0, len(self.slots)
+
+        def pack(tensor: Tensor) -> Tensor | None:
+            nonlocal position
+            if type(tensor) is nn.Parameter:
+                return tensor
+            slot = self.slots[position]()
+            position += 1
+            if slot is not None:
+                slot.tensor = tensor.detach()  # type: ignore[assignment]
+            if position == last:
+                raise _RecomputedError
+            return None
+
+        inputs = self.inputs.grad_fn.saved_tensors
+        with (
+            contextlib.suppress(_RecomputedError), torch.enable_grad(), saved_tensors_hooks(pack, _refuse),
+            self._autocast(), self.again,
+        ):  # fmt: skip
+            self.block(*inputs)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.autocast is not None:
+            dtype, is_cached = self.autocast
+            return torch.autocast(self.device_type, dtype, cache_enabled=is_cached)
+        if torch.is_autocast_enabled(self.device_type):
+            return torch.autocast(self.device_type, enabled=False)
+        return contextlib.nullcontext()
+
+
+class _SavedInputs(torch.autograd.Function):
+    """Saves tensors through the hooks that hold outside of the block, such as those of an outer checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing reads the anchor")
+
+
+_save_inputs: Any = _SavedInputs.apply
+
+
+def _refuse(_: object) -> Tensor:
+    raise AssertionError("a recomputed block's graph is not used")
 
 
 def _has_active_dropout(module: nn.Module) -> bool:
     """Whether a dropout in this block is active, for example that of a LoRA on a convolution."""
-    return any(isinstance(layer, _DropoutNd) and layer.training and layer.p > 0 for layer in module.modules())
+    stack = [module]
+    while stack:  # every call of a block comes here: `modules()` takes several times as long
+        part = stack.pop()
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            return True
+        stack.extend(child for child in part.__dict__["_modules"].values() if child is not None)
+    return False
 
 
 def is_inside() -> bool:
