@@ -59,7 +59,7 @@ def stirred(network: Any) -> Any:
 
 @torch.no_grad()
 def residuals(controlnet: ControlNetModel) -> list[Tensor]:
-    """What diffusers adds to the U-Net, from its first to its middle block."""
+    """The residuals that diffusers adds to the U-Net, from its first to its middle block."""
     x, hint, steps, context, added = inputs(controlnet.config)
     kwargs = (
         {"text_embeds": added[:, :16], "time_ids": torch.zeros(2, 6)} if "time_ids" in str(controlnet.config) else None

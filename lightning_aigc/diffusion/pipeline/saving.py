@@ -114,8 +114,9 @@ def save_transformer(
     path: Path, components: Components, dtype: torch.dtype | None, schedule: Mapping[str, Any]
 ) -> None:
     """Write the transformer alone, under names that ComfyUI reads as a diffusion model (see `original_tensors`)."""
-    assert isinstance(components.family, TransformerFamily)
-    tensors = original_tensors(deferred(components.denoiser, dtype), components.family)
+    tensors: Mapping[str, DeferredTensor] = deferred(components.denoiser, dtype)
+    if isinstance(components.family, TransformerFamily):
+        tensors = original_tensors(tensors, components.family)
     write_tensors(path, tensors, header_of(schedule))
 
 
