@@ -25,6 +25,7 @@ def check_arguments(
     strict: object,
     densities: dict[str, Any],
     offload: object = False,
+    graph: object = False,
 ) -> None:
     """Raise ConfigError for the first invalid argument, or for two that exclude each other."""
     _check_choice("precision", precision, get_args(PrecisionName), SHORT_NAMES.get(str(precision)))
@@ -39,6 +40,10 @@ def check_arguments(
         raise ConfigError(f"strict must be true or false, got {strict!r}")
     if not isinstance(offload, bool):
         raise ConfigError(f"offload must be true or false, got {offload!r}")
+    if not isinstance(graph, bool):
+        raise ConfigError(f"graph must be true or false, got {graph!r}")
+    if graph and offload:
+        raise ConfigError("graph=True cannot record offload's copies to host memory; set offload or graph to false")
     if offload and memory != "max":
         raise ConfigError(
             f"offload moves the blocks' inputs, which are what memory='max' keeps, got memory={str(memory)!r};"

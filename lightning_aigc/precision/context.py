@@ -81,6 +81,8 @@ class BlockContext(threading.local):
     """Profile of the running forward of a top-level module, under a memory budget."""
     runs_natively: bool = False
     """Whether blocks run their class's forward, to count its memory."""
+    runs_eagerly: bool = False
+    """Whether modules run their own forward where a graph could be replayed."""
     is_inside_block: bool = False
     """Whether a block with planned options runs."""
     is_outermost: bool = True
@@ -128,6 +130,16 @@ def child_options(block: nn.Module, saved: SavedParts | None) -> Iterator[None]:
 def saved_by_child(block: nn.Module) -> SavedParts | None:
     """Return the results that the surrounding module chose for this block to save, None if it chose none."""
     return current.child_saves if current.child is block else None
+
+
+@contextlib.contextmanager
+def without_graphs() -> Iterator[None]:
+    """Run modules eagerly in this scope, for hooks that must see each call."""
+    outer, current.runs_eagerly = current.runs_eagerly, True
+    try:
+        yield
+    finally:
+        current.runs_eagerly = outer
 
 
 @contextlib.contextmanager

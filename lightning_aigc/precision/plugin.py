@@ -26,9 +26,12 @@ from lightning_aigc.precision.memory.budget import MemoryBudget, MemoryLevel, re
 from lightning_aigc.precision.nan.overflow import SkippedSteps
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.rng import random_states
+from lightning_aigc_kernels.dispatch import KERNEL_DEVICES
 from lightning_aigc_kernels.protection import named_modules
 
 if TYPE_CHECKING:
+    from lightning_aigc.precision.graph.device_graphs import Graphs
+    from lightning_aigc.precision.graph.graphed_root import GraphedRoot
     from lightning_aigc.precision.swaps import Swapped
 
 SWAPPED = "_fused_backward_swaps"
@@ -66,6 +69,9 @@ class FusedBackwardPrecision(Precision):
             checked: such a call runs the class's forward or the ops' torch reference.
         input_grad_density: Share of the largest entries of GroupNorm+SiLU's input gradient to keep; 1 keeps all.
         attention_grad_density: Share of the largest entries of attention's dq, dk and dv to keep per head; 1 keeps all.
+        graph: Record forward and backward of the denoiser and the ControlNet as graphs of the device, one pair for
+            each kind of shapes from its third call on, and replay them: a step then costs what the card costs, and not
+            what Python takes. For cuda and npu; what cannot be recorded runs eagerly, and a log line says why.
 
     Raises: ConfigError naming the wrong argument.
 
@@ -85,17 +91,19 @@ class FusedBackwardPrecision(Precision):
         input_grad_density: float = 1.0,
         attention_grad_density: float = 1.0,
         offload: bool = False,
+        graph: bool = False,
     ) -> None:
         budget = read_budget(memory)
         if memory is False:
             memory = "off"
         densities = {"input_grad_density": input_grad_density, "attention_grad_density": attention_grad_density}
-        check_arguments(precision, budget or memory, protect, strict, densities, offload)
+        check_arguments(precision, budget or memory, protect, strict, densities, offload, graph)
         self.precision = precision
         self.memory: MemoryLevel | MemoryBudget = budget or memory  # type: ignore[assignment]  # checked above
         self.protect = tuple(protect)
         self.strict = strict
         self.offload = offload
+        self.graph = graph
         self.input_grad_density = float(input_grad_density)
         self.attention_grad_density = float(attention_grad_density)
         self._stock: Precision | None = None
@@ -103,11 +111,13 @@ class FusedBackwardPrecision(Precision):
         self._module: nn.Module | None = None
         self._saved_scaler: dict[str, Any] = {}
         self._skipped = SkippedSteps(self.forward_context)
+        self._graphed: list[GraphedRoot] = []
 
     def __repr__(self) -> str:
         memory = self.memory if isinstance(self.memory, MemoryBudget) else repr(self.memory)
         offload = ", offload=True" * self.offload
-        return f"{type(self).__name__}(precision={self.precision!r}, memory={memory}{offload})"
+        graph = ", graph=True" * self.graph
+        return f"{type(self).__name__}(precision={self.precision!r}, memory={memory}{offload}{graph})"
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -128,6 +138,7 @@ class FusedBackwardPrecision(Precision):
         if isinstance(module, LightningModule) or self.precision != "bf16-true" or not _is_all_bfloat16(module):
             module = _deviceless(self.precision).convert_module(module)
         self._module = module
+        self._remove_graphs()
         restore_forwards(module)
         protect = (*self.protect, *(module.protected_gradients if isinstance(module, ProtectsGradients) else ()))
         if self.memory == "off":
@@ -159,10 +170,35 @@ class FusedBackwardPrecision(Precision):
                 swapped.planner.optimizers = optimizers
             if isinstance(module, LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(swapped.summary())
+        if self.graph and module is not None and self._device is not None:
+            self.record_graphs(module, self._device)
         return model, optimizers, lr_schedulers
+
+    def record_graphs(self, module: nn.Module, device: torch.device, graphs: Graphs | None = None) -> None:
+        """Record the calls of the module's networks from now on; `connect` does so with `graph=True`.
+
+        Args:
+            graphs: The device's, if None.
+        """
+        from lightning_aigc.precision.graph.device_graphs import DeviceGraphs
+        from lightning_aigc.precision.graph.graphed_root import GraphedRoot, graph_roots
+
+        self._remove_graphs()
+        if graphs is None and device.type not in KERNEL_DEVICES:
+            rank_zero_info(f"graph=True: {device.type} has no graphs; the model runs eagerly")
+            return
+        graphs = graphs or DeviceGraphs(device)
+        grad_dtype = torch.float16 if self.precision == "bf16-forward-fp16-backward" else None
+        self._graphed = [GraphedRoot(root, graphs, grad_dtype) for root in graph_roots(module)]
+
+    def _remove_graphs(self) -> None:
+        for graphed in self._graphed:
+            graphed.remove()
+        self._graphed = []
 
     def teardown(self) -> None:
         """Restore the model's forwards; the loss scale stays for the next fit."""
+        self._remove_graphs()
         if self._module is not None:
             restore_forwards(self._module)
         self._module = None

@@ -32,7 +32,7 @@ class EqualTokensProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
         if text_BTD.shape[1] != self.tokens:
             return None
         bias_1T = torch.zeros(1, self.tokens, dtype=torch.float32, device=text_BTD.device)
-        bias_1T[:, -1] = math.log(self.count)
+        bias_1T[:, -1].fill_(math.log(self.count))  # an assignment would copy a number of the host, which no graph can
         return bias_1T
 
     def __call__(

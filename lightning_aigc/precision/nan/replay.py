@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_aigc.precision.context import without_graphs
 from lightning_aigc.precision.nan.non_finite import NonFinite, first_non_finite
 from lightning_aigc.rng import RandomStates, random_states, restore_random_states
 
@@ -101,7 +102,7 @@ def find_non_finite(
 
 @contextlib.contextmanager
 def without_side_effects(model: LightningModule, states: RandomStates) -> Iterator[None]:
-    """Run a step from the given random states without logging or compiling, and restore what it changed.
+    """Run a step from the given random states without logging, compiling or graphs, and restore what it changed.
 
     Random states, buffers and torchmetrics are restored; counters in other attributes of the module are not.
     """
@@ -112,7 +113,7 @@ def without_side_effects(model: LightningModule, states: RandomStates) -> Iterat
     restore_random_states(states)
     try:
         # Hooks added to a compiled module are not called.
-        with _muted(model), torch.compiler.set_stance("force_eager"):
+        with _muted(model), torch.compiler.set_stance("force_eager"), without_graphs():
             yield
     finally:
         restore_random_states(now)
