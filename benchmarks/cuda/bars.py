@@ -47,6 +47,28 @@ def level_bars(rows: list[Row]) -> list[Bar]:
     return found
 
 
+GRAPHED = {"sd15": 0.22, "sdxl": 0.25}
+"""Limit of a graphed step at lean, batch 1, over eager native's."""
+
+
+def graph_bars(rows: list[Row]) -> list[Bar]:
+    found = []
+    for row in rows:
+        name = f"{row['model']} batch {row['batch']} {row['variant']}, {row['shapes']} shapes"
+        if row["variant"] == "lean" and row["batch"] == 1 and "graphed_over_eager_native" in row:
+            found.append(
+                Bar(f"{name}, graphed / eager native", row["graphed_over_eager_native"], GRAPHED[row["model"]])
+            )
+        if "graphed_over_device_time" in row and row["shapes"] == 1:
+            found.append(Bar(f"{name}, graphed / the card's time", row["graphed_over_device_time"], 1.10))
+        if "reserved_ratio" in row:
+            limit = 1.10 if row["shapes"] == 1 else 1.15
+            found.append(Bar(f"{name}, reserved memory / eager's", row["reserved_ratio"], limit))
+        if "equal_bits" in row:
+            found.append(Bar(f"{name}, gradients with other bits", float(not row["equal_bits"]), 0.0))
+    return found
+
+
 def bandwidth_bars(rows: list[Row]) -> list[Bar]:
     return [
         Bar(

@@ -15,6 +15,7 @@ from benchmarks.cuda.bars import (
     bandwidth_bars,
     demo_bars,
     demo_of,
+    graph_bars,
     level_bars,
     monitor_bars,
     script_bars,
@@ -24,6 +25,7 @@ from benchmarks.cuda.bars import (
 )
 
 UNET = "precision.unet_step"
+GRAPHS = "precision.graph_step"
 BANDWIDTH = "kernels.bandwidth"
 MEMORY, HEALTH, SNAPSHOTS = "precision.step_memory", "health.cost", "checkpoint.snapshot_cost"
 LEVELS = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
@@ -95,6 +97,15 @@ def part_one() -> list[Section]:
             level_bars,
         ),
         Section(
+            "graphs sd15", 1, 110,
+            [
+                script(GRAPHS, *TO), script(GRAPHS, *TO, "--batch", "4", "--rounds", "3"),
+                script(GRAPHS, *TO, "--shapes", "5", "--rounds", "3", "--steps", "2"),
+            ],
+            [script(GRAPHS, *TO, "--width", "0.1", "--pixels", "64", "--rounds", "1", "--steps", "1")],
+            graph_bars,
+        ),
+        Section(
             "diffusers' script", 1, 240,
             [
                 script(
@@ -116,6 +127,12 @@ def part_two() -> list[Section]:
             [script(UNET, *TO, *LEVELS, *FEW, "--model", "sdxl", "--pixels", "1024")],
             [script(UNET, *TO, *LEVELS, *TINY, "--model", "sdxl")],
             level_bars,
+        ),
+        Section(
+            "graphs sdxl", 2, 90,
+            [script(GRAPHS, *TO, "--model", "sdxl", "--pixels", "1024", "--rounds", "3", "--steps", "3")],
+            [],  # the same code as SD 1.5
+            graph_bars,
         ),
         Section(
             "demo", 2, 150, [[*FIT]], [[*FIT, *SMALL_DEMO]], lambda rows: demo_bars(rows), demo_of,

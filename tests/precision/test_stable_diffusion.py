@@ -282,7 +282,7 @@ def test_a_converted_unet_can_be_compiled(memory: str) -> None:
     unet = make_unet()
     wanted = gradients(unet)
     FusedBackwardPrecision("32-true", memory=memory).convert_module(unet)
-    compiled = torch.compile(unet, backend="aot_eager")
+    compiled = torch.compile(unet, backend="aot_eager", fullgraph=True)
     assert close(gradients(compiled), wanted, 5e-6)
 
 

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """What a function did on the device, to be done again."""
+    """A record of a function on the device, to be run again."""
 
     def replay(self) -> None: ...
 

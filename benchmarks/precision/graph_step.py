@@ -1,0 +1,131 @@
+"""Time and memory of a step by graphs, beside the same step eagerly, at each memory level.
+
+    python -m benchmarks.precision.graph_step [--model sd15|sdxl] [--batch 1] [--pixels 512] [--shapes 1]
+        [--device cuda]
+
+A U-Net with random weights and a LoRA of rank 64 in bf16. Eager and graphed steps alternate in each round; figures are
+medians after warm-up. `device_time_s` is the time of one captured graph of the whole step, which no Python can
+undercut. `--shapes 5` takes buckets of five shapes in turn. `reserved` is what the allocator holds after the steps, the
+graphs' pool included. `equal_bits` says whether all gradients of a graphed step are the eager one's. On a CPU the eager
+steps alone are measured. Not run on a card yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.common.rows import keep_row
+from benchmarks.common.unet_variants import build, inputs_of
+from benchmarks.precision.unet_step import device_time_s, synchronize
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.context import without_graphs
+from lightning_aigc.precision.graph.graphed_root import EAGER_CALLS
+
+LEVELS = {"native": "off", "balanced": "balanced", "lean": "lean", "max": "max"}
+
+
+def gradients_of(unet: nn.Module, given: dict[str, Any]) -> list[torch.Tensor]:
+    unet(**given).sample.float().square().mean().backward()
+    found = [p.grad for p in unet.parameters() if p.grad is not None]
+    unet.zero_grad(set_to_none=True)
+    return found
+
+
+def seconds_of(unet: nn.Module, shapes: list[dict[str, Any]], device: str, steps: int) -> float:
+    """Mean wall seconds of a step."""
+    synchronize(device)
+    start = time.perf_counter()
+    for i in range(steps):
+        gradients_of(unet, shapes[i % len(shapes)])
+    synchronize(device)
+    return (time.perf_counter() - start) / steps
+
+
+def reserved_mib(device: str) -> float | None:
+    return None if device == "cpu" else round(getattr(torch, device).memory_reserved() / 2**20, 1)
+
+
+def free_cache(device: str) -> None:
+    if device != "cpu":
+        getattr(torch, device).empty_cache()
+
+
+def measure(unet: nn.Module, shapes: list[dict[str, Any]], level: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one memory level."""
+    plugin = FusedBackwardPrecision("bf16-true", memory=LEVELS[level])  # type: ignore[arg-type]
+    plugin.convert_module(unet)
+    device, steps = options.device, options.steps * len(shapes)
+    row: dict[str, Any] = {"variant": level}
+    try:
+        free_cache(device)
+        seconds_of(unet, shapes, device, len(shapes))
+        row["eager_reserved_mib"] = reserved_mib(device)
+        if device == "cuda":
+            row["device_time_s"] = device_time_s(unet, shapes[0], replays=15)
+        free_cache(device)
+        if device != "cpu":
+            plugin.record_graphs(unet, torch.device(device))
+            start = time.perf_counter()
+            seconds_of(unet, shapes, device, (EAGER_CALLS + 1) * len(shapes))
+            row["warm_up_and_capture_s"] = round(time.perf_counter() - start, 2)
+        eager: list[float] = []
+        graphed: list[float] = []
+        for _ in range(options.rounds):
+            with without_graphs():
+                eager.append(seconds_of(unet, shapes, device, steps))
+            if device != "cpu":
+                graphed.append(seconds_of(unet, shapes, device, steps))
+        row["eager_step_s"] = round(statistics.median(eager), 5)
+        if graphed:
+            row["graphed_step_s"] = round(statistics.median(graphed), 5)
+            row["graphed_reserved_mib"] = reserved_mib(device)
+            with without_graphs():
+                wanted = gradients_of(unet, shapes[0])
+            row["equal_bits"] = all(map(torch.equal, gradients_of(unet, shapes[0]), wanted))
+    finally:
+        plugin.teardown()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["sd15", "sdxl"], default="sd15")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--pixels", type=int, default=512)
+    parser.add_argument("--shapes", type=int, default=1, help="buckets in turn, each 64 pixels larger")
+    parser.add_argument("--width", type=float, default=1.0, help="scales every channel count")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a shape in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
+    options = parser.parse_args()
+    unet = build(options.model, 64, torch.bfloat16, device=options.device, width=options.width).to(options.device)
+    shapes = [
+        inputs_of(options.model, options.batch, options.pixels + 64 * i, torch.bfloat16, options.device)
+        for i in range(options.shapes)
+    ]
+    rows = [measure(unet, shapes, level, options) for level in LEVELS]
+    name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    for row in rows:
+        if "graphed_step_s" in row:
+            row["graphed_over_eager_native"] = round(row["graphed_step_s"] / rows[0]["eager_step_s"], 3)
+            row["reserved_ratio"] = round(row["graphed_reserved_mib"] / row["eager_reserved_mib"], 3)
+        if row.get("device_time_s") and "graphed_step_s" in row:
+            row["graphed_over_device_time"] = round(row["graphed_step_s"] / row["device_time_s"], 3)
+        header = {
+            "benchmark": "graph_step", "model": options.model, "batch": options.batch, "pixels": options.pixels,
+            "shapes": options.shapes, "width": options.width, "device": name, "torch": torch.__version__,
+            "rounds": options.rounds,
+        }  # fmt: skip
+        keep_row(header | row, options.output)
+
+
+if __name__ == "__main__":
+    main()
