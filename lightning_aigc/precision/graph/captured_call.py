@@ -18,7 +18,7 @@ Key = tuple[Any, ...]
 
 
 def key_of(module: nn.Module, args: Any, kwargs: Any, grad_dtype: torch.dtype | None) -> Key:
-    """All that decides which operators a call runs, beside the module's own state.
+    """All that decides which operators a call runs, apart from the module's own state.
 
     Raises: TypeError for an argument that cannot be compared.
     """
