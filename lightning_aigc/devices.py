@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -54,6 +54,10 @@ def peak_memory_mib(device: torch.device) -> float:
     module = accelerator_module(device)
     if module is not None:
         return float(module.max_memory_allocated(device)) / 2**20  # type: ignore[attr-defined]
+    if sys.platform == "win32":
+        return float(psutil.Process().memory_info().peak_wset) / 2**20
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 

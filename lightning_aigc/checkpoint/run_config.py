@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -193,7 +194,8 @@ def _relative(path: Path, root: Path) -> str:
 def _made_durable(path: Path) -> bool:
     """Make a file survive a power cut; whether it exists."""
     try:
-        file = os.open(path, os.O_RDONLY)
+        # Windows flushes no file that is open for reading alone.
+        file = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     except OSError:
         return False
     try:

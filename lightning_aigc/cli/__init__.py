@@ -6,6 +6,7 @@ import argparse
 import atexit
 import gc
 import importlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -48,6 +49,7 @@ lightning VERB --help shows a verb's options; fit and demo take -c several times
 def main(argv: list[str] | None = None) -> None:
     """Run one verb and exit with 0 for success, 1 for a UserError, 2 for a wrong command line."""
     arguments = sys.argv[1:] if argv is None else argv
+    _print_any_character()
     verb = next((a for a in arguments if not a.startswith("-")), None)
     if verb is None:
         print(USAGE)
@@ -60,6 +62,13 @@ def main(argv: list[str] | None = None) -> None:
     if verb in OWN_VERBS:
         raise SystemExit(_run_own_verb(verb, arguments[arguments.index(verb) + 1 :]))
     raise SystemExit(_hand_to_lightning_sdk(verb))
+
+
+def _print_any_character() -> None:
+    """Print `?` for a character that the terminal's encoding lacks, such as a tick on Windows, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _demo_as_fit(arguments: list[str]) -> list[str]:

@@ -67,7 +67,7 @@ class Painter(LightningModule):
 
     def save_lora(self, path: Path, **metadata: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"steps": metadata["steps"]}))
+        path.write_text(json.dumps({"steps": metadata["steps"]}), encoding="utf-8")
 
 
 def fit(

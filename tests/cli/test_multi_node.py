@@ -45,7 +45,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def write_command(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.write_text(f"#!/bin/bash\n{text}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 

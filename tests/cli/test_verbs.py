@@ -132,7 +132,7 @@ def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quic
 def test_what_cannot_be_drawn_is_one_sentence(
     command: Command, quick: Path, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    bare = yaml.safe_load(quick.read_text())
+    bare = yaml.safe_load(quick.read_text(encoding="utf-8"))
     bare["model"]["init_args"]["validation_prompts"] = []
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(bare))
     (tmp_path / "empty.yaml").write_text("")
@@ -145,7 +145,7 @@ def test_a_lora_of_another_base_is_one_sentence(tmp_path: Path, quick: Path) -> 
     module = StableDiffusionLoRA("embedded:sd", rank=2)
     module.configure_model()
     module.save_lora(tmp_path / "other.safetensors")
-    given = yaml.safe_load(quick.read_text())["model"]["init_args"]
+    given = yaml.safe_load(quick.read_text(encoding="utf-8"))["model"]["init_args"]
     with pytest.raises(ModelError, match=r"is a LoRA of another base model.*use the base"):
         LoRASampler(given, "32-true", "cpu", tmp_path / "other.safetensors")
 

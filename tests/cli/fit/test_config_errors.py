@@ -267,7 +267,7 @@ def test_a_bug_in_a_users_own_class_is_one_line_and_its_traceback_a_file(
     kept.unlink()
     kept.mkdir()
     elsewhere = Path(mistake(text=text).rpartition(" is in ")[2])
-    assert "in deeper\n" in elsewhere.read_text()
+    assert "in deeper\n" in elsewhere.read_text(encoding="utf-8")
     elsewhere.unlink()
 
 
