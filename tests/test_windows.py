@@ -1,7 +1,7 @@
 """Parts that use the operating system run with what Windows has: no fcntl, resource, getuid, O_NOFOLLOW, or fork hook.
 
 No Windows is at hand: a fresh Python gets its platform's name, loses the names that it lacks, and gets a `msvcrt` whose
-locks are POSIX's. `make check-windows` lets mypy look for all other uses of such names.
+locks are POSIX's. `make check-systems` lets mypy look for all other uses of such names.
 """
 
 from __future__ import annotations
