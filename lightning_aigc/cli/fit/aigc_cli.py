@@ -178,6 +178,8 @@ class AIGCCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """The Trainer's arguments; validate, test and predict load the run's newest snapshot unless told otherwise."""
         given = super()._prepare_subcommand_kwargs(subcommand)
+        if given.get("weights_only") is None:  # with None Lightning runs the code in a checkpoint of an http address
+            given["weights_only"] = True
         if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionTraining):
             given["ckpt_path"] = load_weights(self.trainer, given.get("ckpt_path"))
             if subcommand == "predict" and not is_overridden(
