@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,9 @@ def requeue() -> None:
     job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
     if not re.fullmatch("[0-9_]+", job):
         raise SnapshotError(f"SLURM's job id is {job!r}, wanted digits; requeue it by hand")
+    if shutil.which("scontrol") is None:
+        rank_zero_info(f"SLURM job {job} is not requeued: no scontrol here; run `scontrol requeue {job}` on the host")
+        return
     done = subprocess.run(["scontrol", "requeue", job], check=False)
     rank_zero_info(f"SLURM job {job} is {'requeued' if done.returncode == 0 else 'not requeued: scontrol failed'}")
 
