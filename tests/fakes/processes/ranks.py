@@ -111,6 +111,9 @@ def _rank(
     place: tuple[str, str],
     arguments: Sequence[Any],
 ) -> None:
+    import lightning_aigc  # noqa: F401  # first: a process that was not forked has nothing imported
+
+    # isort: split
     import torch
     import torch.distributed as dist
 
