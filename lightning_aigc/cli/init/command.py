@@ -14,6 +14,11 @@ from lightning_aigc.errors import ConfigError
 CACHE = "~/.cache/lightning_aigc"
 """ImageCaptionData's default for cache_dir: training finds there what this verb has checked."""
 LISTED = 5
+SHOWN = (
+    *("resolution", "trigger_word", "missing_captions", "caption_extension", "caption_encoding"),
+    *("max_train_steps", "learning_rate", "memory"),
+)
+"""Choices that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.cli.init.choices import choose
     from lightning_aigc.cli.init.config import read_shipped, render
     from lightning_aigc.cli.init.folder import inspect_folder
+    from lightning_aigc.data.index.argument_checks import check_trigger_word
     from lightning_aigc.data.index.filenames import print_anywhere
 
+    check_trigger_word(args.trigger_word, "--trigger_word")
     base = find_base(args.base)
     card = find_card(args.card, base.family)
     values = values_for(base.family, card)
@@ -68,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     rows = [f"{args.folder}: {found}"]
     rows += [f"  left out: {name}: {reason}" for name, reason in look.rejected[:LISTED]]
     rows += [f"  and {len(look.rejected) - LISTED} more are left out"] if len(look.rejected) > LISTED else []
-    for key in ("resolution", "trigger_word", "missing_captions", "max_train_steps", "learning_rate", "memory"):
-        rows.append(f"  {key:17} {of[key].value!s:8} {of[key].reason}")
+    rows += [f"  {note}" for note in look.notes[:LISTED]]
+    rows += [f"  {key:17} {of[key].value!s:8} {of[key].reason}" for key in SHOWN if key in of]
     print_anywhere("\n".join([*rows, f"wrote {output}; next:", *(f"  {line}" for line in lines)]))
     return 0
 
