@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from lightning_aigc.atomic_file import write_text
-from lightning_aigc.cli.init.base import SHORT, find_base
-from lightning_aigc.cli.init.cards import CARDS, find_card, values_for
+from lightning_aigc.cli.class_source import class_values, source_of
+from lightning_aigc.cli.init.card_sizes import CARDS
 from lightning_aigc.errors import ConfigError
 
 CACHE = "~/.cache/lightning_aigc"
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="PHOTOS", help="images, each with a .txt of its name, or metadata.jsonl")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: FOLDER'S NAME.yaml)")
     parser.add_argument(
-        "--base", default="sd15", help=f"{', '.join(SHORT)}, a hub id, a folder or a checkpoint (default: sd15)"
+        "--base", default="sd15", help=f"{', '.join(short_names())}, a hub id, a folder or a checkpoint (default: sd15)"
     )
     parser.add_argument("--card", choices=CARDS, help="the card to train on (default: this machine's)")
     parser.add_argument("--trigger_word", help="the word that stands for your product (default: from the captions)")
@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.trigger_word is not None and not re.fullmatch(r"\w[\w-]*", args.trigger_word):
         raise ConfigError(f"--trigger_word must be one word of letters and digits, got {args.trigger_word!r}")
     # Imported late: torch takes seconds, and a wrong path should not.
+    from lightning_aigc.cli.init.base import find_base
+    from lightning_aigc.cli.init.cards import find_card, values_for
     from lightning_aigc.cli.init.choices import choose
     from lightning_aigc.cli.init.config import read_shipped, render
     from lightning_aigc.cli.init.folder import inspect_folder
@@ -79,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
     rows += [f"  {key:17} {of[key].value!s:8} {of[key].reason}" for key in SHOWN if key in of]
     print_anywhere("\n".join([*rows, f"wrote {output}; next:", *(f"  {line}" for line in lines)]))
     return 0
+
+
+def short_names() -> list[str]:
+    """The names that `--base` takes for the families' default bases, read without importing the families."""
+    folder = "lightning_aigc.diffusion.families"
+    names: dict[str, str] = {}
+    for path in sorted(source_of(folder).parent.glob("*.py")):
+        values = class_values(f"{folder}.{path.stem}")
+        for key, value in values.items():
+            owner, _, attribute = key.rpartition(".")
+            if attribute == "name":
+                names[owner] = values.get(f"{owner}.short_name") or value
+    return list(names.values())
 
 
 def _output(args: argparse.Namespace) -> tuple[Path, str]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from lightning_aigc.cli.init.cards import CARDS
+from lightning_aigc.cli.init.card_sizes import CARDS
 from lightning_aigc.cli.init.config import SHIPPED, Choice, read_shipped, render
 from lightning_aigc.cli.init.folder import is_rare, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data import ImageCaptionData
