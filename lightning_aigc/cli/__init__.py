@@ -16,6 +16,8 @@ from lightning_aigc.secrets import redact_text
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict", "demo")
 VERBS_IN_FOLDERS = ("init", "doctor", "plan")
+HELP_ALL = "--help_all"
+"""Shows every key; `--help` shows those that people set."""
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 OWN_VERBS = {
     "init": "look at a folder of images and write a config for it: lightning init photos/ -o my.yaml",
@@ -55,9 +57,15 @@ def main(argv: list[str] | None = None) -> None:
         print(USAGE)
         raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
     atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported before it ends: 1.5 s
+    if verb in TRAINER_VERBS and {"-h", "--help"} & set(arguments):
+        from lightning_aigc.cli.fit.short_help import short_help
+
+        print(short_help(verb))
+        raise SystemExit(0)
     if verb in TRAINER_VERBS:
         from lightning_aigc.cli.fit.trainer_commands import run_trainer_verb
 
+        arguments = ["--help" if argument == HELP_ALL else argument for argument in arguments]
         raise SystemExit(run_trainer_verb(_demo_as_fit(arguments) if verb == "demo" else arguments))
     if verb in OWN_VERBS:
         raise SystemExit(_run_own_verb(verb, arguments[arguments.index(verb) + 1 :]))
@@ -74,7 +82,8 @@ def _print_any_character() -> None:
 def _demo_as_fit(arguments: list[str]) -> list[str]:
     """The command line of `fit` for one of `demo`: its config, then all other arguments."""
     position = arguments.index("demo")
-    return ["fit", "-c", str(DEMO_CONFIG), *arguments[:position], *arguments[position + 1 :]]
+    again = [] if {"--resume", "--overwrite"} & set(arguments) else ["--overwrite"]
+    return ["fit", "-c", str(DEMO_CONFIG), *again, *arguments[:position], *arguments[position + 1 :]]
 
 
 def _run_own_verb(verb: str, arguments: list[str]) -> int:

@@ -28,8 +28,10 @@ from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
+from lightning_aigc.cli.fit.earlier_run import refuse_earlier_run
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
+from lightning_aigc.cli.fit.options import OPTIONS
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
 from lightning_aigc.cli.fit.rank_errors import share_errors
 from lightning_aigc.cli.fit.traceback_file import bug_within
@@ -77,6 +79,7 @@ class SaveConfig(SaveConfigCallback):
         shared = config.clone()
         for key, value in config.items():
             shared[key] = redact(value, key.rpartition(".")[2])
+        shared.overwrite = False  # the saved config describes the run, not how it was started
         super().__init__(parser, shared, *args, **kwargs)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -122,19 +125,8 @@ class AIGCCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--threads", type=int | None, default=None, help="CPU threads for torch; unset keeps torch's default."
-        )
-        parser.add_argument(
-            "--dry_run",
-            action="store_true",
-            help="Report data, buckets, parameters and memory, run one real step, write nothing but the caches.",
-        )
-        parser.add_argument(
-            "--resume",
-            action="store_true",
-            help="Resume from the newest complete snapshot in trainer.default_root_dir; start anew if there is none.",
-        )
+        for option, given in OPTIONS.items():
+            parser.add_argument(option, **given)
 
     def before_instantiate_classes(self) -> None:
         self._check_values()
@@ -151,7 +143,9 @@ class AIGCCLI(LightningCLI):
         if self.subcommand != "fit":
             raise ConfigError(f"--resume is for fit; give {self.subcommand} a --ckpt_path")
         config = self.config[str(self.subcommand)]
-        config.resume = False  # the saved config.yaml describes the run, not how it was started
+        if config.overwrite:
+            raise ConfigError("--resume continues the earlier run and --overwrite replaces it; give only one of them")
+        config.resume = False  # as `overwrite` in SaveConfig
         config.ckpt_path = None if config.dry_run else LATEST
 
     def before_fit(self) -> None:
@@ -173,6 +167,8 @@ class AIGCCLI(LightningCLI):
         """Run the subcommand, unless this run has finished: then not even its loggers open a file."""
         if subcommand == "fit" and self._is_finished():
             return
+        if subcommand == "fit" and not self._may_replace():
+            refuse_earlier_run(self.trainer)
         super()._run_subcommand(subcommand)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
@@ -187,6 +183,11 @@ class AIGCCLI(LightningCLI):
             ):
                 given.pop("datamodule", None)  # the module brings its prompts
         return given
+
+    def _may_replace(self) -> bool:
+        """Whether this command may write into the folder of an earlier run: it continues one, replaces it or is dry."""
+        continues = self._get(self.config, "ckpt_path") is not None or is_requeued()
+        return continues or any(self._get(self.config, key) for key in ("overwrite", "dry_run"))
 
     def _is_finished(self) -> bool:
         given = self._get(self.config, "ckpt_path")

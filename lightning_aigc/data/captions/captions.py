@@ -1,32 +1,9 @@
-"""Read caption text in any usual encoding, and make the caption of one training item."""
+"""Clean a caption, and make the caption of one training item."""
 
 from __future__ import annotations
 
-import codecs
 import random
 import re
-
-_BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-
-
-def decode_text(content: bytes) -> tuple[str, str | None]:
-    """The text of a caption file, and a note if its encoding was guessed or damaged."""
-    for mark, encoding in _BYTE_ORDER_MARKS:
-        if content.startswith(mark):
-            try:
-                return content.decode(encoding), None
-            except UnicodeDecodeError:
-                return content.decode(encoding, errors="replace"), f"damaged {encoding} text, read as well as possible"
-    try:
-        return content.decode("utf-8"), None
-    except UnicodeDecodeError:
-        return content.decode("latin-1"), "not UTF-8, read as Latin-1"
 
 
 def clean_caption(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import unicodedata
 from typing import Any, Literal, get_args
 
 from lightning_aigc.errors import DataError
@@ -43,6 +45,12 @@ def check_choices(given: dict[str, Any]) -> None:
             raise DataError(f"{key} must not be empty")
     if not given["caption_extension"].strip(". "):
         raise DataError(f"caption_extension must be something like .txt, got {given['caption_extension']!r}")
+    if (encoding := given["caption_encoding"]) is not None and not _is_encoding(encoding):
+        raise DataError(
+            f"caption_encoding must be an encoding that Python knows, got {encoding!r}; use gb18030, cp932 or cp1252,"
+            " or omit it to have it guessed"
+        )
+    check_trigger_word(given["trigger_word"], "data.init_args.trigger_word")
     if given["missing_captions"] == "trigger" and not given["trigger_word"]:
         raise DataError("missing_captions='trigger' needs data.init_args.trigger_word")
     if given["class_prompt"] is not None and given["class_data_dir"] is None:
@@ -55,3 +63,26 @@ def check_choices(given: dict[str, Any]) -> None:
         raise DataError(
             "cache_text_embeddings and shuffle_caption exclude each other (each order is a new text); turn one off"
         )
+
+
+def check_trigger_word(word: str | None, shown: str) -> None:
+    """Refuse a trigger word that a wrong encoding made: one accented letter, or a character that stands for damage.
+
+    Raises: DataError naming the argument, `shown`.
+    """
+    if word is None:
+        return
+    alone = len(word) == 1 and not word.isascii() and word < "\u2e80"  # a Chinese character alone is a word
+    if alone or "\ufffd" in word or any(unicodedata.category(letter) == "Cc" for letter in word):
+        raise DataError(
+            f"{shown} is {word!r}, which looks like text that was read in a wrong encoding; set a word of letters that"
+            " you can type, such as zorp"
+        )
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        codecs.lookup(name)
+    except (LookupError, ValueError):
+        return False
+    return True

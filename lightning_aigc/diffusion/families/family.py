@@ -11,13 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_aigc.diffusion.objectives import Objective, ObjectiveSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class TextSource(Protocol):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
@@ -114,6 +113,8 @@ class Flux2Klein(TransformerFamily):
         return 1  # of scaled latents, which hold 2 x 2 pixels
 
     def mu(self, config: Mapping[str, Any], tokens: int) -> float:
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
         return float(compute_empirical_mu(tokens, STEPS))
 
     def is_distilled(

@@ -6,18 +6,19 @@ Legend: B batch, C channels, H and W latent height and width, S pixels, T text t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import diffusers
 import torch
-from diffusers import DDIMScheduler
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region, weights_dtype
 from lightning_aigc.diffusion.families.family import CardRow, Components, Control, Family
 from lightning_aigc.diffusion.families.unet_lora import unet_lora_config
 from lightning_aigc.diffusion.objectives import DDPM, Objective, ObjectiveSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 NOT_RUN = "not run on this chip yet"
 INT8 = "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"
@@ -148,6 +149,8 @@ class StableDiffusion(Family):
 
     def make_scheduler(self, config: Mapping[str, Any]) -> Any:
         # Latents are not limited to -1..1; a config from another scheduler may lack this setting.
+        from diffusers import DDIMScheduler
+
         return DDIMScheduler.from_config(config, clip_sample=False)
 
     def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:

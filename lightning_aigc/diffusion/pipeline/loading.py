@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -71,7 +70,7 @@ def find_family(
         if path.is_file():
             family = FAMILIES[family_of_checkpoint(path)]
         else:
-            config = DiffusionPipeline.load_config(name_or_path, revision=revision)
+            config = diffusers.DiffusionPipeline.load_config(name_or_path, revision=revision)
             family = _family_of_class(str(config["_class_name"]), name_or_path)
     except ModelError:
         raise
@@ -138,7 +137,7 @@ def _load(
         known = (*family.folders, *family.optional_folders)
         left_out = () if only is None else EXCLUDED_FOLDERS[only]
         extras: dict[str, Any] = dict.fromkeys(each for each in left_out if each in known)
-        pipeline_class: Any = DiffusionPipeline
+        pipeline_class: Any = diffusers.DiffusionPipeline
         if path.is_dir():
             check_channels_of_folder(path, family, name_or_path)
             pipeline_class = getattr(diffusers, family.pipeline)
@@ -276,7 +275,8 @@ def family_of_checkpoint(path: Path) -> str:
 
 
 def _load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtype]) -> Any:
-    pipeline_class = StableDiffusionXLPipeline if family.name == "sdxl" else StableDiffusionPipeline
+    is_xl = family.name == "sdxl"
+    pipeline_class = diffusers.StableDiffusionXLPipeline if is_xl else diffusers.StableDiffusionPipeline
     pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
     pipeline.vae.to(dtype=dtypes["vae"])
     scheduler = pipeline.scheduler

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
@@ -121,7 +120,7 @@ class DiffusionTraining(LightningModule):
         self.objective: Objective | None = None
         self.packed_base: PackedBase | None = None
         """The weights that `base_quantization` packed."""
-        self.ema: EMAModel | None = None
+        self.ema: Any = None  # diffusers' EMAModel, which takes a second to import
         self.last_example_losses: Tensor | None = None
         """The last batch's weighted losses [B], detached; GradientHealthMonitor groups them by timestep."""
         self.last_timesteps: Tensor | None = None
@@ -248,6 +247,8 @@ class DiffusionTraining(LightningModule):
             ignore_in_ddp(self)
             rank_zero_info(f"base: {self.packed_base.summary()}; trained weights are not quantized")
         if settings.use_ema:
+            from diffusers.training_utils import EMAModel
+
             self.ema = EMAModel(self.trainable_parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=3 / 4)
 
     def _load(self) -> Components:
