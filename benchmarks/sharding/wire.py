@@ -31,7 +31,7 @@ from benchmarks.sharding.zero import STAGES, Noise, loss_of, unet
 from fakes.processes.network import DEVICE, bytes_sent, enter, two_hosts
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
-from lightning_aigc.sharding.sent_bytes import sent_bytes
+from lightning_aigc.sharding.stored_bytes import sent_bytes
 from lightning_aigc.strategies import ZeROStrategy
 
 WARM_UP = 2

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from lightning_aigc.callbacks.sampling.png import write_png
-    from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+    from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
     print(f"drawing with {lora or 'the base model alone'}")
@@ -178,8 +177,7 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
 
     import torch
 
-    from lightning_aigc.callbacks.sampling.png import write_png
-    from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+    from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.samplers.controlnet import ControlNetSampler
 
     print(f"drawing with {folder}")

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_aigc.callbacks.health.alerts.alert_log import AlertLog, HealthFiles, is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import LEVELS, Alert
+from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, check_optimizers
 from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
-from lightning_aigc.callbacks.health.checks.optimizers import NOT_IN_OPTIMIZER, check_optimizers
 from lightning_aigc.callbacks.health.diagnostics import Diagnostics
 from lightning_aigc.callbacks.health.history.loss_history import WindowLosses
 from lightning_aigc.callbacks.health.history.norm_history import last_norms

@@ -10,8 +10,7 @@ from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.cluster.workload import Job, Shape
 
 if TYPE_CHECKING:
-    from lightning_aigc.sharding.sent_bytes import SentBytes
-    from lightning_aigc.sharding.stored_bytes import StoredBytes
+    from lightning_aigc.sharding.stored_bytes import SentBytes, StoredBytes
 
 STAGES = {"zero_1": 1, "zero_2": 2, "zero_3": 3}
 
@@ -52,8 +51,7 @@ class Sharing:
     @classmethod
     def of(cls, strategy: str, job: Job, shape: Shape, shapes: Sequence[Sequence[int]]) -> Sharing:
         """Args: shapes: of the trained parameters; empty where they were not counted."""
-        from lightning_aigc.sharding.sent_bytes import sent_bytes
-        from lightning_aigc.sharding.stored_bytes import stored_bytes
+        from lightning_aigc.sharding.stored_bytes import sent_bytes, stored_bytes
 
         stage, ranks = STAGES[strategy], shape.ranks
         # Stage 1 deals whole tensors out, the others cut each evenly.

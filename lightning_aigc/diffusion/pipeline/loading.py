@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
-from lightning_aigc.diffusion.pipeline.channels import channels_of_checkpoint, check_channels
+from lightning_aigc.diffusion.pipeline.image_sizes import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError

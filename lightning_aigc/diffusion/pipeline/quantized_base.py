@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,20 +14,21 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.diffusion.families import Components
-from lightning_aigc.diffusion.pipeline.quantized_cache import packing_for
-from lightning_aigc.errors import ConfigError, ModelError
+from lightning_aigc.errors import ConfigError, DataError, ModelError
 from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_, quantize_layers
 from lightning_aigc.quantization.layers import (
     BaseQuantization,
     Layer,
+    Packing,
     check_kind,
     check_skip,
     frozen_layers,
     target_mib,
 )
 from lightning_aigc.rng import isolate_rng
-from lightning_aigc_kernels.packed_weight import Format, packed_weights
+from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_weights
 
 CHECKPOINT_KEY = "base_quantization"
 
@@ -138,3 +142,63 @@ def check_same_base(checkpoint: Mapping[str, Any], packed: PackedBase | None) ->
             f"the checkpoint was trained on another base: quantized as {packed.kind}, its bytes differ from this one's;"
             " use the pretrained_model_name_or_path, base_dtype and base_quantization_skip that it was trained with"
         )
+
+
+FORMAT = 1
+"""Version of the packed bytes; increase it when weights are packed differently."""
+MIN_NUMBERS = 100_000_000
+"""Numbers of a base from which packing takes longer than reading the cache."""
+
+
+def default_folder() -> Path:
+    return Path.home() / ".cache" / "lightning_aigc" / "packed"
+
+
+class PackedCache:
+    """Packs layers, or reads the weights that an earlier run packed from the same numbers.
+
+    Ranks and runs may share the folder: files are written atomically, and a damaged one is replaced. If the folder
+    cannot be written, a warning says so and weights are packed again in each run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.cache = TensorCache(folder)
+        self.hits = self.misses = 0
+        self._is_writable = True
+
+    def pack(self, layer: Layer, kind: Format) -> PackedWeight:
+        """Return the layer's packed weight. Raises: ValueError for NaN or infinity."""
+        weight = layer.weight.detach()
+        if kind == "int8":  # packing is as fast as hashing
+            return PackedWeight.pack(weight, kind)
+        key = content_key(weight, kind)
+        try:
+            entry = self.cache.read(key)
+        except CorruptEntryError:
+            entry = None
+        if entry is not None:
+            self.hits += 1
+            parts = (entry[name].to(weight.device) for name in ("packed", "scales"))
+            return PackedWeight(*parts, kind, weight.shape, (weight.dtype,))
+        packed = PackedWeight.pack(weight, kind)
+        self.misses += 1
+        if self._is_writable:
+            try:
+                self.cache.write(key, {"packed": packed.packed.cpu(), "scales": packed.scales.cpu()})
+            except DataError as error:
+                self._is_writable = False
+                warnings.warn(f"packed weights are not cached: {error}", stacklevel=2)
+        return packed
+
+
+def content_key(weight: Tensor, kind: Format) -> str:
+    """Hash the weight's numbers, shape and dtype, and the packed format."""
+    digest = sha256(f"{FORMAT} {kind} {tuple(weight.shape)} {weight.dtype}".encode())
+    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def packing_for(layers: Iterable[Layer]) -> Packing | None:
+    """Return the cache's `pack`, or None for layers that are too small for the cache to be faster."""
+    numbers = sum(layer.weight.numel() for layer in layers)
+    return PackedCache(default_folder()).pack if numbers >= MIN_NUMBERS else None

@@ -49,10 +49,9 @@ from lightning_aigc.diffusion.pipeline.text_encoder_offload import load_without_
 from lightning_aigc.diffusion.training import optimization
 from lightning_aigc.diffusion.training.averaging import averaged, follow_shards, is_schedule_free, loaded_averages
 from lightning_aigc.diffusion.training.default_callbacks import default_callbacks, has_default_snapshots
-from lightning_aigc.diffusion.training.half_precision import check_precision, computed_in_half
 from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
-from lightning_aigc.diffusion.training.trained_weights import check_trained_weights
+from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
     VALIDATION_TIMESTEPS,
     ValidationSchedule,

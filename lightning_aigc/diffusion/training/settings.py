@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_aigc.callbacks.saving.output_name import check_output_name
+from lightning_aigc.callbacks.saving.save_result import check_output_name
 from lightning_aigc.diffusion.objectives import ObjectiveSettings
 from lightning_aigc.diffusion.pipeline.quantized_base import check_base_quantization
 from lightning_aigc.diffusion.setting_checks import (
