@@ -23,7 +23,7 @@ OWN_VERBS = {
     "init": "look at a folder of images and write a config for it: lightning init photos/ -o my.yaml",
     "sample": 'draw a grid of images with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
     "encode": "write latents and embeddings of many images as shards, which training streams: -c my.yaml -o shards/",
-    "export": "convert a LoRA file between layouts, or merge it into a pipeline folder",
+    "export": "convert a LoRA file, merge it, or write a hub folder of a run: export runs/x --to hub -o folder/",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
     "report": "compare runs: one page, a Markdown table, and their curves as an image",
     "import-deepspeed": "write a config from a ds_config.json, and say what each of its keys became",
@@ -54,13 +54,13 @@ def main(argv: list[str] | None = None) -> None:
     _print_any_character()
     verb = next((a for a in arguments if not a.startswith("-")), None)
     if verb is None:
-        print(USAGE)
+        _print_page(USAGE)
         raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
     atexit.register(gc.freeze)  # else Python looks for garbage in all that was imported before it ends: 1.5 s
     if verb in TRAINER_VERBS and {"-h", "--help"} & set(arguments):
         from lightning_aigc.cli.fit.short_help import short_help
 
-        print(short_help(verb))
+        _print_page(short_help(verb))
         raise SystemExit(0)
     if verb in TRAINER_VERBS:
         from lightning_aigc.cli.fit.trainer_commands import run_trainer_verb
@@ -77,6 +77,19 @@ def _print_any_character() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
+
+
+def _print_page(text: str) -> None:
+    """Print a help page, of which `lightning --help | head` reads a part."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _close_output()
+
+
+def _close_output() -> None:
+    """Send further output nowhere: Python flushes once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _demo_as_fit(arguments: list[str]) -> list[str]:
@@ -99,8 +112,8 @@ def _run_own_verb(verb: str, arguments: list[str]) -> int:
     except UserError as error:
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `lightning doctor | head`; Python flushes once more when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `lightning doctor | head`
+        _close_output()
         return 1
     return status
 
