@@ -95,7 +95,8 @@ def _close_output() -> None:
 def _demo_as_fit(arguments: list[str]) -> list[str]:
     """The command line of `fit` for one of `demo`: its config, then all other arguments."""
     position = arguments.index("demo")
-    again = [] if {"--resume", "--overwrite"} & set(arguments) else ["--overwrite"]
+    is_alone = not any(argument.startswith(("--resume", "--overwrite", "--print_config")) for argument in arguments)
+    again = ["--overwrite"] if is_alone else []
     return ["fit", "-c", str(DEMO_CONFIG), *again, *arguments[:position], *arguments[position + 1 :]]
 
 

@@ -27,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from lightning_aigc.atomic_file import write_text
     from lightning_aigc.report.charts import progress_chart
-    from lightning_aigc.report.comparison import as_markdown, comparison_chart, render_comparison_page
+    from lightning_aigc.report.comparison import as_markdown, comparison_chart
+    from lightning_aigc.report.comparison_page import render_comparison_page
     from lightning_aigc.report.record import read_run
     from lightning_aigc.report.run_page import render_run_page
     from lightning_aigc.report.vega import check_picture, write_picture

@@ -22,7 +22,7 @@ from lightning_aigc.report.page import (
     table,
 )
 from lightning_aigc.report.record import Curve, HealthAlert, Picture, RunRecord
-from lightning_aigc.report.units import bytes_text, memory_text, rate_text, score_text, speed_text, time_text
+from lightning_aigc.report.units import UNKNOWN, bytes_text, memory_text, rate_text, score_text, speed_text, time_text
 from lightning_aigc.report.usage import usage_html
 from lightning_aigc.report.vega import chart_html, scripts
 from lightning_aigc.report.verdict import judge
@@ -66,7 +66,7 @@ def cost(record: RunRecord) -> dict[str, str]:
     scored = {}
     for name, label in SCORES.items():
         value, _, noise = score_text(record, name).partition(" ± ")
-        if value != "-":
+        if value != UNKNOWN:
             scored[f"{label}{f', ± {noise}' if noise else ''}"] = value
     if "edge_f1" in record.figures:
         floor, ceiling = (record.figures.get(name, math.nan) for name in ("edge_f1_floor", "edge_f1_ceiling"))

@@ -14,7 +14,8 @@ from fakes.chromium import Chromium
 from fakes.runs.run_records import full_record
 from lightning_aigc.cli import main
 from lightning_aigc.errors import DataError
-from lightning_aigc.report.comparison import as_markdown, render_comparison_page
+from lightning_aigc.report.comparison import as_markdown
+from lightning_aigc.report.comparison_page import render_comparison_page
 from lightning_aigc.report.page import IMAGE
 from lightning_aigc.report.record import FineTuneFinding, FineTuneResult, Picture, RunRecord, read_run
 from lightning_aigc.report.run_page import render_run_page

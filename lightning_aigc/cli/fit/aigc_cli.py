@@ -34,6 +34,7 @@ from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_we
 from lightning_aigc.cli.fit.options import OPTIONS
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
 from lightning_aigc.cli.fit.rank_errors import share_errors
+from lightning_aigc.cli.fit.start_lines import StartLines
 from lightning_aigc.cli.fit.traceback_file import bug_within
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
@@ -116,7 +117,11 @@ class AIGCCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=AIGCArgumentParser,
             seed_everything_default=42,
-            trainer_defaults={"max_epochs": -1, "default_root_dir": "runs/default"},
+            trainer_defaults={
+                "max_epochs": -1,
+                "default_root_dir": "runs/default",
+                "enable_model_summary": False,  # StartLines has the two counts that matter
+            },
             # docs/architecture.md, decision 13: the automatic key binds parameters before the LoRA exists.
             auto_configure_optimizers=False,
             save_config_callback=SaveConfig,
@@ -157,6 +162,8 @@ class AIGCCLI(LightningCLI):
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
             found.append(ExactSnapshot())
+        if not self._get(self.config, "dry_run"):
+            found.append(StartLines())
         order_callbacks(self.trainer)
         if self.trainer.world_size > 1:
             share_errors(self.model, self.datamodule)

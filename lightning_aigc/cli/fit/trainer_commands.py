@@ -6,14 +6,13 @@ import atexit
 import contextlib
 import errno
 import gc
-import logging
 import os
 import pickle
 import sys
-import warnings
 from collections.abc import Iterator
 
 from lightning_aigc.cli.fit.config_errors import first_sentence
+from lightning_aigc.cli.fit.console import quiet_known_warnings, tidy_console
 from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
 
@@ -23,7 +22,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT
 def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
-    _quiet_known_warnings()
+    quiet_known_warnings()
     try:
         with _garbage_left_alone():
             import torch  # noqa: F401
@@ -37,6 +36,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
         from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
         from lightning_aigc.strategies.rendezvous import tell_others
 
+    tidy_console()
     atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
     sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
     try:
@@ -127,21 +127,3 @@ def _set_threads_before_torch_starts(arguments: list[str]) -> None:
             value = arguments[i + 1]
         if value and value.isdigit():
             os.environ.setdefault("OMP_NUM_THREADS", value)
-
-
-def _quiet_known_warnings() -> None:
-    for message in (
-        ".*does not have many workers.*",  # ImageCaptionData set them from the machine
-        ".*GPU available but not used.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
-        ".*Found .* module\\(s\\) in eval mode at the start of training.*",  # the frozen parts, on purpose
-        ".*You have set `max_epochs`.*",
-        ".*is smaller than the logging interval.*",  # an epoch of few images; the steps go on through epochs
-        "(?s).*Unable to serialize instance.*",  # a scheduler given by name
-        ".*Consider setting `persistent_workers.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip: " not in record.getMessage()
-    )

@@ -44,4 +44,5 @@ def test_a_second_training_in_a_folder_is_refused_and_each_remedy_works(
 
 def test_the_demo_runs_twice() -> None:
     assert _demo_as_fit(["demo", "--x"]) == ["fit", "-c", str(DEMO_CONFIG), "--overwrite", "--x"]
-    assert "--overwrite" not in _demo_as_fit(["demo", "--resume"])
+    for alone in ("--resume", "--print_config"):  # a printed config is to be edited, and then replaces nothing
+        assert "--overwrite" not in _demo_as_fit(["demo", alone])
