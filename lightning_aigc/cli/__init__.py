@@ -21,6 +21,7 @@ HELP_ALL = "--help_all"
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
 OWN_VERBS = {
     "init": "look at a folder of images and write a config for it: lightning init photos/ -o my.yaml",
+    "caption": "write a caption next to each image that has none: lightning caption photos/ --trigger_word zorp",
     "sample": 'draw a grid of images with a run\'s LoRA: -c runs/x/config.yaml --prompts "a zorp mug" -o grid.png',
     "encode": "write latents and embeddings of many images as shards, which training streams: -c my.yaml -o shards/",
     "export": "convert a LoRA file, merge it, or write a hub folder of a run: export runs/x --to hub -o folder/",
@@ -36,6 +37,7 @@ USAGE = """usage: lightning VERB [options]
   init       {init}
   validate   print val_loss of the held-out images, with the run's newest snapshot; test does the same
   predict    draw the run's validation_prompts with its newest snapshot
+  caption    {caption}
   sample     {sample}
   encode     {encode}
   export     {export}

@@ -59,10 +59,10 @@ class FolderSummary:
         return int(statistics.median((width * height) ** 0.5 for width, height in self.sizes))
 
 
-def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
-    """Find, decode and caption the folder's images, as training will.
+def find_captioned(given: str) -> tuple[FoundPictures, str]:
+    """The folder's images with their captions, as training will find them, and the ending of its caption files.
 
-    Raises: ConfigError or DataError for no folder, no image, or none that can be read.
+    Raises: ConfigError or DataError for no folder, no image, or captions that cannot be read.
     """
     folder = Path(given).expanduser()
     if not folder.is_dir():
@@ -82,6 +82,16 @@ def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
             f"{len(problems)} captions in {printable(given)} cannot be read", "correct each of them", problems
         )
         raise DataError(printable(finding.sentence()))
+    return found, extension
+
+
+def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
+    """Find, decode and caption the folder's images, as training will.
+
+    Raises: ConfigError or DataError for no folder, no image, or none that can be read.
+    """
+    found, extension = find_captioned(given)
+    folder = found.folder
     results = PictureVerifier(folder, cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
     sizes, captions, rejected = [], [], []
     for picture, result in zip(found.pictures, results, strict=True):

@@ -53,7 +53,7 @@ def missing_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) 
             if folder.role != "class":
                 advice = (
                     f"Put the text of each in a file of the same name ending in {settings.caption_extension}, in "
-                    f"metadata.jsonl or in captions.csv, {SWITCH}"
+                    f"metadata.jsonl or in captions.csv, let `lightning caption {folder.shown}` write them, {SWITCH}"
                 )
                 if folder.found.unread_tables:
                     advice += f". Not read because of their names: {some(folder.found.unread_tables)}"
