@@ -15,7 +15,7 @@ from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict", "demo")
-VERBS_IN_FOLDERS = ("init", "doctor", "plan")
+VERBS_IN_FOLDERS = ("init", "doctor", "plan", "import-config")
 HELP_ALL = "--help_all"
 """Shows every key; `--help` shows those that people set."""
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
@@ -27,6 +27,7 @@ OWN_VERBS = {
     "export": "convert a LoRA file, merge it, or write a hub folder of a run: export runs/x --to hub -o folder/",
     "doctor": "say what this machine has and what does not fit together; explain HCCL codes in a log",
     "report": "compare runs: one page, a Markdown table, and their curves as an image",
+    "import-config": "write a config from one of ai-toolkit, sd-scripts, OneTrainer or SimpleTuner: FILE -o my.yaml",
     "import-deepspeed": "write a config from a ds_config.json, and say what each of its keys became",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
 }
@@ -44,6 +45,7 @@ USAGE = """usage: lightning VERB [options]
   doctor     {doctor}
   report     {report}
   plan       {plan}
+  import-config      {import-config}
   import-deepspeed   {import-deepspeed}
 
 lightning VERB --help shows a verb's options; fit and demo take -c several times, --print_config and --dry_run.

@@ -23,7 +23,7 @@ FOLDER = ROOT / "docs" / "questions"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "index")
 EACH = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OTHERS = [ROOT / "docs" / f"{name}.md" for name in ("first_hour", "data", "sample", "resume")]
+OTHERS = [ROOT / "docs" / f"{name}.md" for name in ("first_hour", "data", "sample", "resume", "other_trainers")]
 """Pages of another form whose blocks of commands are checked too."""
 CODE = re.compile(r"`([^`]+)`")
 VARIABLE = re.compile(r"^[A-Z_]+=\S+$")

@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from lightning_aigc.cli.fit.config_errors import first_sentence
 from lightning_aigc.cli.fit.console import quiet_known_warnings, tidy_console
@@ -23,6 +24,9 @@ def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
     quiet_known_warnings()
+    if (foreign := _foreign_config(arguments)) is not None:
+        print(f"error: {foreign}", file=sys.stderr)
+        return 2
     try:
         with _garbage_left_alone():
             import torch  # noqa: F401
@@ -117,6 +121,24 @@ def _without_worker_traceback(message: str) -> str:
 
 def _status(stop: SystemExit) -> int:
     return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _foreign_config(arguments: list[str]) -> str | None:
+    """The sentence for a config of another trainer among the arguments; None where there is none."""
+    from lightning_aigc.cli.import_config.command import foreign_program
+
+    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, value = option.partition("=")
+        if name not in ("-c", "--config"):
+            continue
+        path = Path(value or following)
+        program = foreign_program(path) if path.is_file() else None
+        if program is not None:
+            return (
+                f"{path} is a config of {program}; import it first: lightning import-config {path} -o"
+                f" {path.with_name('imported.yaml').name}"
+            )
+    return None
 
 
 def _set_threads_before_torch_starts(arguments: list[str]) -> None:
