@@ -23,7 +23,7 @@ from lightning_aigc.report.paired_scores import improvement
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 ADAPTER_EVERY = 25
 """Optimizer steps between two looks at a LoRA's size."""

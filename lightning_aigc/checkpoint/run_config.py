@@ -18,7 +18,7 @@ from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.secrets import redact
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 TRAINER_KEYS = (
     "accumulate_grad_batches",

@@ -14,11 +14,10 @@ from torch import nn
 from lightning_aigc.cluster.modes import FLAT_MODES, Mode, worthwhile_mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.model_checks import refuse_complex
 from lightning_aigc.gradient_sync.modes.dense import Dense
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction
-from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.options import SyncOptions, refuse_complex
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
 from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT, ProcessGroups

@@ -29,7 +29,7 @@ from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasSnapshotState
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 OnError = Literal["warn", "stop", "skip_step"]
 NormsInLogger = Literal["auto", "all", "blocks", "layers", "off"]

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 
 class SaveResult(Callback):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_aigc.cli.fit.config_errors import first_sentence
 from lightning_aigc.errors import UserError
-from lightning_aigc.gradient_sync.transport.sync_error import stopped_by
+from lightning_aigc.gradient_sync.transport.process_groups import stopped_by
 
 
 def share_errors(module: Any, data: Any) -> None:

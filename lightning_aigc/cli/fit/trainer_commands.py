@@ -96,7 +96,7 @@ def _refused(sentence: str) -> int:
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:
     """The error line for a failed collective, most often because another rank has ended; None for other errors."""
-    from lightning_aigc.gradient_sync.transport.sync_error import SyncError, is_of_a_collective
+    from lightning_aigc.gradient_sync.transport.process_groups import SyncError, is_of_a_collective
 
     if isinstance(error, SyncError):
         return str(error)

@@ -26,7 +26,6 @@ from lightning_aigc.diffusion.objectives import DDPM, Objective, SeededNoise, dr
 from lightning_aigc.diffusion.objectives.ddpm import warn_of_prediction_type
 from lightning_aigc.diffusion.objectives.losses import example_losses, with_prior
 from lightning_aigc.diffusion.objectives.noise import example_seeds
-from lightning_aigc.diffusion.pipeline.calibration import OWN_STEPS, calibration_outputs
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.generate import IMAGE_REMEDIES, Control, TimeLimit, generate
@@ -39,6 +38,8 @@ from lightning_aigc.diffusion.pipeline.loading import (
 )
 from lightning_aigc.diffusion.pipeline.quantized_base import (
     CHECKPOINT_KEY,
+    OWN_STEPS,
+    calibration_outputs,
     check_same_base,
     checkpoint_entry,
     pack_base,

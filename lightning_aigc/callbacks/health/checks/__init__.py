@@ -10,8 +10,7 @@ from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, Froz
 from lightning_aigc.callbacks.health.checks.gradients import GradientCheck
 from lightning_aigc.callbacks.health.checks.interface import Check
 from lightning_aigc.callbacks.health.checks.lora import LoRACheck
-from lightning_aigc.callbacks.health.checks.loss import LossCheck
-from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
+from lightning_aigc.callbacks.health.checks.loss_scale import LossCheck, LossScaleCheck
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
 from lightning_aigc.callbacks.health.checks.ranks import RANK_DIVERGENCE
 from lightning_aigc.callbacks.health.checks.updates import UpdateCheck
