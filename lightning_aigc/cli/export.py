@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("kohya", "diffusers"),
         help="kohya: for ComfyUI, A1111 and diffusers, with DoRA for ComfyUI alone; diffusers: for diffusers",
     )
-    target.add_argument("--merge_into", type=Path, metavar="PIPELINE_DIR", help="a diffusers pipeline folder")
+    target.add_argument("--merge_into", metavar="PIPELINE_DIR", help="a diffusers pipeline folder, or embedded:sd")
     parser.add_argument("--base_model", help="whose LoRA it is, such as flux or sdxl, where the file does not tell")
     parser.add_argument("--output", type=Path, required=True, help="file to write, or folder with --merge_into")
     parser.add_argument("--strength", type=float, default=1.0, help="share of the LoRA to merge (default: 1.0)")
@@ -29,9 +29,11 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: UserError with what to change.
     """
+    from lightning_aigc.cli.fit.console import tidy_console
     from lightning_aigc.diffusion.lora.file import convert
     from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 
+    tidy_console()
     if args.merge_into is not None:
         output = merge_into_pipeline(args.lora, args.merge_into, args.output, args.strength, args.base_model)
     elif args.strength != 1.0:

@@ -118,7 +118,7 @@ def encode_shards(
     written = written_in(options.folder)
     todo = [shard for shard in mine if shard.among(written) is None]
     entries = sum(len(shard.samples) for shard in todo)
-    with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="picture", disable=rank != 0) as bar, torch.no_grad():
+    with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="img", disable=rank != 0) as bar, torch.no_grad():
         for shard in todo:
             for stale in written.get(shard.name, ()):
                 (options.folder / stale.file).unlink()  # of other images
@@ -171,7 +171,7 @@ def _write_shard(shard: PlannedShard, encoder: Encoder, options: EncodeOptions, 
             hashed = _Hashing(file)
             with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.USTAR_FORMAT) as tar:  # type: ignore[call-overload]
                 for number, data in enumerate(_entries(shard.samples, encoder, options)):
-                    member = tarfile.TarInfo(f"{number:06d}.safetensors")
+                    member = tarfile.TarInfo(f"{shard.name}-{number:06d}.safetensors")  # a key of its own in all shards
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
                     done(1)

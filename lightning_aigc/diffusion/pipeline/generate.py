@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components
@@ -60,6 +61,24 @@ class TimeLimit:
                 f"{self._pictures} sample images would take about {math.ceil(expected_s / 60)} minutes here, so"
                 f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
             )
+
+
+class SamplingBar(TimeLimit):
+    """No limit, and a progress bar of the denoising steps of all batches."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(math.inf)
+        self._bar: tqdm[Any] = tqdm(desc=label, unit="step")
+
+    def begin(self, pictures: int, batch_size: int, steps: int) -> None:
+        self._bar.reset(total=-(-pictures // batch_size) * steps)
+        super().begin(pictures, batch_size, steps)
+
+    def __call__(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        self._bar.update()
+        if self._bar.n == self._bar.total:
+            self._bar.close()
+        return super().__call__(pipeline, step, timestep, tensors)
 
 
 @contextlib.contextmanager
