@@ -23,9 +23,9 @@ LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four images of 512 px, one of 1024 px
 
 
 IMAGE_REMEDIES = {
-    "not finite": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; if it is float32 already, the "
-    "training diverged: lower model.init_args.learning_rate",
-    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens images",
+    "not finite": "the training diverged: lower model.init_args.learning_rate",
+    "black": "look at the image of step 0: if it is black too, copy the base's vae/ again; otherwise the training "
+    "diverged: lower model.init_args.learning_rate",
     "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
     "at the image of step 0",
 }
