@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -65,6 +66,13 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     """Write UTF-8 text atomically. Raises: OSError."""
     with atomic_file(path, durable=durable) as file:
         file.write(text.encode())
+
+
+def require_writable(path: Path) -> None:
+    """Check before long work that a file or folder can be written at `path`, whose folder is made. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def sync_folder(path: Path) -> None:

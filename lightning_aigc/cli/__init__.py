@@ -9,7 +9,9 @@ import importlib
 import io
 import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
@@ -109,7 +111,7 @@ def _run_own_verb(verb: str, arguments: list[str]) -> int:
     name = verb.replace("-", "_")
     folder = ".command" if verb in VERBS_IN_FOLDERS else ""
     own = importlib.import_module(f"lightning_aigc.cli.{name}{folder}")
-    parser = argparse.ArgumentParser(prog=f"lightning {verb}")
+    parser = OneLineParser(prog=f"lightning {verb}")
     own.add_arguments(parser)
     try:
         status: int = own.run(parser.parse_args(arguments))
@@ -123,13 +125,25 @@ def _run_own_verb(verb: str, arguments: list[str]) -> int:
     return status
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Reports a mistake in one line, with the nearest option, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        if missing := message.partition("arguments are required: ")[2]:
+            message = f"{self.prog} needs {missing}"
+        elif message.startswith("unrecognized arguments: "):
+            given = message.partition(": ")[2].split()[0]
+            near = get_close_matches(given, self._option_string_actions, n=1)
+            message = f"{self.prog} has no option {given}" + (f"; did you mean {near[0]}?" if near else "")
+        print(f"error: {redact_text(message)} ({self.prog} --help shows how to use it)", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def _hand_to_lightning_sdk(verb: str) -> int:
     """Forward an unknown verb to lightning-sdk, which installs a `lightning` script too."""
     try:
         from lightning_sdk.cli.entrypoint import main_cli  # type: ignore[import-not-found]
     except ImportError:
-        from difflib import get_close_matches
-
         near = get_close_matches(verb, (*TRAINER_VERBS, *OWN_VERBS), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"error: there is no verb {verb!r}{hint}\n\n{USAGE}", file=sys.stderr)

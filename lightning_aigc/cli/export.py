@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kohya: for ComfyUI, A1111 and diffusers, with DoRA for ComfyUI alone; diffusers: for diffusers;"
         " hub: a folder with files, images, scores and a model card",
     )
-    target.add_argument("--merge_into", type=Path, metavar="PIPELINE_DIR", help="a diffusers pipeline folder")
+    target.add_argument("--merge_into", metavar="PIPELINE_DIR", help="a diffusers pipeline folder, or embedded:sd")
     parser.add_argument("--base_model", help="whose LoRA it is, such as flux or sdxl, where the file does not tell")
     parser.add_argument(
         "-o", "--output", type=Path, required=True, help="file to write, or folder with --merge_into and --to hub"
@@ -65,9 +65,11 @@ def run(args: argparse.Namespace) -> int:
     if args.to == HUB:
         return publish(args)
 
+    from lightning_aigc.cli.fit.console import tidy_console
     from lightning_aigc.diffusion.lora.file import convert
     from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 
+    tidy_console()
     if args.merge_into is not None:
         output = merge_into_pipeline(args.lora, args.merge_into, args.output, args.strength, args.base_model)
     elif args.output.resolve() == args.lora.resolve():

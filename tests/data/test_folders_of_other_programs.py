@@ -131,7 +131,7 @@ def test_kohyas_folder_gives_the_repeats_and_its_word_is_offered(tools, make: Ma
 
 @pytest.mark.parametrize("word", ["Ã", "ã", "\ufffd\ufffd", "zo\x85rp"])
 def test_a_trigger_word_of_a_wrong_encoding_is_refused(make: Make, word: str) -> None:
-    with pytest.raises(DataError, match=r"trigger_word.*wrong encoding.*such as zorp"):
+    with pytest.raises(DataError, match=r"trigger_word.*wrong encoding; set data.init_args.trigger_word: zorp"):
         make(trigger_word=word)
 
 

@@ -33,9 +33,10 @@ from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
 from lightning_aigc.cli.fit.options import OPTIONS
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
-from lightning_aigc.cli.fit.rank_errors import share_errors
+from lightning_aigc.cli.fit.rank_errors import end_started_ranks, share_errors
 from lightning_aigc.cli.fit.start_lines import StartLines
 from lightning_aigc.cli.fit.traceback_file import bug_within
+from lightning_aigc.cli.fit.trainer_values import check_trainer_values
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import HasValidationPrompts
@@ -176,7 +177,11 @@ class AIGCCLI(LightningCLI):
             return
         if subcommand == "fit" and not self._may_replace():
             refuse_earlier_run(self.trainer)
-        super()._run_subcommand(subcommand)
+        try:
+            super()._run_subcommand(subcommand)
+        except BaseException:
+            end_started_ranks(self.trainer)
+            raise
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """The Trainer's arguments; validate, test and predict load the run's newest snapshot unless told otherwise."""
@@ -212,10 +217,7 @@ class AIGCCLI(LightningCLI):
             raise ConfigError(f"trainer: wanted a block of keys such as `max_steps: 100`, got {trainer!r}")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads must be at least 1, or null for torch's default; got {threads}")
-        if (trainer.get("accumulate_grad_batches") or 0) < 1:
-            raise ConfigError(
-                f"trainer.accumulate_grad_batches must be at least 1, got {trainer.get('accumulate_grad_batches')}"
-            )
+        check_trainer_values(trainer.as_dict())
         if ckpt_path and "://" not in ckpt_path and ckpt_path not in KNOWN_CHECKPOINTS and not Path(ckpt_path).exists():
             raise ConfigError(f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last for the newest")
 

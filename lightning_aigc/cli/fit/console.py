@@ -18,6 +18,7 @@ IGNORED_WARNINGS = (
     ".*is smaller than the logging interval.*",  # an epoch of few images; the steps go on through epochs
     "(?s).*Unable to serialize instance.*",  # a scheduler given by name
     ".*Consider setting `persistent_workers.*",
+    ".*local_dir_use_symlinks.*",  # diffusers' own use of the hub's client
     ".*torch.distributed.nn.functional.all_gather is deprecated.*",  # Lightning's own use
 )
 LEFT_OUT = re.compile(
@@ -25,6 +26,7 @@ LEFT_OUT = re.compile(
     "|Running in `fast_dev_run` mode|Loading `train_dataloader` to estimate"
     "|^\\[rank: [1-9]\\d*\\] Seed set to"
     "|part of your input was truncated|Token indices sequence length is longer"  # the data report counts tokens
+    "|No LoRA keys associated to \\w+ found"  # of a text encoder that was not trained
     "|should be kept in float32: \\[\\]"  # diffusers lists the modules, and there is none
 )
 """Log messages of other packages that are not printed."""

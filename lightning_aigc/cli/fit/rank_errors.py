@@ -59,6 +59,16 @@ class _SharedHook:
         return result
 
 
+def end_started_ranks(trainer: Any) -> None:
+    """End the ranks that Lightning started from this process, where they still wait for a process group.
+
+    Once there is a group its collectives tell them, and they may write a last snapshot.
+    """
+    if not dist.is_initialized():
+        for process in getattr(trainer.strategy.launcher, "procs", None) or ():
+            process.kill()
+
+
 def raise_on_all_ranks(error: Exception | None) -> None:
     """Raise this rank's error, or the first one of another rank. Collective; does nothing if no rank has one.
 

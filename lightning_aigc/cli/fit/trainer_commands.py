@@ -102,6 +102,12 @@ def lost_rank_sentence(error: RuntimeError) -> str | None:
         return str(error)
     if not is_of_a_collective(error):
         return None
+    if "EADDRINUSE" in str(error):
+        return (
+            f"port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')}, where the ranks meet, is in use"
+            " by another process; run it with a free port, such as MASTER_PORT=29501 in front of the command, or"
+            " without MASTER_PORT, and one is chosen"
+        )
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     said = said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
     variables = ("RANK", "SLURM_PROCID", "LOCAL_RANK")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lightning_aigc.data.advice.dataset_summary import Material, named
-from lightning_aigc.data.captions.captions import find_trigger_word
+from lightning_aigc.data.captions.captions import without_trigger_word
 
 SILENT_SHARE = 0.5
 """Share of captions without content from which they are reported."""
@@ -53,7 +53,7 @@ def check_captions(material: Material) -> list[str]:
 def check_prompts(material: Material) -> list[str]:
     """Report prompts that the run samples and that do not name what it learns."""
     word = material.trigger_word
-    without = [prompt for prompt in material.prompts if word and find_trigger_word(prompt, word) is None]
+    without = without_trigger_word(material.prompts, word) if word else []
     if not without:
         return []
     return [

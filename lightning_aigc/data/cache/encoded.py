@@ -21,13 +21,12 @@ from lightning_aigc.data.cache.cache import (
     cache_key,
     require_finite,
 )
-from lightning_aigc.data.cache.encoder import Encoder, MakesConditions
+from lightning_aigc.data.cache.encoder import Encoder, MakesConditions, autoencoder_remedy
 from lightning_aigc.data.captions.text_padding import LENGTHS, PADDED, stack_padded, without_padding
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.errors import DataError
 
 _DIFFUSERS = ".".join(diffusers.__version__.split(".")[:2])
-_VAE_HINT = "its latents would ruin the training: set model.init_args.vae_dtype to float32"
 
 
 class EncodedTensors:
@@ -127,6 +126,7 @@ class LatentCache(EncodedTensors):
 
     def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
         """Encode the given rows that are not on disk yet. Raises: DataError naming an image with NaN latents."""
+        remedy = autoencoder_remedy(encoder)
 
         def encode(positions: list[int]) -> list[Entry]:
             chosen = [rows[position] for position in positions]
@@ -138,7 +138,7 @@ class LatentCache(EncodedTensors):
                     f"got shape {list(moments_B2Chw.shape)}"
                 )
             for row, moments in zip(chosen, moments_B2Chw, strict=True):
-                require_finite(moments, f"the image {self.samples[row % len(self.samples)].path}", _VAE_HINT)
+                require_finite(moments, f"the image {self.samples[row % len(self.samples)].path}", remedy)
             entries = [{"latent_moments": moments} for moments in moments_B2Chw]
             made = encoder.make_conditions(torch.stack(pixels)) if isinstance(encoder, MakesConditions) else None
             if made is not None:

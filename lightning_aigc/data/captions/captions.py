@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 
 
 def clean_caption(text: str) -> str:
@@ -30,6 +31,11 @@ def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> 
 def find_trigger_word(caption: str, trigger_word: str) -> re.Match[str] | None:
     """Position of the full trigger word in a caption; case does not matter."""
     return re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE)
+
+
+def without_trigger_word(prompts: Sequence[str], trigger_word: str) -> list[str]:
+    """The prompts that do not have the trigger word."""
+    return [prompt for prompt in prompts if find_trigger_word(prompt, trigger_word) is None]
 
 
 def trigger_tags(caption: str, trigger_word: str | None, separator: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc.data.cache.encoder import autoencoder_remedy
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components, Family
 from lightning_aigc.diffusion.pipeline.loading import fingerprint
@@ -100,6 +101,6 @@ class FrozenEncoders:
             names = [str(batch["names"][i]) if "names" in batch else f"number {i} of its batch" for i in bad]
             raise ModelError(
                 f"the latents of {', '.join(names[:3])} are not finite and would ruin the training;"
-                " look at the image, or set model.init_args.vae_dtype: float32"
+                f" {autoencoder_remedy(self)}"
             )
         return moments

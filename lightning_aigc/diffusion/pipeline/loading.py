@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_aigc.diffusion.families import FAMILIES, Components, Family
+from lightning_aigc.diffusion.families import FAMILIES, SHORT, Components, Family
 from lightning_aigc.diffusion.pipeline.image_sizes import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
 from lightning_aigc.embedded import resolve
@@ -33,6 +34,7 @@ U_NET_CHECKPOINTS = ("v1", "v2", "xl", "inpainting", "playground", "instruct-pix
 unknown files."""
 ANSWERS_ZEROS = "answers_zeros"
 """Config entry of a T5 with zero output, which exists because diffusers loads no folder without a T5."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 KEY = "model.init_args.pretrained_model_name_or_path"
 
 
@@ -104,7 +106,7 @@ def load_components(
     dtypes = {"default": text_encoder_dtype or denoiser_dtype, "vae": vae_dtype}  # SDXL's gives NaN in half precision
     dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
-        with _quiet_local_loading(path.exists()):
+        with quiet_local_loading(path.exists()):
             components = _load(name_or_path, path, family, dtypes, revision, variant, only)
     except ModelError:
         raise
@@ -173,7 +175,7 @@ def _load(
 
 
 @contextlib.contextmanager
-def _quiet_local_loading(is_local: bool) -> Iterator[None]:
+def quiet_local_loading(is_local: bool) -> Iterator[None]:
     """Disable progress bars in a block that loads from disk, which takes seconds; downloads keep theirs."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -290,10 +292,41 @@ def _explain(error: Exception, name: str, path: Path) -> str:
         return f"{KEY}: {name} is a pipeline folder but one of its parts does not load: {first_line}"
     if path.is_file():
         return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"
+    if not HUB_ID.fullmatch(name):
+        return (
+            f"{KEY}: there is no folder or file {name!r}, and a model of the hub is named like owner/name; check the"
+            f" spelling, take one of {', '.join(SHORT)}, or embedded:sd, which needs no download"
+        )
     return (
-        f"{KEY}: {name!r} is neither a folder here nor a model that could be downloaded from the hub ({first_line})."
-        " Check the spelling, download it first and give its folder, or use embedded:sd to try without downloads"
+        f"{KEY}: {name!r} is neither a folder here nor a model that could be downloaded from the hub:"
+        f" {_hub_reason(error, name) or first_line}; embedded:sd needs no download"
     )
+
+
+def _hub_reason(error: BaseException, name: str) -> str | None:
+    """The reason of a failed download and what to do, from the hub's own error in the chain; None without one."""
+    from huggingface_hub import errors, is_offline_mode
+
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    unreachable = "HF_HUB_OFFLINE=1 forbids the download" if is_offline_mode() else "the hub does not answer"
+    reasons: list[tuple[tuple[type[BaseException], ...], str]] = [
+        ((errors.GatedRepoError,), f"accept its terms at https://huggingface.co/{name}, then run: hf auth login"),
+        (
+            (errors.RepositoryNotFoundError,),
+            "it has no model of this name; check the spelling, or for a private model run: hf auth login",
+        ),
+        ((errors.RevisionNotFoundError,), "it has no such revision; set model.init_args.revision to one that it has"),
+        (
+            (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError),
+            f"it is not in the hub's cache, and {unreachable}; where there is a network, run: hf download {name}",
+        ),
+        ((errors.EntryNotFoundError,), "it has no model_index.json, so it is no diffusers pipeline; name one"),
+    ]
+    return next((said for kinds, said in reasons if any(isinstance(each, kinds) for each in chain)), None)
 
 
 def fingerprint(module: nn.Module) -> str:

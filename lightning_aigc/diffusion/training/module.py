@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.families import Components, Family, full_name
 from lightning_aigc.diffusion.objectives import DDPM, Objective, SeededNoise, draw_noise
 from lightning_aigc.diffusion.objectives.ddpm import warn_of_prediction_type
 from lightning_aigc.diffusion.objectives.losses import example_losses, with_prior
@@ -73,8 +73,8 @@ class DiffusionTraining(LightningModule):
 
     Args:
         method: The choice of the trained weights: `LoRA`, `FullFineTuning` or `ControlNet`.
-        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint,
-            `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a short name such as sd15, a single
+            `.safetensors` checkpoint, `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
         optimizer: Any optimizer by class path; AdamW by default.
         lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
             cosine, cosine_with_restarts, polynomial. A ReduceLROnPlateau reads its `monitor` (loss, if it has none)
@@ -109,7 +109,8 @@ class DiffusionTraining(LightningModule):
     ) -> None:
         super().__init__()
         self.method = method
-        self.settings = TrainingSettings(pretrained_model_name_or_path=pretrained_model_name_or_path, **kwargs)
+        source = full_name(pretrained_model_name_or_path)
+        self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)
         self.save_hyperparameters(method.options | asdict(self.settings))
         self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
         self.snapshot_ignored_arguments = IGNORED_ON_RESUME | method.ignored_on_resume
@@ -128,7 +129,7 @@ class DiffusionTraining(LightningModule):
         self.sampling_limit = TimeLimit(self.settings.sample_time_limit_s)
         self._validation = ValidationSchedule(self.settings.validation_steps)
         self._loaded_optimizers: list[Any] = []
-        family = check_source(pretrained_model_name_or_path, method.families, method.hint)
+        family = check_source(source, method.families, method.hint)
         if isinstance(lr_scheduler, str):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
