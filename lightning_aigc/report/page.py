@@ -99,12 +99,28 @@ def details(summary: str, body: str) -> str:
     return f"<details><summary>{html.escape(summary)}</summary>{body}</details>" if body else ""
 
 
+def renewal(every_s: float) -> str:
+    """A script that loads the page again every `every_s` seconds, where it was scrolled to.
+
+    It waits while a part is unfolded, text is selected or the page is not looked at.
+    """
+    return RENEW.replace("EVERY_MS", f"{every_s * 1000:.0f}")
+
+
 @functools.cache
 def _hash(script: str) -> str:
     """A script's sha256 as the policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
+RENEW = """
+const place='scroll of '+location.pathname,back=()=>scrollTo(0,Number(sessionStorage.getItem(place)||0));
+history.scrollRestoration='manual';back();addEventListener('load',()=>{back();setTimeout(back,300)});
+addEventListener('scrollend',()=>sessionStorage.setItem(place,scrollY));
+setInterval(()=>{if(document.hidden||document.querySelector('details[open]')||String(getSelection()))return;
+sessionStorage.setItem(place,scrollY);location.reload()},EVERY_MS);
+"""
+"""The place is kept in the window: the charts, which give the page its height, are drawn after it is loaded."""
 STYLE = (
     style_variables()
     + f"*{{box-sizing:border-box}}body{{margin:0;background:var(--page);color:var(--text);font:16px/1.55 {FONT}}}"

@@ -18,6 +18,7 @@ from lightning_aigc.report.page import (
     picture_figure,
     picture_figures,
     render_page,
+    renewal,
     section,
     table,
 )
@@ -38,11 +39,15 @@ SCORES = {
 NOISE = "The bar at a score is the standard error of its difference to step 0, over the same prompts and seeds."
 
 
-def render_run_page(record: RunRecord) -> str:
-    """The page of one run. Parts that the run did not measure are left out."""
+def render_run_page(record: RunRecord, renewed_every_s: float | None = None) -> str:
+    """The page of one run. Parts that the run did not measure are left out.
+
+    renewed_every_s: the page loads itself again so often; unset for a run that writes it no more.
+    """
     verdict = judge(record)
     parts = [
         heading(record.name, verdict.tone, verdict.sentence),
+        note(f"This page renews itself every {renewed_every_s:g} s while the run goes on.") if renewed_every_s else "",
         facts_strip(cost(record)),
         *(note(text) for text in record.notes),
         section("Before and after", pictures_html([p for p in record.pictures if not p.is_other])),
@@ -57,7 +62,8 @@ def render_run_page(record: RunRecord) -> str:
         section("Config", details("the whole config", code(record.config)) if record.config else ""),
     ]
     has_charts = any('class="chart"' in part for part in parts)
-    return render_page(f"{record.name}: report", parts, scripts() if has_charts else ())
+    own = [renewal(renewed_every_s)] if renewed_every_s is not None else []
+    return render_page(f"{record.name}: report", parts, [*(scripts() if has_charts else ()), *own])
 
 
 def cost(record: RunRecord) -> dict[str, str]:

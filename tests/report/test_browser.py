@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import yaml
 
 from fakes.chromium import Chromium, Opened
+from lightning_aigc.report.record import read_run
+from lightning_aigc.report.run_page import render_run_page
 
 pytestmark = pytest.mark.browser
 
@@ -104,6 +107,23 @@ def test_charts_follow_a_window_that_is_turned(pages: dict[str, Path], browser: 
     narrowed = "document.querySelector('main').style.maxWidth='360px'"
     seen = browser.open(pages["report"], 1280, script=narrowed)
     assert seen.chart_width < 360
+
+
+def test_a_page_that_renews_itself_shows_the_newer_one_where_it_was_scrolled_to(
+    pages: dict[str, Path], browser: Chromium, tmp_path: Path
+) -> None:
+    record, page = read_run(pages["report"].parent), tmp_path / "report.html"
+    page.write_text(render_run_page(record, renewed_every_s=1.5))
+
+    def renew() -> None:
+        record.name = "a newer page"
+        page.write_text(render_run_page(record, renewed_every_s=1.5))
+        time.sleep(4)
+
+    seen = browser.open(page, script="scrollTo(0, 700)", before_looking=renew)
+    assert seen.text.splitlines()[0] == "a newer page" and seen.scrolled_px == 700
+    still = browser.open(page, script="document.querySelector('details').open=true", before_looking=renew)
+    assert still.unfolded == 1 and still.errors == []
 
 
 def test_a_broken_chart_and_a_request_are_seen(tmp_path: Path, browser: Chromium) -> None:

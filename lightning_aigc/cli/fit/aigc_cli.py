@@ -303,7 +303,7 @@ def where_to_look(trainer: Any, module: Any) -> list[str]:
     if any(isinstance(c, CLIPConvergenceGuard) for c in found):
         parts.append("scored images in guard/")
     if brings_report or any(isinstance(c, RunReport) for c in found):
-        parts.append(f"{REPORT_FILE} at the end; the page so far: lightning report {root} -o {root / REPORT_FILE}")
+        parts.append(f"open {root / REPORT_FILE}, which renews itself")
     lines = [f"run: {root}" + (f" ({', '.join(parts)})" if parts else "")]
     live = []
     for logger in trainer.loggers:

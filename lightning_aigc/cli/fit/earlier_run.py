@@ -10,6 +10,7 @@ from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.cli.fit.evaluate import snapshot_folder
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.report.record import SUMMARY_FILE
 
 LISTED = 3
 
@@ -17,8 +18,8 @@ LISTED = 3
 def refuse_earlier_run(trainer: Trainer) -> None:
     """Raise ConfigError, with what to type instead, where the run's folder has results or snapshots."""
     root = Path(trainer.default_root_dir)
-    results = [root / REPORT_FILE, *sorted(root.glob("*.safetensors"))]
-    found = [path.name for path in results if path.is_file()]
+    pages = [REPORT_FILE] if (root / SUMMARY_FILE).is_file() else []  # a run that goes on has a page too
+    found = [*pages, *sorted(path.name for path in root.glob("*.safetensors"))]
     newest = next(iter(find_snapshots(snapshot_folder(trainer))), None)
     if not found and newest is None:
         return

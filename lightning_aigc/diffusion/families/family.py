@@ -46,6 +46,8 @@ class Components:
     scheduler_config: Mapping[str, Any]
     source: str
     """The folder, file or hub id as the user gave it."""
+    zeros_for_empty: bool = False
+    """Whether the pipeline takes zeros for a prompt that is not given, as SDXL's does by its config."""
     stored_texts: TextSource | None = None
     """Embeddings that replace freed text encoders."""
 

@@ -36,7 +36,8 @@ class FrozenEncoders:
         if components.stored_texts is not None:
             return {**pictures, "text": components.stored_texts.identity}
         text = "+".join(fingerprint(e) for e in components.text_encoders)
-        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}"}
+        empty = "-zeros" if components.zeros_for_empty else ""
+        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}{empty}"}
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:

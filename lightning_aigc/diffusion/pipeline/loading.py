@@ -171,6 +171,7 @@ def _load(
         tokenizers=tuple(t for t in tokenizers if t is not None),
         scheduler_config=pipeline.scheduler.config,
         source=name_or_path,
+        zeros_for_empty=bool(pipeline.config.get("force_zeros_for_empty_prompt", False)),
     )
 
 

@@ -42,6 +42,16 @@ def test_a_second_training_in_a_folder_is_refused_and_each_remedy_works(
     assert both.code == 1 and "give only one" in both.errors[0]
 
 
+def test_the_page_of_a_run_without_results_is_no_result(
+    command: Command, quick_config: dict[str, Any], tmp_path: Path
+) -> None:
+    quick_config["trainer"] |= {"default_root_dir": str(tmp_path / "run"), "callbacks": []}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(quick_config))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "report.html").write_text("killed before its first snapshot")
+    assert command("fit", "-c", tmp_path / "my.yaml").code == 0
+
+
 def test_the_demo_runs_twice() -> None:
     assert _demo_as_fit(["demo", "--x"]) == ["fit", "-c", str(DEMO_CONFIG), "--overwrite", "--x"]
     for alone in ("--resume", "--print_config"):  # a printed config is to be edited, and then replaces nothing
