@@ -45,7 +45,7 @@ from lightning_aigc.report.summary import summary_of, summary_table
 
 REPORT_FILE = "report.html"
 RENEWED_EVERY_S = 20.0
-"""How often an open page of a run that goes on is loaded again."""
+"""Seconds between the reloads of an open page, until the run ends."""
 REFERENCE_IMAGES = 64
 """Training images that CLIP-I compares with."""
 
