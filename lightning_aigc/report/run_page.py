@@ -14,6 +14,7 @@ from lightning_aigc.report.page import (
     facts_strip,
     heading,
     image,
+    inline_code,
     note,
     picture_figure,
     picture_figures,
@@ -135,10 +136,7 @@ def _fine_tune(record: RunRecord) -> str:
     """FineTuneCheck's findings with their remedies; nothing where it found none."""
     if record.fine_tune is None or not record.fine_tune.findings:
         return ""
-    rows = [
-        [html.escape(f.check), html.escape(f.message), f"<code>{html.escape(f.remedy)}</code>"]
-        for f in record.fine_tune.findings
-    ]
+    rows = [[html.escape(f.check), html.escape(f.message), inline_code(f.remedy)] for f in record.fine_tune.findings]
     return table(rows, ("finding", "what was measured on the last weights", "remedy"))
 
 
@@ -176,10 +174,10 @@ def alert_table(alerts: Sequence[HealthAlert], most: int) -> str:
             f'<span class="level" style="--tone:var(--{LEVEL_COLOURS[a.level]})">{a.level}</span>',
             str(a.step),
             html.escape(a.check),
-            f"<code>{html.escape(a.layer)}</code><br>{html.escape(a.message)}"
+            f"{inline_code(a.layer)}<br>{html.escape(a.message)}"
             + (f" (since step {a.since})" if a.since != a.step else ""),
             html.escape(a.cause),
-            f"<code>{html.escape(a.remedy)}</code>",
+            inline_code(a.remedy),
         ]
         for a in ordered[:most]
     ]

@@ -30,7 +30,7 @@ CUT = """
 for(const cell of document.querySelectorAll('td,th,h1,h2,.fact b,.fact span,.when')){
  const walker=document.createTreeWalker(cell,NodeFilter.SHOW_TEXT);
  for(let node=walker.nextNode();node;node=walker.nextNode())
-  for(const word of node.data.matchAll(/[^\\s\\/.,=_-]+/g)){const range=document.createRange();
+  for(const word of node.data.matchAll(/[^\\s\\/.,=_[-]+/g)){const range=document.createRange();
    range.setStart(node,word.index);range.setEnd(node,word.index+word[0].length);
    const tops=new Set([...range.getClientRects()].map(r=>Math.round(r.top)));
    if(tops.size>1)broken.push('broken: '+word[0])}}

@@ -91,6 +91,10 @@ def test_no_page_is_wider_than_its_window(opened: dict[tuple[int, str], Opened])
     assert {case: seen.scroll_px for case, seen in opened.items()} == dict.fromkeys(opened, 0)
 
 
+def test_no_column_is_cut_and_no_word_is_broken(opened: dict[tuple[int, str], Opened]) -> None:
+    assert {case: seen.cut for case, seen in opened.items()} == {case: [] for case in opened}
+
+
 def test_pages_follow_light_and_dark(opened: dict[tuple[int, str], Opened]) -> None:
     for width in WIDTHS:
         assert opened[width, "light"].background != opened[width, "dark"].background
@@ -130,8 +134,11 @@ def test_a_broken_chart_and_a_request_are_seen(tmp_path: Path, browser: Chromium
     """The tests above can fail."""
     (tmp_path / "bad.html").write_text(
         '<body><div class="chart" data-drawn="no"></div><div style="width:3000px">wide</div>'
+        '<div class="wide" style="width:90px;overflow-x:auto"><table><tr><td style="white-space:nowrap">a cell too wide'
+        '<tr><td style="max-width:50px;overflow-wrap:anywhere">unbelievable</table></div>'
         '<img src="http://example.org/a.png"><script>console.error("wrong"); missing()</script>'
     )
     seen = browser.open(tmp_path / "bad.html", 390)
+    assert seen.cut[0].startswith("scrolls: a cell too wide") and seen.cut[1:] == ["broken: unbelievable"]
     assert seen.drawn == ["no"] and seen.scroll_px > 0 and seen.requests == ["http://example.org/a.png"]
     assert any("wrong" in error for error in seen.errors) and any("missing" in error for error in seen.errors)
