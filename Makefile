@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 PARALLEL ?= -n auto --dist loadscope
 
 .PHONY: demo demo-controlnet demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
-	check check-demo docs embedded clean
+	check check-systems check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
 	$(BIN)/lightning demo
@@ -72,6 +72,11 @@ check: $(READY)  ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check-systems: $(READY)  ## types as on Windows and macOS, and text files without an encoding, which Windows reads in its own
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 lightning_aigc kernels/lightning_aigc_kernels
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin lightning_aigc kernels/lightning_aigc_kernels
+	$(BIN)/ruff check --preview --select PLW1514 .
 
 docs: $(READY)  ## the docs as a site in build/site; fails at a link that leads nowhere
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site

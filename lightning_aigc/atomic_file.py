@@ -6,6 +6,8 @@ import contextlib
 import errno
 import os
 import secrets
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -43,13 +45,21 @@ def atomic_file(
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+            _close_on_windows(file)
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
+                _close_on_windows(file)
                 temporary.unlink(missing_ok=True)
             raise
     if durable and sync_parent:
         sync_folder(path.parent)
+
+
+def _close_on_windows(file: BinaryIO) -> None:
+    """Close a file where the system neither renames nor removes open ones."""
+    if sys.platform == "win32":
+        file.close()
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
@@ -58,8 +68,17 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         file.write(text.encode())
 
 
+def require_writable(path: Path) -> None:
+    """Check before long work that a file or folder can be written at `path`, whose folder is made. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
 def sync_folder(path: Path) -> None:
-    """fsync a folder, to make its file names durable."""
+    """fsync a folder, to make its file names durable. Windows has no such call."""
+    if sys.platform == "win32":
+        return
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
+
+from lightning_aigc.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -19,6 +21,29 @@ def dtype_named(name: str) -> torch.dtype:
     Raises: KeyError for a name outside `DTYPES`.
     """
     return DTYPES[name]
+
+
+def device_named(name: str) -> torch.device:
+    """The device for a name on the command line; auto is the accelerator that is here, else the CPU.
+
+    Raises: ConfigError for a name of no device, or of one that is not here.
+    """
+    found = [kind for kind in ("npu", "cuda") if _is_available(kind)]
+    if name == "auto":
+        return torch.device(found[0] if found else "cpu")
+    here = ", ".join([*found, "cpu"])
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name} is no device; this machine has {here}") from error
+    if device.type not in (*found, "cpu"):
+        raise ConfigError(f"--device {name} is not on this machine, which has {here}; leave --device out")
+    return device
+
+
+def _is_available(kind: str) -> bool:
+    backend = getattr(torch, kind, None)
+    return backend is not None and bool(backend.is_available())
 
 
 def autocast_dtype(precision: str) -> torch.dtype:
@@ -54,6 +79,10 @@ def peak_memory_mib(device: torch.device) -> float:
     module = accelerator_module(device)
     if module is not None:
         return float(module.max_memory_allocated(device)) / 2**20  # type: ignore[attr-defined]
+    if sys.platform == "win32":
+        return float(psutil.Process().memory_info().peak_wset) / 2**20
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 

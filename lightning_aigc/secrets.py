@@ -7,6 +7,8 @@ A value is hidden by its name (`storage_options.*`, `*_token`, `api_key`, `passw
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -103,6 +105,35 @@ def _assigned(found: re.Match[str]) -> str:
     if HIDDEN in found[2] or not (is_of_query or is_secret(name) or any(OPTIONS.search(each) for each in names)):
         return found[0]
     return found[0].removesuffix(found[2]) + HIDDEN
+
+
+PATH_START = re.compile(r"(file://)?(/|~|[A-Za-z]:[\\/]|\\\\)")
+"""Begin of a path that tells of the machine; a relative one such as `runs/my` does not."""
+PATH_IN_TEXT = re.compile(
+    r"(?<![\w:/.\\~])(?:file://)?(?:~|[A-Za-z]:)?[\\/]+(?:[^\s'\"`,;:()|<>\\/]+[\\/]+)+([^\s'\"`,;:()|<>\\/]*)"
+)
+
+
+def without_local_paths(value: Any) -> Any:
+    """A copy of a nested value in which each absolute local path is its last name.
+
+    >>> without_local_paths({"data": "/home/anna/photos", "run": "runs/my", "note": "see /srv/a/b.png, 3 images"})
+    {'data': 'photos', 'run': 'runs/my', 'note': 'see b.png, 3 images'}
+    """
+    if isinstance(value, Mapping):
+        return {without_local_paths(str(name)): without_local_paths(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_local_paths(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    if value.startswith(("{", "[")):
+        with contextlib.suppress(ValueError):
+            found = json.loads(value)
+            kept = without_local_paths(found)
+            return value if kept == found else json.dumps(kept, ensure_ascii=False)
+    if "\n" not in value and PATH_START.match(value):
+        return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
+    return PATH_IN_TEXT.sub(lambda found: found[1], value)
 
 
 def refuse_hidden(config: Any) -> None:

@@ -31,7 +31,7 @@ def failures(summary: dict[str, object]) -> list[str]:
 
 
 def main() -> None:
-    summary = json.loads(Path(sys.argv[1]).read_text())
+    summary = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     found = failures(summary)
     print("\n".join(found) if found else f"demo: all bars held: {json.dumps(summary)}")
     raise SystemExit(bool(found))

@@ -34,7 +34,9 @@ DEFAULT_LIMIT_MIB = 40
 
 def installed_names(path: Path) -> set[str]:
     """Canonical names from `pip list --format=freeze`, or from one name a line."""
-    lines = (re.split(r"[=@ \t<>]", line.strip(), maxsplit=1)[0] for line in path.read_text().splitlines())
+    lines = (
+        re.split(r"[=@ \t<>]", line.strip(), maxsplit=1)[0] for line in path.read_text(encoding="utf-8").splitlines()
+    )
     return {canonicalize_name(name) for name in lines if name and not name.startswith(("#", "-"))}
 
 

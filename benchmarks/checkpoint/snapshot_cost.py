@@ -96,7 +96,7 @@ def train_for(seconds: float, device: str) -> float:
 
 
 def resident_mib(field: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 2**10
     raise RuntimeError(f"/proc/self/status has no {field}")
@@ -119,7 +119,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     store.open()
 
     train_for(0.2, device)
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the peak
     before_mib = resident_mib("VmRSS")
     for step in range(3):
         store.save(step, None, state, deferred=late)

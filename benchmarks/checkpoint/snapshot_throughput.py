@@ -41,7 +41,7 @@ class Clock(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         blocked = [s for c in trainer.callbacks if isinstance(c, ExactSnapshot) for s in c.blocked_s]  # type: ignore[attr-defined]
-        Path(self.path).write_text(json.dumps({"steps": self.steps, "blocked_s": blocked}))
+        Path(self.path).write_text(json.dumps({"steps": self.steps, "blocked_s": blocked}), encoding="utf-8")
 
     def _stop(self) -> None:
         start = time.perf_counter()
@@ -64,7 +64,7 @@ def take_turns(runs: list[Run]) -> None:
                 run = waiting.pop(pid)
                 run.codes[pid] = os.waitstatus_to_exitcode(status)
                 if not run.end(1):
-                    raise SystemExit(Path(run.log.name).read_text()[-3000:])
+                    raise SystemExit(Path(run.log.name).read_text(encoding="utf-8")[-3000:])
 
 
 def throughput(folder: Path, blocks: int, repeats: int) -> dict[str, Any]:

@@ -21,4 +21,8 @@ def keep_row(row: Mapping[str, Any], output: Path | None) -> None:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a file; empty if it does not exist yet."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if path.exists()
+        else []
+    )

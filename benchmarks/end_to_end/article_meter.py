@@ -40,7 +40,7 @@ class Meter:
     def resume(self) -> None:
         """Synchronize the ranks and continue to measure."""
         ctypes.CDLL(None).malloc_trim(0)  # return the memory that scoring freed, or it counts as resident
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset the peak of resident memory
         dist.barrier()
         if not self.first_rss_mib:
             self.first_rss_mib = resident_mib("VmRSS")
@@ -58,7 +58,7 @@ class Meter:
 
 def sent_bytes(interface: str) -> int:
     """Bytes sent through an interface of this network namespace, counted by the kernel."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
             return int(numbers.split()[8])
@@ -67,7 +67,11 @@ def sent_bytes(interface: str) -> int:
 
 def resident_mib(field: str) -> float:
     """Resident memory of this process in MiB: VmRSS now, or VmHWM at its peak."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"{field}:")
+    )
     return int(line.split()[1]) * 1024 / MIB
 
 

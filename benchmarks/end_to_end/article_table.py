@@ -92,7 +92,7 @@ def run_cell(cell: dict[str, Any], port: int) -> dict[str, Any]:
                 f"rank {rank} ({code}):\n{logs[rank].read_text()[-2000:]}" for rank, code in enumerate(codes)
             )
             raise SystemExit(f"{cell} failed:\n{tails}")
-        row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
+        row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text(encoding="utf-8"))
         return row
 
 

@@ -77,7 +77,7 @@ def run_rank(rank: int, folder: str, rate: str, layers: int, steps: int, stalled
     model = make_model(layers)
     found = [train(model, mode, steps, stalled) for mode in (None, "int3", "auto", None)]
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -103,7 +103,7 @@ def one_run(options: argparse.Namespace, number: int) -> dict[str, Any]:
         row: dict[str, Any] = {"run": number, "ended": ended, "seconds": round(time.monotonic() - start, 1)}
         path = Path(folder, "found.json")
         if path.exists():
-            before, _, auto, after = json.loads(path.read_text())
+            before, _, auto, after = json.loads(path.read_text(encoding="utf-8"))
             plain = (before[1] + after[1]) / 2
             row |= {"chose": auto[0], "step_time_ratio": round(auto[1] / plain, 3), "plain_step_s": round(plain, 4)}
             row |= {"plain_before_over_after": round(before[1] / after[1], 3), "why": auto[2]}

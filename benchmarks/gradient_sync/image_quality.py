@@ -116,7 +116,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
         row |= {"clip_t_se": round(statistics.stdev(scores["clip_t"]) / len(scores["clip_t"]) ** 0.5, 4)}
         row |= {"val_loss": round(float(trainer.callback_metrics["val_loss"]), 5)}
         row |= {"sent_ratio": round(score.sent / dense, 4) if cell["mode"] != "dense" else 1.0}
-        row_file.write_text(json.dumps(row))
+        row_file.write_text(json.dumps(row), encoding="utf-8")
     trainer.strategy.barrier()
     os._exit(0)
 
@@ -130,7 +130,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
         if any(codes):
             raise SystemExit("\n".join(f"rank {i}: {log.read_text()[-1500:]}" for i, log in enumerate(logs)))
-        row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text())
+        row: dict[str, Any] = json.loads(Path(folder, "row.json").read_text(encoding="utf-8"))
         return row
 
 

@@ -89,7 +89,7 @@ def measure(rank: int, shape: Shape, rounds: int, batch_size: int, folder: str) 
         found["spread"] = {mode: max(times[mode]) / min(times[mode]) for mode in MODES}
         found["parameters"] = {"all": sum(p.numel() for p in model.parameters())}
         found["parameters"]["small"] = sum(p.numel() for p in model.parameters() if p.dim() < 2)
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     os._exit(0)
 
@@ -106,7 +106,7 @@ def run_ranks(rate: str, shape: Shape, rounds: int, batch_size: int) -> dict[str
             process.start()
         for process in ranks:
             process.join()
-        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
     return found
 
 

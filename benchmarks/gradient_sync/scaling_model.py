@@ -103,7 +103,7 @@ def measure(rank: int, ranks: int, repeats: int, store: str, out: str) -> None:
         found = {name: statistics.median(of) for name, of in times.items()}
         found |= {"spread": max(times["ddp_s"]) / min(times["ddp_s"])}
         found |= {"trainable": sum(p.numel() for p in model.parameters())}
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -111,7 +111,7 @@ def run_ranks(ranks: int, repeats: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "found.json")
         spawn(measure, args=(ranks, repeats, str(Path(folder) / "store"), out), nprocs=ranks)
-        found: dict[str, float] = json.loads(Path(out).read_text())
+        found: dict[str, float] = json.loads(Path(out).read_text(encoding="utf-8"))
     return found
 
 

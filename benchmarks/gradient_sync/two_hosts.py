@@ -82,7 +82,7 @@ def two_hosts(rate: str) -> Iterator[None]:
 def enter(host: str) -> None:
     """Move this process to a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/var/run/netns", host).open() as namespace:
+    with Path("/var/run/netns", host).open(encoding="utf-8") as namespace:
         if libc.setns(namespace.fileno(), 0x40000000):
             raise OSError(ctypes.get_errno(), f"cannot enter {host}")
 

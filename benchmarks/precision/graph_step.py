@@ -1,4 +1,4 @@
-"""Time and memory of a step by graphs, beside the same step eagerly, at each memory level.
+"""Time and memory of a step by graphs, and eagerly, at each memory level.
 
     python -m benchmarks.precision.graph_step [--model sd15|sdxl] [--batch 1] [--pixels 512] [--shapes 1]
         [--device cuda]

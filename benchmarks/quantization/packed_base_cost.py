@@ -23,7 +23,7 @@ from diffusers import UNet2DConditionModel
 
 from benchmarks.common.rows import keep_row
 from benchmarks.end_to_end.real_size import fill, sdxl_unet
-from lightning_aigc.diffusion.pipeline.quantized_cache import PackedCache
+from lightning_aigc.diffusion.pipeline.quantized_base import PackedCache
 from lightning_aigc.quantization.frozen import PackedBase, quantize_layers
 from lightning_aigc.quantization.layers import FORMATS, frozen_layers
 from lightning_aigc_kernels.packed_weight import packed_weights, reference

@@ -74,7 +74,7 @@ def step_memory(rank: int, ranks: int, stage: int, memory: Any) -> dict[str, Any
 
 def resident(field: str) -> int:
     """Resident memory of this process in bytes: VmRSS now, VmHWM at its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
 
@@ -91,7 +91,7 @@ def export() -> list[dict[str, Any]]:
         for name, save, place in (("folder", save_folder, "sd15"), ("file", save_single_file, "sd15.safetensors")):
             for dtype in (None, torch.float16):
                 largest = max(p.numel() for p in parts.denoiser.parameters()) * (2 if dtype else 4)
-                Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
+                Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # reset VmHWM
                 before = resident("VmRSS")
                 save(Path(folder, place), parts, trained, dtype)
                 rows.append({

@@ -31,7 +31,7 @@ from benchmarks.sharding.zero import STAGES, Noise, loss_of, unet
 from fakes.processes.network import DEVICE, bytes_sent, enter, two_hosts
 from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
-from lightning_aigc.sharding.sent_bytes import sent_bytes
+from lightning_aigc.sharding.stored_bytes import sent_bytes
 from lightning_aigc.strategies import ZeROStrategy
 
 WARM_UP = 2
@@ -93,7 +93,7 @@ def work(case: str, steps: int, output: str) -> None:
 def run_case(case: str, steps: int, hosts: tuple[str, str], address: str) -> list[dict[str, Any]]:
     """Run the ranks of a case, the first half of them on the first host."""
     ranks = 2 * CASES[case][0]
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as quiet:
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w", encoding="utf-8") as quiet:
         where = {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
         processes = []
         for rank in range(ranks):

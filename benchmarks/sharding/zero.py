@@ -171,7 +171,7 @@ def timed(times: list[float], cpu: list[float], losses: list[float]) -> dict[str
 
 def run_ranks(what: str, ranks: int, steps: int) -> list[dict[str, Any]]:
     """Run one strategy on processes of this machine. Returns: each rank's row."""
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as quiet:
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w", encoding="utf-8") as quiet:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 2000), "OMP_NUM_THREADS": "1"}
         processes = []
         for rank in range(ranks):

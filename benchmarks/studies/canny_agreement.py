@@ -23,8 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.common.embedded_images import embedded_images
 from benchmarks.common.rows import keep_row
-from lightning_aigc.metrics.canny import _gradient, canny, edge_magnitude
-from lightning_aigc.metrics.edge_fidelity import edge_counts, f1_of
+from lightning_aigc.metrics.edge_fidelity import _gradient, canny, edge_counts, edge_magnitude, f1_of
 
 LOW, HIGH, REPEATS = 0.1, 0.2, 5
 

@@ -55,7 +55,7 @@ def measure(rank: int, ranks: int, rounds: int, folder: str) -> None:
         difference = float((outs[0] - outs[1]).abs().max())
         rows.append({"unit_mb": megabytes, **milliseconds, "largest_difference": difference})
     if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
+        Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     os._exit(0)
 
@@ -76,7 +76,7 @@ def main() -> None:
                 process.start()
             for process in work:
                 process.join()
-            for row in json.loads(Path(folder, "rows.json").read_text()):
+            for row in json.loads(Path(folder, "rows.json").read_text(encoding="utf-8")):
                 about = {
                     "benchmark": "gloo_node_sums", "torch": torch.__version__,
                     "device": f"cpu, {os.cpu_count()} cores, one thread a rank", "rounds": options.rounds,

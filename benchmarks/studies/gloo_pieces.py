@@ -76,7 +76,7 @@ def measure(rank: int, rounds: int, folder: str) -> None:
                 "worst_MBps": round(megabytes / max(seconds[1:]), 1), "takes_pieces": chosen,
             })  # fmt: skip
     if rank == 0:
-        Path(folder, "rows.json").write_text(json.dumps(rows))
+        Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     os._exit(0)
 
@@ -98,7 +98,7 @@ def main() -> None:
                 process.start()
             for process in ranks:
                 process.join()
-            for row in json.loads(Path(folder, "rows.json").read_text()):
+            for row in json.loads(Path(folder, "rows.json").read_text(encoding="utf-8")):
                 keep_row({**about, "rate": rate, **row}, options.output)
 
 

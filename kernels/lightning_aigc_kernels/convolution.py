@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_aigc_kernels.casting import cast, cast_optional
-from lightning_aigc_kernels.dispatch import HALF_DTYPES
+from lightning_aigc_kernels.dispatch import HALF_DTYPES, cast, cast_optional
 from lightning_aigc_kernels.matmul import needs_float32
 
 

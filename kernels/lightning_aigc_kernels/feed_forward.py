@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import (
     backward_dtype,
+    cast,
     compute_dtype,
     refuse_functorch,
     without_autocast,

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.casting import cast, cast_optional
 from lightning_aigc_kernels.convolution import (
     Geometry,
     check_conv2d,
@@ -21,7 +20,14 @@ from lightning_aigc_kernels.convolution import (
     convolve_backward,
 )
 from lightning_aigc_kernels.custom_op import register_autograd
-from lightning_aigc_kernels.dispatch import compute_dtype, refuse_functorch, without_autocast, without_values
+from lightning_aigc_kernels.dispatch import (
+    cast,
+    cast_optional,
+    compute_dtype,
+    refuse_functorch,
+    without_autocast,
+    without_values,
+)
 from lightning_aigc_kernels.matmul import in_shape_of, linear, matmul, rows_of
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_aigc_kernels.casting import cast, cast_optional
+from lightning_aigc_kernels.dispatch import cast, cast_optional
 from lightning_aigc_kernels.matmul import add_matmul_, linear, matmul
 
 

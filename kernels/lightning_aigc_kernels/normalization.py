@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_aigc_kernels.casting import cast
-from lightning_aigc_kernels.dispatch import HALF_DTYPES
+from lightning_aigc_kernels.dispatch import HALF_DTYPES, cast
 
 aten = torch.ops.aten
 

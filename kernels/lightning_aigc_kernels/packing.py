@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_aigc_kernels.casting import cast
+from lightning_aigc_kernels.dispatch import cast
 from lightning_aigc_kernels.linear_with_lora import LoRAProjection
 from lightning_aigc_kernels.normalization import NormParameters
 

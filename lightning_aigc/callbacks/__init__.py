@@ -11,8 +11,7 @@ from lightning_aigc.callbacks.partial_window_scaling import PartialWindowScaling
 from lightning_aigc.callbacks.run_progress import RunProgress
 from lightning_aigc.callbacks.run_report.run_report import RunReport
 from lightning_aigc.callbacks.sample_grid import SampleGrid
-from lightning_aigc.callbacks.saving.save_lora import SaveLoRA
-from lightning_aigc.callbacks.saving.save_model import SaveModel
+from lightning_aigc.callbacks.saving.save_result import SaveLoRA, SaveModel
 from lightning_aigc.callbacks.stall_watch import StallWatch
 
 __all__ = [

@@ -1,9 +1,13 @@
-"""AdaptiveLR: search for a learning rate in the first steps, cut it at peaks of the gradient norm, recover."""
+"""AdaptiveLR: search for a learning rate in the first steps, cut it at peaks of the gradient norm, recover.
+
+HarmWatch reads signs that a raised rate harms the model: held-out loss, scores of images, size of the adapter.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,13 +16,14 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_aigc.callbacks.harm import HarmWatch
+from lightning_aigc.callbacks.fine_tune.ranks import adapter_size
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.report.paired_scores import improvement
 from lightning_aigc.report.record import RateChange
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate, HeldRate, sets_own_rate
 from lightning_aigc.schedulers.rate_control import Change, RateSettings
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 ADAPTER_EVERY = 25
 """Optimizer steps between two looks at a LoRA's size."""
@@ -203,3 +208,69 @@ class AdaptiveLR(Callback):
         self._harm.load_state_dict(state_dict.get("harm", {}))
         self._losses = list(state_dict.get("losses", []))  # older checkpoints have none
         self.changes = [Change(int(step), factor, reason) for step, factor, reason in state_dict["changes"]]
+
+
+CLEAR = 2.0
+"""Standard errors by which a check must lie below step 0."""
+LARGEST_ADAPTER = 0.5
+"""Norm of an adapter's change of the weights over the weights' own norm."""
+
+
+@runtime_checkable
+class ScoresImages(Protocol):
+    """Scores images while training; AdaptiveLR lowers a raised rate where they get worse."""
+
+    checks: list[Any]
+    """Scores of each check, `report.paired_scores.Check`."""
+    metric: str
+
+
+class HarmWatch:
+    """Compares the model with what it was untrained. Each new sign is told once."""
+
+    def __init__(self) -> None:
+        self.untrained_loss = math.nan
+        """`val_loss` of step 0."""
+        self.checks_seen = 0
+        self.is_too_large = False
+        self._base_norms: dict[str, float] = {}
+
+    def held_out(self, trainer: Trainer) -> str | None:
+        """A reason if `val_loss` is above the untrained model's. Call after each validation."""
+        if "val_loss" not in trainer.callback_metrics:
+            return None
+        loss = float(trainer.callback_metrics["val_loss"])
+        if trainer.global_step == 0:
+            self.untrained_loss = loss
+        if loss > self.untrained_loss:  # never with NaN
+            return f"val_loss {loss:.4g} is above the untrained model's {self.untrained_loss:.4g}"
+        return None
+
+    def scores(self, trainer: Trainer) -> str | None:
+        """A reason if the newest check of a guard is clearly below step 0."""
+        found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for guard in (callback for callback in found if isinstance(callback, ScoresImages)):
+            if len(guard.checks) <= max(1, self.checks_seen):
+                continue
+            self.checks_seen = len(guard.checks)
+            first, last = (guard.checks[at].scores(guard.metric) for at in (0, -1))
+            better, stderr = improvement(last, first)
+            if better < -CLEAR * stderr:
+                return f"the images of step {guard.checks[-1].step} score {-better:.3f} below the untrained model's"
+        return None
+
+    def adapter(self, module: LightningModule) -> str | None:
+        """A reason, once, if a LoRA has grown large relative to the weights that it changes."""
+        if self.is_too_large:
+            return None
+        size = adapter_size(module, self._base_norms)
+        if size is None or size <= LARGEST_ADAPTER:
+            return None
+        self.is_too_large = True
+        return f"the adapter's change is {size:.0%} of the weights that it changes"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_base_norms"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)

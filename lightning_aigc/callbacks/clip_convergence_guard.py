@@ -24,8 +24,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
     sample_on_all_ranks,
     set_references,
 )
-from lightning_aigc.callbacks.sampling.png import log_picture, write_png
-from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet
+from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet, log_picture, write_png
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA, SavesModel

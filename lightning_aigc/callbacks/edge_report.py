@@ -11,8 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_aigc.callbacks.sampling.png import write_png
-from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import EdgeFidelity, canny

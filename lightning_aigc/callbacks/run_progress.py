@@ -72,6 +72,8 @@ class RunProgress(ProgressBar):
             metrics = {k: v for k, v in self.get_metrics(trainer, pl_module).items() if k not in HIDDEN_METRICS}
             metrics |= self._shown
             bar.set_postfix({k: f"{v:.3f}" if isinstance(v, float) else v for k, v in metrics.items()}, refresh=False)
+        if bar.n == bar.total:
+            self.finish()  # what is sampled after the last step is no part of a step's time
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.finish()

@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, require_sampling, sample_pairs
-from lightning_aigc.callbacks.sampling.png import log_picture, write_png
-from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+from lightning_aigc.callbacks.sampling.sheet import draw_sheet, log_picture, write_png
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.rng import isolate_rng

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Collection
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.checkpoint.file_lock import lock_now, open_lock_file
 from lightning_aigc.errors import SnapshotError
 
 NAME = ".lock"
@@ -40,7 +41,7 @@ class FolderLock:
 
     def __init__(self, directory: Path) -> None:
         self.run = secrets.token_hex(4)
-        self._file = os.open(directory / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._file = open_lock_file(directory / NAME)
         try:
             _lock(self._file, directory)
         except BaseException:
@@ -49,7 +50,7 @@ class FolderLock:
         _held.add(self._file)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "run": self.run}
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(owner).encode(), 0)
+        os.write(self._file, json.dumps(owner).encode())
 
     def release(self) -> None:
         if self._file in _held:
@@ -62,9 +63,9 @@ class RankLock:
 
     def __init__(self, directory: Path, rank: int) -> None:
         self._path = directory / lock_name(rank)
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._file = open_lock_file(self._path)
         with contextlib.suppress(OSError):  # on a file system without locks no rank is ever found to be gone
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_now(self._file)
         _held.add(self._file)
 
     def release(self) -> None:
@@ -81,13 +82,13 @@ def lock_name(rank: int) -> str:
 def is_gone(directory: Path, rank: int) -> bool:
     """Whether the process that held this rank's lock has ended; False where that cannot be told."""
     try:
-        file = os.open(directory / lock_name(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = open_lock_file(directory / lock_name(rank), create=False)
     except FileNotFoundError:
         return rank != 0  # it has released its lock
     except OSError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_now(file, shared=True)
     except OSError:
         return False
     finally:
@@ -102,7 +103,7 @@ def visible_ranks(directory: Path, world_size: int) -> frozenset[int]:
 
 def _lock(file: int, directory: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_now(file)
     except BlockingIOError:
         owner = _read(directory / NAME)
         raise SnapshotError(
@@ -138,7 +139,8 @@ def _release_in_child() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_release_in_child)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_release_in_child)
 
 
 def check_shared(directory: str, strategy: Any, wait_s: float = SHARED_WAIT_S) -> None:
@@ -216,6 +218,6 @@ def _put(path: Path, text: str) -> None:
 
 def _get(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +21,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_aigc.errors import SnapshotError
+
+if sys.platform == "win32":
+    AT_ONCE = signal.SIGTERM  # there it ends a process without its consent
+else:
+    AT_ONCE = signal.SIGKILL
 
 
 class StopSignals:
@@ -64,6 +71,8 @@ def _line(number: int, again: str) -> bytes:
 
 def requeue_signal(trainer: Trainer) -> int | None:
     """The number of the signal that asks for a requeue; None outside of SLURM or without auto_requeue."""
+    if sys.platform == "win32":
+        return None
     environment = trainer._accelerator_connector.cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return int(environment.requeue_signal or signal.SIGUSR1)
@@ -84,6 +93,9 @@ def requeue() -> None:
     job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
     if not re.fullmatch("[0-9_]+", job):
         raise SnapshotError(f"SLURM's job id is {job!r}, wanted digits; requeue it by hand")
+    if shutil.which("scontrol") is None:
+        rank_zero_info(f"SLURM job {job} is not requeued: no scontrol here; run `scontrol requeue {job}` on the host")
+        return
     done = subprocess.run(["scontrol", "requeue", job], check=False)
     rank_zero_info(f"SLURM job {job} is {'requeued' if done.returncode == 0 else 'not requeued: scontrol failed'}")
 
@@ -117,7 +129,7 @@ class StopPoll:
             self._group = dist.new_group(backend="gloo")
         if self._on_signal:
             launcher: Any = trainer.strategy.launcher
-            self._signals = StopSignals(lambda: launcher.kill(signal.SIGKILL) if hasattr(launcher, "kill") else None)
+            self._signals = StopSignals(lambda: launcher.kill(AT_ONCE) if hasattr(launcher, "kill") else None)
             requeue_number = requeue_signal(trainer)
             extra = [] if requeue_number is None else [requeue_number]
             self._signals.install([signal.SIGTERM, signal.SIGINT, *extra])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +18,7 @@ from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.secrets import redact
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 TRAINER_KEYS = (
     "accumulate_grad_batches",
@@ -193,7 +194,8 @@ def _relative(path: Path, root: Path) -> str:
 def _made_durable(path: Path) -> bool:
     """Make a file survive a power cut; whether it exists."""
     try:
-        file = os.open(path, os.O_RDONLY)
+        # Windows flushes no file that is open for reading alone.
+        file = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.data.cache.encoder import require_encoder
     from lightning_aigc.data.encoded_stream.encode import EncodeOptions, encode_shards, finish, samples_of, write_common
     from lightning_aigc.data.encoded_stream.encoded_image_data import facts_of
+    from lightning_aigc.data.index.filenames import print_anywhere
     from lightning_aigc.devices import dtype_named
     from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
 
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     cli.model.to(torch.device(device))
     check_image_sizes(cli.model.loaded(), data)
     index = data.index()
+    if rank == 0:
+        print_anywhere(data.report())
     samples = samples_of(index)
     options = EncodeOptions(
         args.output,

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lightning_aigc.atomic_file import require_writable
 from lightning_aigc.errors import ConfigError
 
 NO_LORA = "none"
@@ -41,15 +45,23 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: UserError for a config, LoRA or prompts that cannot be used.
     """
+    from lightning_aigc.cli.fit.console import tidy_console
+    from lightning_aigc.data.captions.captions import without_trigger_word
+
+    tidy_console()
     settings = _settings(args.config)
     prompts = args.prompts or list(settings.model.get("validation_prompts") or [])
     if not prompts or not all(prompt.strip() for prompt in prompts):
         raise ConfigError('there are no prompts to draw; give some: --prompts "a photo of a zorp mug"')
-    if (args.num_inference_steps or 1) < 1:
-        raise ConfigError(f"--num_inference_steps must be at least 1, got {args.num_inference_steps}")
+    for name in ("num_inference_steps", "resolution"):
+        if (given := getattr(args, name)) is not None and given < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {given}; leave it out for the run's")
+    with _written(args.output):
+        require_writable(args.output)
+    word = settings.data.get("trigger_word")
+    if word and args.lora != NO_LORA and (without := without_trigger_word(prompts, word)):
+        print(f"{len(without)} of {len(prompts)} prompts lack the trigger word {word} (such as {without[0]!r})")
     if settings.model_class in CONTROLNETS:
-        from lightning_aigc.cli.sample import draw_controlled
-
         return draw_controlled(args, settings, prompts)
     if args.condition or args.controlnet:
         raise ConfigError(f"--condition and --controlnet belong to runs of {CONTROLNETS[0]}; leave them out")
@@ -57,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from lightning_aigc.callbacks.sampling.png import write_png
-    from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+    from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
 
     print(f"drawing with {lora or 'the base model alone'}")
@@ -69,17 +80,26 @@ def run(args: argparse.Namespace) -> int:
     columns = []
     for weight in weights:
         pairs = [(prompt, seed) for prompt in prompts for seed in seeds]
-        columns.append(sampler.sample(pairs, weight, args.negative_prompt, steps, scale))
+        columns.append(sampler.sample(pairs, weight, args.negative_prompt, steps, scale, f"weight {weight:g}"))
     pictures = torch.stack(columns, 1).flatten(0, 1)  # all weights of a prompt and seed side by side
     named = [f"weight {weight:g}, " if lora else "base, " for weight in weights]
     captions = [f"{name}seed {seed}\n{prompt}" for prompt in prompts for seed in seeds for name in named]
     facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or NO_LORA)}
-    try:
+    with _written(args.output):
         write_png(args.output, draw_sheet(pictures, captions, len(weights) if len(weights) > 1 else len(seeds)), facts)
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.output}: {error.strerror or error}; give another --output") from error
     print(f"wrote {args.output}")
     return 0
+
+
+@contextlib.contextmanager
+def _written(output: Path) -> Iterator[None]:
+    """Raise ConfigError where the block cannot write the output file, or a folder has its name."""
+    try:
+        if output.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror or error}; give another --output") from error
 
 
 def _settings(path: Path) -> RunConfig:
@@ -178,8 +198,7 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
 
     import torch
 
-    from lightning_aigc.callbacks.sampling.png import write_png
-    from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+    from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.samplers.controlnet import ControlNetSampler
 
     print(f"drawing with {folder}")
@@ -199,15 +218,14 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
                 args.negative_prompt,
                 args.num_inference_steps,
                 args.guidance_scale,
+                f"weight {weight:g}",
             )
         )
     names = ["condition", *(f"weight {weight:g}" for weight in args.weight)]
     captions = [f"{name}, seed {seed}\n{prompt}" for prompt, seed, _ in rows for name in names]
     facts = {"prompts": prompts, "seeds": seeds, "weights": args.weight, "controlnet": str(folder)}
-    try:
+    with _written(args.output):
         write_png(args.output, draw_sheet(torch.stack(columns, 1).flatten(0, 1), captions, len(names)), facts)
-    except OSError as error:
-        raise ConfigError(f"cannot write {args.output}: {error.strerror or error}; give another --output") from error
     print(f"wrote {args.output}")
     return 0
 

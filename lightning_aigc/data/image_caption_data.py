@@ -56,6 +56,7 @@ class ImageCaptionData(LightningDataModule):
         caption_column: Column of the dataset, or key in metadata.jsonl and captions.csv, that holds the captions.
         dataset_split: Split of the dataset.
         caption_extension: How a caption file's name ends; the rest is the image's name without its suffix.
+        caption_encoding: Encoding of caption files that are not UTF-8, such as gb18030; by default guessed from all.
         resolution: Side in pixels of a square training image; other shapes have about the same area.
         train_batch_size: User images in a batch, on each device. Class images come on top.
         enable_bucket: Group images by aspect ratio. If false all are cropped to squares.
@@ -116,6 +117,7 @@ class ImageCaptionData(LightningDataModule):
         caption_column: str = "text",
         dataset_split: str = "train",
         caption_extension: str = ".txt",
+        caption_encoding: str | None = None,
         resolution: int = 512,
         train_batch_size: int = 4,
         enable_bucket: bool = True,

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import stat
+import sys
 import tempfile
 import warnings
 import zipfile
@@ -83,6 +84,8 @@ def _unpack_where_possible(name: str) -> Path:
 
 def _temporary_folder() -> Path:
     """A folder of this user for temporary files. Raises: OSError, also if another user made it."""
+    if sys.platform == "win32":  # each user has a folder for temporary files
+        return Path(tempfile.gettempdir()) / "lightning_aigc"
     folder = Path(tempfile.gettempdir()) / f"lightning_aigc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()

@@ -2,6 +2,6 @@
 
 from lightning_aigc.gradient_sync.compressor import GradientCompressor
 from lightning_aigc.gradient_sync.options import SyncOptions
-from lightning_aigc.gradient_sync.transport.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.process_groups import SyncError
 
 __all__ = ["GradientCompressor", "SyncError", "SyncOptions"]

@@ -12,8 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.gradient_sync.hook import attach_hook
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.transport.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
 
 

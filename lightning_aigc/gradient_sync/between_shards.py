@@ -17,8 +17,7 @@ from lightning_aigc.gradient_sync.hook import UnitGradients
 from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
 from lightning_aigc.gradient_sync.options import SyncOptions, check_protect
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.transport.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError
 from lightning_aigc.gradient_sync.unit_reducer import UnitReducer
 from lightning_aigc.gradient_sync.units import make_units
 from lightning_aigc.gradient_sync.watch.replica_check import RanksDivergedError, bits_of, first_difference

@@ -18,8 +18,15 @@ from lightning_aigc.cluster.modes import Mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
-from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import FIELDS, SyncOptions, check_protect, resolve_mode, unused_options
+from lightning_aigc.gradient_sync.options import (
+    FIELDS,
+    SyncOptions,
+    check_protect,
+    refuse_sparse_gradients,
+    resolve_mode,
+    trained_parameters,
+    unused_options,
+)
 from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, default_after_s

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_aigc.gradient_sync.transport.sync_error import SyncError
+from lightning_aigc.gradient_sync.transport.process_groups import SyncError
 
 Work = Generator[Any, None, None]
 """Generator that yields each collective it starts; the executor resumes it when that collective is done."""

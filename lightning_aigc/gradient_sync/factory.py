@@ -1,24 +1,27 @@
-"""make_sync: the gradient sync for the options and the ranks of this run."""
+"""make_sync: the gradient sync for the options and the ranks of this run; `auto` measures which mode is the fastest."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_aigc.cluster.modes import FLAT_MODES, Mode
+from lightning_aigc.cluster.modes import FLAT_MODES, Mode, worthwhile_mode
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.autotune import choose_mode, measure_modes
 from lightning_aigc.gradient_sync.base import Sync
-from lightning_aigc.gradient_sync.model_checks import refuse_complex
 from lightning_aigc.gradient_sync.modes.dense import Dense
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
-from lightning_aigc.gradient_sync.options import SyncOptions
+from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction
+from lightning_aigc.gradient_sync.options import SyncOptions, refuse_complex
 from lightning_aigc.gradient_sync.sync import GradientSync
+from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
 from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT, ProcessGroups
+from lightning_aigc.gradient_sync.units import FlatUnit
 
 
 def make_sync(
@@ -58,3 +61,75 @@ def make_sync(
     if mode == "local":
         return LocalSGD(trained, options, groups), mode, why
     return GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale), mode, why
+
+
+TRIAL_VALUES = 1 << 20
+"""Approximate length of the vector: 4 MB, enough to show a link's bandwidth."""
+REPEATS = 8
+
+
+@dataclass(frozen=True)
+class ModeTimings:
+    """Measured times of reducing one vector."""
+
+    values: int
+    seconds: dict[Mode, float]
+    """Times by mode, from exact to coarse, with the copies to and from the vector, as in a real step."""
+
+
+def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
+    """Measure the modes. Collective: every rank gets the same numbers, the means of each rank's best."""
+    everyone = groups.everyone
+    group = CountedGroup(everyone.group, Traffic())  # these bytes are no gradients, and do not count
+    group.chunked = everyone.chunked
+    values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
+    gradients = torch.randn(values, device=device)
+    unit = FlatUnit(0, "values", entries=(), numel=values)
+
+    def add_up(reduction: Reduction) -> None:
+        flat = gradients / group.size
+        work = reduction.reduce(unit, flat, group)
+        while True:
+            try:
+                next(work).wait()
+            except StopIteration as end:
+                gradients.copy_(end.value[0])
+                return
+
+    zeros = torch.zeros_like(gradients)
+    reductions: dict[Mode, Reduction] = {
+        "bf16": BFloat16(),
+        "int8": Quantized(8),
+        "int4": Quantized(4),
+        "int3": Quantized(3),
+    }
+    runs: dict[Mode, Callable[[], object]] = {"dense": lambda: group.all_reduce(zeros).wait()}
+    for mode, reduction in reductions.items():
+        runs[mode] = lambda r=reduction: add_up(r)  # type: ignore[misc]
+    seconds = dict.fromkeys(runs, float("inf"))
+    for _ in range(REPEATS):  # in turns, so that a moment of other load affects all modes
+        for mode, run in runs.items():
+            seconds[mode] = min(seconds[mode], _timed(run, device))
+    means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
+    group.all_reduce(means).wait()
+    return ModeTimings(values, dict(zip(seconds, (means / group.size).cpu().tolist(), strict=True)))
+
+
+def choose_mode(measured: ModeTimings, numel: int, ranks: int) -> tuple[Mode, str]:
+    """Return the mode with the shortest wait, the more exact one when in doubt, and a sentence with the reason."""
+    scale = numel / measured.values
+    chosen = worthwhile_mode({mode: seconds * scale for mode, seconds in measured.seconds.items()})
+    speed = dense_ring_bytes(measured.values, ranks) / measured.seconds["dense"] / 1e6
+    estimates = ", ".join(f"{mode} {1e3 * seconds * scale:.0f} ms" for mode, seconds in measured.seconds.items())
+    return chosen, (
+        f"auto chose {chosen}: the link carries {speed:.0f} MB/s, and {numel / 1e6:.1f} M gradients would take "
+        f"{estimates} a step (measured on {measured.values / 1e6:.0f} M, without overlap)"
+    )
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start

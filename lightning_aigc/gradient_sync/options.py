@@ -1,4 +1,4 @@
-"""SyncOptions: the options of gradient sync, with their checks and their help."""
+"""SyncOptions: the options of gradient sync, with their checks and their help; checks of a DDP model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, SPARSE_MODES, Average, Mode
 from lightning_aigc.errors import ConfigError
@@ -201,3 +204,35 @@ def check_protect(options: SyncOptions, names: Sequence[str]) -> None:
         options.protection().check(names)
     except ValueError as error:
         raise ConfigError(f"{error}; leave protect out for the default, or give [] to protect nothing") from None
+
+
+def trained_parameters(ddp: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that DDP syncs, by their names in the module it wraps."""
+    ignored = ddp.parameters_to_ignore
+    return [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+
+
+def refuse_complex(mode: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Check that a mode that computes with gradients as real numbers gets no complex one.
+
+    Raises: ConfigError with the first parameter that is complex.
+    """
+    name = next((name for name, parameter in parameters if parameter.is_complex()), None)
+    if name is not None and mode != "dense":
+        raise ConfigError(
+            f"{name} has complex values, and mode {mode} computes with real ones; use mode: dense, or keep the "
+            "parameter as torch.view_as_real and make it complex in the forward"
+        )
+
+
+def refuse_sparse_gradients(ddp: DistributedDataParallel) -> None:
+    """Check that no gradient is sparse.
+
+    Raises: ConfigError for an embedding whose gradient is a sparse tensor: DDP hands those to no hook.
+    """
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'}, an {type(module).__name__} with sparse=True, has a gradient that cannot be "
+                "synced here; make it with sparse=False, or freeze it"
+            )

@@ -21,8 +21,7 @@ from lightning_aigc.gradient_sync.modes.make_reductions import make_reductions
 from lightning_aigc.gradient_sync.modes.reductions import Reduction
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.transport.sync_error import SyncError, explain
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError, explain
 from lightning_aigc.gradient_sync.unit_reducer import UnitReducer, UnusedParameters
 from lightning_aigc.gradient_sync.units import FlatUnit, make_units
 from lightning_aigc.gradient_sync.watch.step_report import StepMeter, StepReport

@@ -30,7 +30,7 @@ from lightning_aigc_kernels.dispatch import KERNEL_DEVICES
 from lightning_aigc_kernels.protection import named_modules
 
 if TYPE_CHECKING:
-    from lightning_aigc.precision.graph.device_graphs import Graphs
+    from lightning_aigc.precision.graph.captured_call import Graphs
     from lightning_aigc.precision.graph.graphed_root import GraphedRoot
     from lightning_aigc.precision.swaps import Swapped
 
@@ -180,7 +180,7 @@ class FusedBackwardPrecision(Precision):
         Args:
             graphs: The device's, if None.
         """
-        from lightning_aigc.precision.graph.device_graphs import DeviceGraphs
+        from lightning_aigc.precision.graph.captured_call import DeviceGraphs
         from lightning_aigc.precision.graph.graphed_root import GraphedRoot, graph_roots
 
         self._remove_graphs()

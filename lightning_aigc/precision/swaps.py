@@ -22,7 +22,7 @@ from lightning_aigc.precision.blocks.rules import CHECKPOINTED_BLOCK, COVERED, f
 from lightning_aigc.precision.context import SWAP, SwapState
 from lightning_aigc.precision.memory.budget import MemoryBudget, MemoryLevel
 from lightning_aigc.precision.memory.planner import Planner, roots_of
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 from lightning_aigc_kernels.dispatch import KERNEL_DEVICES, why_no_kernel
 
 KERNELS = ("group_norm_silu", "geglu")

@@ -12,7 +12,7 @@ from lightning_aigc.report.curves import METRICS, rows, score_rows, smooth, thin
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import Curve, RunRecord
 from lightning_aigc.report.theme import RUN_COLOURS, colour
-from lightning_aigc.report.units import memory_text, score_text, speed_text, time_text
+from lightning_aigc.report.units import UNKNOWN, memory_text, score_text, speed_text, time_text
 from lightning_aigc.report.vega import Chart
 from lightning_aigc.report.verdict import judge
 
@@ -38,7 +38,7 @@ def table_rows(records: Sequence[RunRecord]) -> list[list[str]]:
             speed_text(record.steps, record.seconds),
             memory_text(record.peak_memory_mib),
             *(score_text(record, score) for score in ("clip_t", "clip_i", "prior_clip_t")),
-            "-" if record.guard is None or record.guard.best_step is None else str(record.guard.best_step),
+            UNKNOWN if record.guard is None or record.guard.best_step is None else str(record.guard.best_step),
         ]
         for name, record in zip(run_names(records), records, strict=True)
     ]

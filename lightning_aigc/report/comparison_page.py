@@ -6,7 +6,17 @@ import html
 from collections.abc import Sequence
 
 from lightning_aigc.report.comparison import HEAD, comparison_chart, config_differences, run_names, table_rows
-from lightning_aigc.report.page import image, note, picture_figure, picture_figures, render_page, section, table
+from lightning_aigc.report.page import (
+    image,
+    inline_code,
+    note,
+    picture_figure,
+    picture_figures,
+    render_page,
+    section,
+    table,
+    unbroken,
+)
 from lightning_aigc.report.record import RunRecord
 from lightning_aigc.report.theme import RUN_COLOURS
 from lightning_aigc.report.vega import chart_html, scripts
@@ -19,22 +29,21 @@ MOST_SEEDS = 4
 def render_comparison_page(records: Sequence[RunRecord]) -> str:
     """The whole page."""
     names = run_names(records)
-    cells = [[_named(row[0], i), *(html.escape(cell) for cell in row[1:])] for i, row in enumerate(table_rows(records))]
+    cells = [
+        [_named(row[0], i), html.escape(row[1]), *map(unbroken, row[2:])] for i, row in enumerate(table_rows(records))
+    ]
     verdicts = "".join(
         f'<p>{_named(name, i)}: <span class="{judge(record).tone}">{html.escape(judge(record).sentence)}</span></p>'
         for i, (name, record) in enumerate(zip(names, records, strict=True))
     )
     chart = comparison_chart(records)
     differing = config_differences(records)
-    keys = [
-        [f"<code>{html.escape(key)}</code>", *(f"<code>{html.escape(value)}</code>" for value in values)]
-        for key, values in differing.items()
-    ]
+    keys = [[inline_code(key), *map(inline_code, values)] for key, values in differing.items()]
     same = note("The configs are the same, but for the folder of the run.")
     parts = [
         f"<h1>{len(records)} runs: {html.escape(', '.join(names))}</h1>",
         section("Verdicts", verdicts),
-        section("Scores and cost", table(cells, HEAD, wraps=False)),
+        section("Scores and cost", table(cells, HEAD)),
         section("Curves", chart_html(chart, "scores and losses of all runs by step") if chart is not None else ""),
         section("After training, same prompts and seeds", _pictures(records, names)),
         section("Config keys that differ", table(keys, ("key", *names)) if keys else same),
@@ -44,7 +53,8 @@ def render_comparison_page(records: Sequence[RunRecord]) -> str:
 
 def _named(name: str, place: int) -> str:
     shade = RUN_COLOURS[place % len(RUN_COLOURS)]
-    return f'<span class="swatch" style="background:var(--{shade})"></span>{html.escape(name)}'
+    swatch = f'<span class="swatch" style="background:var(--{shade})"></span>'
+    return f'<span class="run">{swatch}<span>{html.escape(name)}</span></span>'
 
 
 def _pictures(records: Sequence[RunRecord], names: Sequence[str]) -> str:

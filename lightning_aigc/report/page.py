@@ -18,6 +18,9 @@ from lightning_aigc.report.theme import FONT, style_variables
 # No address is allowed: nothing can be fetched or sent.
 POLICY = "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {}"
 IMAGE = re.compile(r"data:image/(?:png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+={0,2}")
+BREAKS = re.compile(r"(?<=[._/,=])(?=\w)|(?=\[)")
+GLUED = "\u00a0"
+"""A space at which no line ends."""
 MARKS = {"good": "✓", "mixed": "–", "bad": "✕", "unknown": "?"}
 
 
@@ -79,12 +82,27 @@ def section(title: str, *parts: str) -> str:
     return f'<section><h2>{html.escape(title)}</h2><div class="card">{body}</div></section>' if body else ""
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), *, wraps: bool = True) -> str:
-    """A table of cells that are HTML already; it scrolls by itself where it is too wide."""
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """A table of cells that are HTML already; on a phone each row is a block, and each cell a line with its name.
+
+    It scrolls by itself where a single word is too wide.
+    """
     top = f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>" if head else ""
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    kind = "" if wraps else ' class="numbers"'
-    return f'<div class="wide"><table{kind}>{top}{body}</table></div>' if rows else ""
+    names = [f' data-of="{html.escape(name)}"' for name in head] or [""] * max(map(len, rows), default=0)
+    body = "".join(
+        f"<tr>{''.join(f'<td{name}>{cell}</td>' for name, cell in zip(names, row, strict=False))}</tr>" for row in rows
+    )
+    return f'<div class="wide"><table>{top}{body}</table></div>' if rows else ""
+
+
+def unbroken(text: str) -> str:
+    """A number with its unit, or a change of a score, as HTML that a line ends within only before its noise."""
+    return html.escape(text).replace(" ", GLUED).replace(f"{GLUED}±", " ±")
+
+
+def inline_code(text: str) -> str:
+    """Code in a sentence or cell; a line may end behind the parts of a key, and not within a word."""
+    return f"<code>{BREAKS.sub('<wbr>', html.escape(text))}</code>"
 
 
 def code(text: str) -> str:
@@ -99,12 +117,28 @@ def details(summary: str, body: str) -> str:
     return f"<details><summary>{html.escape(summary)}</summary>{body}</details>" if body else ""
 
 
+def renewal(every_s: float) -> str:
+    """A script that loads the page again every `every_s` seconds, where it was scrolled to.
+
+    It waits while a part is unfolded, text is selected or the page is not looked at.
+    """
+    return RENEW.replace("EVERY_MS", f"{every_s * 1000:.0f}")
+
+
 @functools.cache
 def _hash(script: str) -> str:
     """A script's sha256 as the policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
+RENEW = """
+const place='scroll of '+location.pathname,back=()=>scrollTo(0,Number(sessionStorage.getItem(place)||0));
+history.scrollRestoration='manual';back();addEventListener('load',()=>{back();setTimeout(back,300)});
+addEventListener('scrollend',()=>sessionStorage.setItem(place,scrollY));
+setInterval(()=>{if(document.hidden||document.querySelector('details[open]')||String(getSelection()))return;
+sessionStorage.setItem(place,scrollY);location.reload()},EVERY_MS);
+"""
+"""The place is kept in the window: the charts, which give the page its height, are drawn after it is loaded."""
 STYLE = (
     style_variables()
     + f"*{{box-sizing:border-box}}body{{margin:0;background:var(--page);color:var(--text);font:16px/1.55 {FONT}}}"
@@ -130,10 +164,9 @@ table{border-collapse:collapse;width:100%;font-size:.9rem}
 th{text-align:left;color:var(--soft);font-weight:500;font-size:.82rem}
 td,th{padding:.4rem .9rem .4rem 0;border-bottom:1px solid var(--rule);vertical-align:top}
 tr:last-child td{border-bottom:0}
-.numbers td,.numbers th{white-space:nowrap}
 td{font-variant-numeric:tabular-nums}
 code,pre{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:.84rem}
-code{overflow-wrap:anywhere}
+code{overflow-wrap:break-word}
 pre{background:var(--page);border:1px solid var(--rule);border-radius:8px;padding:.8rem;overflow-x:auto;margin:.4rem 0}
 .prompts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:1.3rem}
 .prompts figure{margin:0}
@@ -143,19 +176,23 @@ grid-template-columns:var(--label,3.1rem) repeat(var(--columns),minmax(0,9rem));
 .images img{width:100%;display:block;border-radius:8px;background:var(--rule)}
 .images span{font-size:.76rem;color:var(--soft);text-align:center}
 .images span.when{text-align:left;overflow-wrap:anywhere}
-.images .when .swatch{width:.6rem;height:.6rem;margin-right:.25rem}
+.images .when .swatch{width:.6rem;height:.6rem}.images .when .run{gap:.25rem}
 .chart svg{display:block;overflow:visible}
 .chart+.chart{margin-top:1rem}
 .chart>div{width:100%;display:block}
 .level{color:var(--card);border-radius:99px;padding:.05rem .55rem;font-size:.76rem;background:var(--tone)}
-.swatch{display:inline-block;width:.75rem;height:.75rem;border-radius:3px;margin-right:.45rem;vertical-align:-.05rem}
+.swatch{display:inline-block;width:.75rem;height:.75rem;border-radius:3px;vertical-align:-.05rem;flex:none}
+.run{display:inline-flex;align-items:baseline;gap:.45rem}
 details{margin:.4rem 0}summary{cursor:pointer;color:var(--soft);font-size:.9rem}
 .copy{font-size:.8rem}
 #vg-tooltip-element{background:var(--card)!important;color:var(--text)!important;border:1px solid var(--rule)!important;
 border-radius:8px!important;font-family:inherit!important;font-size:.82rem!important;max-width:20rem;
 box-shadow:0 4px 18px #0003!important}
 #vg-tooltip-element td{border:0;padding:.1rem .4rem .1rem 0}#vg-tooltip-element td.key{color:var(--soft)!important}
-@media(max-width:36rem){main{padding:1rem .7rem 3rem}.card{padding:.8rem}.verdict{font-size:1.08rem}
+@media(max-width:36rem){table,tbody,tr,td{display:block}tr:has(th){display:none}td{border:0;padding:.15rem 0;
+overflow-wrap:anywhere}tr{padding:.5rem 0;border-bottom:1px solid var(--rule)}tr:last-child{border:0}
+td:first-child{font-weight:600}td[data-of]:not(:first-child)::before{content:attr(data-of) ": ";color:var(--soft)}
+main{padding:1rem .7rem 3rem}.card{padding:.8rem}.verdict{font-size:1.08rem}
 h2{margin-top:1.7rem}}
 """
 )

@@ -14,15 +14,17 @@ from lightning_aigc.report.page import (
     facts_strip,
     heading,
     image,
+    inline_code,
     note,
     picture_figure,
     picture_figures,
     render_page,
+    renewal,
     section,
     table,
 )
 from lightning_aigc.report.record import Curve, HealthAlert, Picture, RunRecord
-from lightning_aigc.report.units import bytes_text, memory_text, rate_text, score_text, speed_text, time_text
+from lightning_aigc.report.units import UNKNOWN, bytes_text, memory_text, rate_text, score_text, speed_text, time_text
 from lightning_aigc.report.usage import usage_html
 from lightning_aigc.report.vega import chart_html, scripts
 from lightning_aigc.report.verdict import judge
@@ -38,11 +40,15 @@ SCORES = {
 NOISE = "The bar at a score is the standard error of its difference to step 0, over the same prompts and seeds."
 
 
-def render_run_page(record: RunRecord) -> str:
-    """The page of one run. Parts that the run did not measure are left out."""
+def render_run_page(record: RunRecord, renewed_every_s: float | None = None) -> str:
+    """The page of one run. Parts that the run did not measure are left out.
+
+    renewed_every_s: the page loads itself again so often; unset for a run that writes it no more.
+    """
     verdict = judge(record)
     parts = [
         heading(record.name, verdict.tone, verdict.sentence),
+        note(f"This page renews itself every {renewed_every_s:g} s until the run ends.") if renewed_every_s else "",
         facts_strip(cost(record)),
         *(note(text) for text in record.notes),
         section("Before and after", pictures_html([p for p in record.pictures if not p.is_other])),
@@ -57,7 +63,8 @@ def render_run_page(record: RunRecord) -> str:
         section("Config", details("the whole config", code(record.config)) if record.config else ""),
     ]
     has_charts = any('class="chart"' in part for part in parts)
-    return render_page(f"{record.name}: report", parts, scripts() if has_charts else ())
+    own = [renewal(renewed_every_s)] if renewed_every_s is not None else []
+    return render_page(f"{record.name}: report", parts, [*(scripts() if has_charts else ()), *own])
 
 
 def cost(record: RunRecord) -> dict[str, str]:
@@ -66,7 +73,7 @@ def cost(record: RunRecord) -> dict[str, str]:
     scored = {}
     for name, label in SCORES.items():
         value, _, noise = score_text(record, name).partition(" ± ")
-        if value != "-":
+        if value != UNKNOWN:
             scored[f"{label}{f', ± {noise}' if noise else ''}"] = value
     if "edge_f1" in record.figures:
         floor, ceiling = (record.figures.get(name, math.nan) for name in ("edge_f1_floor", "edge_f1_ceiling"))
@@ -129,10 +136,7 @@ def _fine_tune(record: RunRecord) -> str:
     """FineTuneCheck's findings with their remedies; nothing where it found none."""
     if record.fine_tune is None or not record.fine_tune.findings:
         return ""
-    rows = [
-        [html.escape(f.check), html.escape(f.message), f"<code>{html.escape(f.remedy)}</code>"]
-        for f in record.fine_tune.findings
-    ]
+    rows = [[html.escape(f.check), html.escape(f.message), inline_code(f.remedy)] for f in record.fine_tune.findings]
     return table(rows, ("finding", "what was measured on the last weights", "remedy"))
 
 
@@ -170,10 +174,10 @@ def alert_table(alerts: Sequence[HealthAlert], most: int) -> str:
             f'<span class="level" style="--tone:var(--{LEVEL_COLOURS[a.level]})">{a.level}</span>',
             str(a.step),
             html.escape(a.check),
-            f"<code>{html.escape(a.layer)}</code><br>{html.escape(a.message)}"
+            f"{inline_code(a.layer)}<br>{html.escape(a.message)}"
             + (f" (since step {a.since})" if a.since != a.step else ""),
             html.escape(a.cause),
-            f"<code>{html.escape(a.remedy)}</code>",
+            inline_code(a.remedy),
         ]
         for a in ordered[:most]
     ]

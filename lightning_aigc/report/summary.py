@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.report.record import Curve, Paired, RunRecord
-from lightning_aigc.report.units import memory_text, score_text, speed_text, time_text
+from lightning_aigc.report.units import UNKNOWN, memory_text, score_text, speed_text, time_text
 from lightning_aigc.report.verdict import change, judge
 
 LAST_LOSSES = 50
@@ -58,7 +58,7 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
 
 
 def summary_table(record: RunRecord, report_file: str) -> str:
-    """The summary for the terminal, one number or file a line."""
+    """The summary for the terminal, one number or file a line, without what was not measured."""
     rows = {
         "verdict": judge(record).sentence,
         "steps": f"{record.steps}, {speed_text(record.steps, record.seconds)}",
@@ -66,15 +66,13 @@ def summary_table(record: RunRecord, report_file: str) -> str:
         "peak memory": memory_text(record.peak_memory_mib),
         "CLIP-T before -> after": score_text(record, "clip_t"),
         "CLIP-I before -> after": score_text(record, "clip_i"),
-        "CLIP-T of other prompts": score_text(record, "prior_clip_t") if "prior_clip_t" in record.scores else None,
-        "CLIP-T packed -> whole base": score_text(record, "full_base_clip_t")
-        if "full_base_clip_t" in record.scores
-        else None,
-        "LoRA": record.lora.file if record.lora is not None else None if record.result_files else "-",
+        "CLIP-T of other prompts": score_text(record, "prior_clip_t"),
+        "CLIP-T packed -> whole base": score_text(record, "full_base_clip_t"),
+        "LoRA": record.lora.file if record.lora is not None else UNKNOWN,
         **{name.replace("_", " "): path for name, path in record.result_files.items()},
         "report": report_file,
     }
-    return "\n".join(f"{name:27} {value}" for name, value in rows.items() if value is not None)
+    return "\n".join(f"{name:27} {value}" for name, value in rows.items() if value != UNKNOWN)
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:

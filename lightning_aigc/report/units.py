@@ -8,6 +8,9 @@ from pathlib import Path
 from lightning_aigc.report.record import RunRecord
 from lightning_aigc.report.verdict import change
 
+UNKNOWN = "-"
+"""Text of a number that was not measured."""
+
 
 def time_text(seconds: float) -> str:
     """`8.4 s`, `3 min 20 s`, `2 h 05 min`"""
@@ -22,7 +25,7 @@ def time_text(seconds: float) -> str:
 def speed_text(steps: int, seconds: float) -> str:
     """`4.2 steps a second`, or seconds a step for slow ones."""
     if not steps or not seconds > 0:
-        return "-"
+        return UNKNOWN
     return f"{steps / seconds:.3g} steps/s" if steps >= seconds else f"{seconds / steps:.3g} s/step"
 
 
@@ -42,11 +45,11 @@ def bytes_text(count: float) -> str:
 def score_text(record: RunRecord, name: str) -> str:
     """`0.32 → 0.78 ± 0.02`; `-` where it was not measured."""
     found = change(record.scores.get(name))
-    return "-" if found is None else found.numbers()
+    return UNKNOWN if found is None else found.numbers()
 
 
 def rate_text(value: float) -> str:
-    return f"{value:.2e}" if math.isfinite(value) else "-"
+    return f"{value:.2e}" if math.isfinite(value) else UNKNOWN
 
 
 def name_of(folder: Path) -> str:

@@ -84,7 +84,7 @@ def judge(record: RunRecord) -> Verdict:
     """The verdict on a run: the worst of what is known.
 
     In this order: divergence, ruined images, no usable file, a judge that does not recognise the images, memorising,
-    forgetting, a fall, no gain.
+    forgetting, a fall, no gain, a gain that FineTuneCheck did not find.
     """
     text, image = change(record.scores.get("clip_t")), change(record.scores.get("clip_i"))
     other = change(record.scores.get("prior_clip_t"))
@@ -125,6 +125,9 @@ def judge(record: RunRecord) -> Verdict:
         return Verdict("worse", "bad", f"Got worse: CLIP-T {text.numbers()}{_kept(record)}{memory}.")
     if not text.is_rise and not _rises(image):
         return Verdict("no gain", "mixed", f"No gain beyond noise: CLIP-T {text.numbers()}{_kept(record)}{memory}.")
+    if "not_learned" in _checks(record):
+        said = f"Hardly a gain: CLIP-T {text.numbers()}{_kept(record)}{memory}{_findings(record)}."
+        return Verdict("no gain", "mixed", said)
     warning = record.guard.memorising if record.guard is not None else None
     found = _findings(record)
     said = ("; it began to memorise on the way" if warning else "") + found
@@ -204,9 +207,13 @@ def _memory(record: RunRecord, other: Change | None) -> str:
 
 def _findings(record: RunRecord) -> str:
     """Findings of FineTuneCheck on the last weights; another possible rank is no reason to doubt them."""
-    found = [f.check for f in record.fine_tune.findings] if record.fine_tune is not None else []
-    named = [check.replace("_", " ") for check in found if not check.startswith("rank_")]
+    named = [check.replace("_", " ") for check in _checks(record) if not check.startswith("rank_")]
     return f"; but see What to fix: {', '.join(named)}" if named else ""
+
+
+def _checks(record: RunRecord) -> list[str]:
+    """Checks of FineTuneCheck that found something."""
+    return [finding.check for finding in record.fine_tune.findings] if record.fine_tune is not None else []
 
 
 def _kept(record: RunRecord) -> str:

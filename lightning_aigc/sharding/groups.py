@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 BLOCKS = frozenset({"ResnetBlock2D", "BasicTransformerBlock"})
 """Block classes of a model that does not name any."""

@@ -28,7 +28,7 @@ from lightning_aigc.sharding.groups import (
     modules_to_join,
     split_by_dtype,
 )
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 CALLED = {"AutoencoderKL": ("encode", "decode")}
 """Methods other than forward that call a model of another library, by class."""

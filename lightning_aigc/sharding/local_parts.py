@@ -1,4 +1,4 @@
-"""Local parts of sharded tensors on this rank, and norms over all parts with one collective.
+"""Local parts of sharded tensors, norms over all of them with one collective, and classes of sharded modules.
 
 Every operation on a DTensor may be a collective, which hangs if one rank alone calls it. Readers of parameters and
 gradients therefore use local parts, and sum over the ranks at the end.
@@ -89,3 +89,14 @@ def _norms(parts: Sequence[Tensor]) -> list[Tensor]:
 
 def is_finite(norm: Tensor) -> bool:
     return math.isfinite(float(norm))
+
+
+GENERATED = "torch.distributed.fsdp"
+
+
+def original_class(module: object) -> type:
+    """Return the object's class without the subclass that `fully_shard` generated.
+
+    `fully_shard(ResnetBlock2D(...))` is a `FSDPResnetBlock2D`, a subclass of FSDPModule and ResnetBlock2D.
+    """
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith(GENERATED))

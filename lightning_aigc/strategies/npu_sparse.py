@@ -18,9 +18,15 @@ from torch.optim import LBFGS, Optimizer
 from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync
-from lightning_aigc.gradient_sync.model_checks import refuse_sparse_gradients, trained_parameters
-from lightning_aigc.gradient_sync.options import check_protect, shows_options, take_options, unused_options
-from lightning_aigc.gradient_sync.transport.sync_error import explain, is_of_a_collective
+from lightning_aigc.gradient_sync.options import (
+    check_protect,
+    refuse_sparse_gradients,
+    shows_options,
+    take_options,
+    trained_parameters,
+    unused_options,
+)
+from lightning_aigc.gradient_sync.transport.process_groups import explain, is_of_a_collective
 from lightning_aigc.gradient_sync.watch.replica_check import check_equal
 from lightning_aigc.gradient_sync.watch.step_report import describe
 from lightning_aigc.protocols import ProtectsGradients

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.cluster.topology import Topology, device_order, read_topology
-from lightning_aigc.gradient_sync.transport.sync_error import SyncError, stopped_by
+from lightning_aigc.gradient_sync.transport.process_groups import SyncError, stopped_by
 
 POLL_S = 0.1
 SAY_FAREWELL_S = 10.0

@@ -25,6 +25,7 @@ from fakes.runs.killed_trainings import KillAt, Net, Noisy, train
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint import coordination, find_snapshots
 from lightning_aigc.checkpoint.files.staging import DeferredCopies, HostBuffer
+from lightning_aigc.checkpoint.preemption import requeue
 from lightning_aigc.errors import ConfigError, ModelError, SnapshotError
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -439,6 +440,16 @@ def test_slurms_signal_requeues_the_job_which_then_goes_on_by_itself(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     resumed = train(tmp_path, [ExactSnapshot(0)], plugins=plugins())
     assert torch.equal(resumed.flat(), whole) and len(find_snapshots(tmp_path / "snapshots")) == 2
+
+
+def test_a_job_without_scontrol_as_in_a_container_says_how_to_requeue_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "71")
+    with caplog.at_level("INFO", "lightning.pytorch"):
+        requeue()
+    assert "`scontrol requeue 71` on the host" in caplog.text
 
 
 class Fails(Callback):

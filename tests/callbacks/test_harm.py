@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
+from lightning_aigc.callbacks.adaptive_lr import LARGEST_ADAPTER, AdaptiveLR, HarmWatch
 from lightning_aigc.callbacks.fine_tune.ranks import adapter_size
-from lightning_aigc.callbacks.harm import LARGEST_ADAPTER, HarmWatch
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.schedulers.adaptive_rate import AdaptiveRate

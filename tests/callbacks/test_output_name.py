@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_aigc.callbacks import SaveLoRA, SaveModel
-from lightning_aigc.callbacks.saving.output_name import check_output_name
+from lightning_aigc.callbacks.saving.save_result import check_output_name
 from lightning_aigc.diffusion import ControlNetTraining, DiffusionLoRA, StableDiffusionFineTuning, StableDiffusionLoRA
 from lightning_aigc.errors import ModelError
 

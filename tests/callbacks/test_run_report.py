@@ -67,7 +67,7 @@ class Painter(LightningModule):
 
     def save_lora(self, path: Path, **metadata: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"steps": metadata["steps"]}))
+        path.write_text(json.dumps({"steps": metadata["steps"]}), encoding="utf-8")
 
 
 def fit(
@@ -155,6 +155,39 @@ def test_a_resumed_run_reports_on_the_whole_run(tmp_path: Path) -> None:
     assert records[0].pictures == records[1].pictures and len(records[0].pictures) == 2
     assert records[0].curves == records[1].curves and records[0].curves["lr"].steps == list(range(1, 10))
     assert records[1].snapshots.taken == 2  # the one before the kill too
+
+
+class Reader(Callback):
+    """Notes the page that is there after each step, and may end the run."""
+
+    def __init__(self, ends_at: int = -1) -> None:
+        self.pages: list[str] = []
+        self.ends_at = ends_at
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.pages.append((Path(trainer.default_root_dir) / "report.html").read_text())
+        if trainer.global_step == self.ends_at:
+            raise RuntimeError("the machine is gone")
+
+
+def test_the_page_is_there_from_the_start_and_renews_itself_until_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RunReport._write_so_far, "__defaults__", (0.0,))  # each check is late enough
+    reader = Reader()
+    fit(tmp_path, reader, RunReport(num_images=2), SampleGrid(every_n_steps=2, num_images=1), steps=4)
+    said = [re.findall(r"this is step (\d)", page) for page in reader.pages]
+    assert said[0] == ["0"] and said[2] == ["2"] and all("location.reload" in page for page in reader.pages)
+    last = (tmp_path / "report.html").read_text()
+    assert "location.reload" not in last and "Not finished" not in last
+
+
+def test_a_run_that_fails_leaves_a_page_that_does_not_renew_itself(tmp_path: Path) -> None:
+    reader = Reader(ends_at=2)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        fit(tmp_path, reader, RunReport(num_images=2), steps=4)
+    page = (tmp_path / "report.html").read_text()
+    assert "location.reload" in reader.pages[-1] and "location.reload" not in page and "this is step 2" in page
 
 
 def test_a_report_is_kept_in_stock_checkpoints_without_code(tmp_path: Path) -> None:
@@ -308,7 +341,7 @@ def test_a_run_that_was_killed_has_a_record_of_what_it_measured(tmp_path: Path) 
     with pytest.raises(RuntimeError, match="killed"):
         fit(tmp_path, report, SampleGrid(every_n_steps=3, num_images=1), StopAt(5), steps=9)
     record = read_run(tmp_path)
-    assert not record.is_finished and record.steps == 3 and [grid.step for grid in record.grids] == [0, 3]
+    assert not record.is_finished and record.steps == 5 and [grid.step for grid in record.grids] == [0, 3]
     assert judge(record).kind == "running"
 
 

@@ -163,6 +163,21 @@ def test_a_failure_is_told_once_without_waiting_and_the_next_save_goes_on(
     assert_whole(store, 3)
 
 
+def test_a_full_disk_in_a_resumed_run_names_the_snapshot_of_the_run_before(
+    store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    store.close()
+    resumed = SnapshotWriter(store.directory)
+    resumed.open()
+    monkeypatch.setattr(os, "fsync", full)
+    resumed.save(2, small_state(2))
+    with pytest.raises(SnapshotError, match="No space left on device; step 1 is whole"):
+        resumed.close()
+
+
 def test_a_failed_late_copy_lets_training_go_on(store: SnapshotWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(copies: Any) -> None:
         raise RuntimeError("the device is gone")

@@ -45,7 +45,7 @@ class Killed(Callback):
 
 def train(rank: int, folder: str, strategy: str, victim: int) -> tuple[float, str]:
     warnings.simplefilter("ignore")
-    with Path(folder, f"said{rank}").open("w") as said:
+    with Path(folder, f"said{rank}").open("w", encoding="utf-8") as said:
         os.dup2(said.fileno(), 2)
     trainer = Trainer(
         accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=50, max_epochs=-1, logger=False,

@@ -163,5 +163,5 @@ def test_a_transformers_controlnet_trains_from_yaml_and_lightning_sample_draws_w
 def test_a_transformers_controlnet_that_cannot_be_trained_is_one_sentence(
     command: Command, sd3_run: Path, options: list[str], said: str
 ) -> None:
-    done = command("fit", "-c", sd3_run / "mine.yaml", *options)
+    done = command("fit", "-c", sd3_run / "mine.yaml", "--overwrite", *options)
     assert done.code == 1 and len(done.errors) == 1 and said in done.errors[0], done.err

@@ -111,11 +111,15 @@ def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quic
     grid = tmp_path / "grid.png"
     prompts = ["--prompts", "a zorp cup", "a zorp shoe", "--negative_prompt", "blue"]
     said = command("sample", "-c", run, *prompts, "--weight", 0.4, 0.8, "--seeds", 1, "-o", grid)
-    assert said.code == 0 and "zorp_best.safetensors" in said.out
+    assert said.code == 0 and "zorp_best.safetensors" in said.out and "trigger word" not in said.out
+    assert "weight 0.4: 100%" in said.err and "weight 0.8: 100%" in said.err and "2/2" in said.err
+    assert all(re.match(r"\s*$|weight 0\.[48]: ", line) for line in re.split("[\r\n]", said.err)), said.err
     width, height = Image.open(grid).size
     assert width == 2 * (160 + 8) + 8 and height > 2 * 160
-    said = command("sample", "-c", run, "--lora", "none", "-o", grid)
-    assert said.code == 0 and "base model" in said.out
+    said = command("sample", "-c", run, "--prompts", "a cup", "a zorp cup", "-o", grid)
+    assert "1 of 2 prompts lack the trigger word zorp (such as 'a cup')" in said.out
+    said = command("sample", "-c", run, "--prompts", "a cup", "--lora", "none", "-o", grid)
+    assert said.code == 0 and "base model" in said.out and "trigger word" not in said.out
 
 
 @pytest.mark.parametrize(
@@ -127,16 +131,20 @@ def test_weights_are_columns_and_the_best_file_goes_first(command: Command, quic
         (["-c", "{bare}", "--lora", "none"], "no prompts"),
         (["-c", "{empty}", "--prompts", "a"], "pretrained_model_name_or_path"),
         (["-c", "{config}", "--prompts", "a", "--lora", "{config}"], "safetensors"),
+        (["-c", "{config}", "--num_inference_steps", "0"], "--num_inference_steps must be at least 1, got 0"),
+        (["-c", "{config}", "-o", "{folder}"], "it is a folder; give another --output"),
+        (["-c", "{config}", "-o", "{config}/grid.png"], "File exists; give another --output"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(
     command: Command, quick: Path, tmp_path: Path, arguments: list[str], words: str
 ) -> None:
-    bare = yaml.safe_load(quick.read_text())
+    bare = yaml.safe_load(quick.read_text(encoding="utf-8"))
     bare["model"]["init_args"]["validation_prompts"] = []
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(bare))
     (tmp_path / "empty.yaml").write_text("")
     places = {"config": str(quick), "bare": str(tmp_path / "bare.yaml"), "empty": str(tmp_path / "empty.yaml")}
+    places["folder"] = str(tmp_path)
     said = command("sample", *(argument.format(**places) for argument in arguments))
     assert said.code == 1 and len(said.errors) == 1 and words in said.errors[0]
 
@@ -145,7 +153,7 @@ def test_a_lora_of_another_base_is_one_sentence(tmp_path: Path, quick: Path) -> 
     module = StableDiffusionLoRA("embedded:sd", rank=2)
     module.configure_model()
     module.save_lora(tmp_path / "other.safetensors")
-    given = yaml.safe_load(quick.read_text())["model"]["init_args"]
+    given = yaml.safe_load(quick.read_text(encoding="utf-8"))["model"]["init_args"]
     with pytest.raises(ModelError, match=r"is a LoRA of another base model.*use the base"):
         LoRASampler(given, "32-true", "cpu", tmp_path / "other.safetensors")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fakes.models.lora_models import make_unet
 from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.pipeline.single_file_names import original_tensors
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor
-from lightning_aigc.diffusion.pipeline.transformer_names import original_tensors
 
 
 def make_denoiser(family: str) -> nn.Module:

@@ -13,8 +13,8 @@ from PIL import Image
 
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.data.advice import advice_on
-from lightning_aigc.data.advice.captions import check_captions
-from lightning_aigc.data.advice.dataset_summary import Material
+from lightning_aigc.data.advice.captions import check_captions, check_prompts
+from lightning_aigc.data.advice.dataset_summary import Material, check_batch
 from lightning_aigc.data.advice.faces import face_cells, share_kept
 from lightning_aigc.data.images.crop import Sample
 from lightning_aigc.data.loader.buckets import place_in
@@ -118,6 +118,22 @@ def test_the_number_of_views_of_a_picture_is_reported(tmp_path: Path) -> None:
     folder = write(tmp_path / "pictures", brand("a zorp {thing}", 4))
     assert "4 images for this many steps: each is seen 450 times" in advice(folder, tmp_path, steps=450)
     assert advice(folder, tmp_path, steps=200) == ""
+
+
+def test_prompts_without_the_trigger_word_are_reported(tmp_path: Path) -> None:
+    assert check_prompts(Material([], None, PROMPTS)) == check_prompts(Material([], "zorp", PROMPTS)) == []
+    (said,) = check_prompts(Material([], "zorp", ["a Zorp mug", "a teapot", "a zorps mug"]))
+    assert "2 of 3 prompts lack the trigger word zorp (such as 'a teapot')" in said
+
+
+def test_a_batch_larger_than_the_folder_is_reported_with_a_size_that_fits() -> None:
+    assert check_batch(Material([], batch_size=6, items=6)) == check_batch(Material([], batch_size=6)) == []
+    (said,) = check_batch(Material([], batch_size=16, items=6))
+    assert "takes 16 images and an epoch has 6" in said and "train_batch_size to 3 or less" in said
+    (ranks,) = check_batch(Material([], batch_size=4, devices=2, items=6))
+    assert "on each of 2 devices" in ranks and "train_batch_size to 1 or less" in ranks
+    (many,) = check_batch(Material([], batch_size=1, devices=8, items=6))
+    assert "set trainer.devices: 1" in many
 
 
 def test_a_crop_of_half_a_picture_is_reported_with_its_sides(tmp_path: Path) -> None:

@@ -221,7 +221,10 @@ def test_latents_that_are_not_finite_name_the_picture_and_the_cure(tools, make, 
     fill(tools, folder)
     encoder = tools.FakeEncoder()
     encoder.weight[0, 0, 0, 0] = value
-    with pytest.raises(DataError, match=r"photos/\d\.png .*vae_dtype"):
+    with pytest.raises(DataError, match=r"photos/\d\.png .* in float32 already: look at the image"):
+        run(make(**CACHED), encoder)
+    encoder.identity |= {"vae": "0123-torch.bfloat16"}
+    with pytest.raises(DataError, match=r"photos/\d\.png .*; set model.init_args.vae_dtype: float32"):
         run(make(**CACHED), encoder)
 
 

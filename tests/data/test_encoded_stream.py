@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,6 +200,11 @@ def test_any_number_of_ranks_writes_the_same_files_and_a_second_run_nothing(
     for rank in range(3):
         encode_shards(FakeEncoder(), samples_of(source.index()), together, rank, 3)
     assert {p.name for p in together.folder.glob("*.tar")} == names
+    keys: list[str] = []
+    for name in names:
+        with tarfile.open(alone / name) as shard:
+            keys += shard.getnames()
+    assert len(keys) == len(set(keys)) == PICTURES, "a reader of several shards takes an equal key for the same entry"
     (alone / min(names)).unlink()
     with pytest.raises(DataError, match=r"1 of 6 shards are not in .*: another rank has stopped; run the same command"):
         finish(FakeEncoder(), samples_of(source.index()), options(tmp_path), {}, 0)

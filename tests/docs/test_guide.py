@@ -75,5 +75,5 @@ def test_the_page_has_the_measured_heights_of_text_and_faces() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "guide").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_overlay_belongs_to_a_pitfall_and_changes_values_only(path: Path) -> None:
     assert path.stem == "common" or path.stem in pitfalls.BY_NAME
-    content = yaml.safe_load(path.read_text())
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert content.keys() <= {"trainer", "model", "data"}

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,21 @@ FLAGS = (
     "--disable-extensions", "--disable-component-update", "--remote-debugging-pipe",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )  # fmt: skip
+
+
+CUT = """
+(()=>{const broken=[];for(const box of document.querySelectorAll('.wide'))
+ if(box.scrollWidth>box.clientWidth+1)broken.push('scrolls: '+box.innerText.slice(0,40));
+for(const cell of document.querySelectorAll('td,th,h1,h2,.fact b,.fact span,.when')){
+ const walker=document.createTreeWalker(cell,NodeFilter.SHOW_TEXT);
+ for(let node=walker.nextNode();node;node=walker.nextNode())
+  for(const word of node.data.matchAll(/[^\\s\\/.,=_[-]+/g)){const range=document.createRange();
+   range.setStart(node,word.index);range.setEnd(node,word.index+word[0].length);
+   const tops=new Set([...range.getClientRects()].map(r=>Math.round(r.top)));
+   if(tops.size>1)broken.push('broken: '+word[0])}}
+return broken})()
+"""
+"""Tables that scroll sideways, and words that stand on two lines."""
 
 
 @dataclass
@@ -37,6 +53,12 @@ class Opened:
     """Shapes in each chart."""
     scroll_px: int = 0
     """By how much the page is wider than the window."""
+    scrolled_px: float = 0.0
+    """Place in the page that it was scrolled to."""
+    unfolded: int = 0
+    """Parts of the page that are unfolded."""
+    cut: list[str] = field(default_factory=list)
+    """Texts of table cells and headings that do not fit into their box, or whose words are broken."""
     chart_width: float = 0.0
     """Width of the widest chart."""
     text: str = ""
@@ -79,8 +101,19 @@ class Chromium:
         os.close(self._from)
         self._home.cleanup()
 
-    def open(self, page: Path, width: int = 1280, height: int = 900, scheme: str = "light", script: str = "") -> Opened:
-        """Open a file, wait until its charts are drawn, run a script in it, and take its picture, whole."""
+    def open(
+        self,
+        page: Path,
+        width: int = 1280,
+        height: int = 900,
+        scheme: str = "light",
+        script: str = "",
+        before_looking: Callable[[], object] = lambda: None,
+    ) -> Opened:
+        """Open a file, wait until its charts are drawn, run a script in it, and take its picture, whole.
+
+        before_looking: called after the script.
+        """
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
@@ -105,6 +138,7 @@ class Chromium:
             time.sleep(0.1)
         if script:
             value(script)
+        before_looking()
         time.sleep(0.3)  # for the fitting of charts to their boxes
         opened = Opened(
             drawn=value("[...document.querySelectorAll('.chart')].map(c=>c.dataset.drawn||'no')"),
@@ -113,6 +147,9 @@ class Chromium:
             ),
             scroll_px=value("document.documentElement.scrollWidth-document.documentElement.clientWidth"),
             chart_width=value("Math.max(0,...[...document.querySelectorAll('.chart svg')].map(s=>s.clientWidth))"),
+            scrolled_px=value("scrollY"),
+            unfolded=value("document.querySelectorAll('details[open]').length"),
+            cut=value(CUT),
             text=value("document.body.innerText"),
             title=value("document.title"),
             background=value("getComputedStyle(document.body).backgroundColor"),

@@ -22,7 +22,7 @@ from fakes.processes.given_gradients import (
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync import GradientCompressor, SyncOptions, factory
-from lightning_aigc.gradient_sync.autotune import ModeTimings, choose_mode
+from lightning_aigc.gradient_sync.factory import ModeTimings, choose_mode
 from lightning_aigc.gradient_sync.watch.replica_check import bits_of, check_equal
 
 FAST = ModeTimings(1 << 20, {"dense": 1e-4, "bf16": 5e-5, "int8": 2e-3, "int4": 2e-3, "int3": 2e-3})

@@ -174,7 +174,7 @@ def ending(rank: int, name: str, mode: str, seconds: float, moment: str) -> tupl
 
     def note_and_act(rank: int, seconds: float) -> None:
         if rank == AT_FAULT[name]:
-            Path(moment).write_text(repr(time.monotonic()))
+            Path(moment).write_text(repr(time.monotonic()), encoding="utf-8")
         globals()[name](rank, seconds)
 
     return refusal(lambda: steps_with(note_and_act, rank, mode, SHORT, seconds)), time.monotonic()

@@ -26,7 +26,7 @@ FLOORS_UPWARDS = [
     {"__main__"},
 ]
 KERNEL_FLOORS_UPWARDS = [
-    {"casting", "dispatch", "custom_op", "matmul", "kth_magnitude", "launch", "protection", "numba_cache"},
+    {"dispatch", "custom_op", "matmul", "kth_magnitude", "launch", "protection", "numba_cache"},
     {"convolution", "linear_with_lora", "normalization"},
     {"packing"},
     {"geglu", "keep_largest", "modulated_norm", "qk_norm_rope", "quantize_blocks", "silu_mul", "frozen_conv2d"},

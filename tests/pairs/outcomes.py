@@ -62,7 +62,7 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
         for process in processes:
             process.kill()
             process.join()
-    said = "".join(Path(f"{log}.{rank}").read_text(errors="replace") for rank in range(ranks))
+    said = "".join(Path(f"{log}.{rank}").read_text(encoding="utf-8", errors="replace") for rank in range(ranks))
     assert not is_late, f"no end after {LIMIT_S} s: {said[-2000:]}"
     return Ended(max((process.exitcode or 0 for process in processes), key=abs), said)
 
@@ -73,7 +73,7 @@ def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str,
     if ranks > 1:
         os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
     torch.set_num_threads(1)
-    with Path(f"{log}.{rank}").open("w") as output:
+    with Path(f"{log}.{rank}").open("w", encoding="utf-8") as output:
         for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
             os.dup2(output.fileno(), stream)
     sys.argv = ["lightning", *words]

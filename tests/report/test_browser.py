@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import yaml
 
 from fakes.chromium import Chromium, Opened
+from lightning_aigc.report.record import read_run
+from lightning_aigc.report.run_page import render_run_page
 
 pytestmark = pytest.mark.browser
 
@@ -88,6 +91,10 @@ def test_no_page_is_wider_than_its_window(opened: dict[tuple[int, str], Opened])
     assert {case: seen.scroll_px for case, seen in opened.items()} == dict.fromkeys(opened, 0)
 
 
+def test_no_column_is_cut_and_no_word_is_broken(opened: dict[tuple[int, str], Opened]) -> None:
+    assert {case: seen.cut for case, seen in opened.items()} == {case: [] for case in opened}
+
+
 def test_pages_follow_light_and_dark(opened: dict[tuple[int, str], Opened]) -> None:
     for width in WIDTHS:
         assert opened[width, "light"].background != opened[width, "dark"].background
@@ -106,12 +113,32 @@ def test_charts_follow_a_window_that_is_turned(pages: dict[str, Path], browser: 
     assert seen.chart_width < 360
 
 
+def test_a_page_that_renews_itself_shows_the_newer_one_where_it_was_scrolled_to(
+    pages: dict[str, Path], browser: Chromium, tmp_path: Path
+) -> None:
+    record, page = read_run(pages["report"].parent), tmp_path / "report.html"
+    page.write_text(render_run_page(record, renewed_every_s=1.5))
+
+    def renew() -> None:
+        record.name = "a newer page"
+        page.write_text(render_run_page(record, renewed_every_s=1.5))
+        time.sleep(4)
+
+    seen = browser.open(page, script="scrollTo(0, 700)", before_looking=renew)
+    assert seen.text.splitlines()[0] == "a newer page" and seen.scrolled_px == 700
+    still = browser.open(page, script="document.querySelector('details').open=true", before_looking=renew)
+    assert still.unfolded == 1 and still.errors == []
+
+
 def test_a_broken_chart_and_a_request_are_seen(tmp_path: Path, browser: Chromium) -> None:
     """The tests above can fail."""
     (tmp_path / "bad.html").write_text(
         '<body><div class="chart" data-drawn="no"></div><div style="width:3000px">wide</div>'
+        '<div class="wide" style="width:90px;overflow-x:auto"><table><tr><td style="white-space:nowrap">a cell too wide'
+        '<tr><td style="max-width:50px;overflow-wrap:anywhere">unbelievable</table></div>'
         '<img src="http://example.org/a.png"><script>console.error("wrong"); missing()</script>'
     )
     seen = browser.open(tmp_path / "bad.html", 390)
+    assert seen.cut[0].startswith("scrolls: a cell too wide") and seen.cut[1:] == ["broken: unbelievable"]
     assert seen.drawn == ["no"] and seen.scroll_px > 0 and seen.requests == ["http://example.org/a.png"]
     assert any("wrong" in error for error in seen.errors) and any("missing" in error for error in seen.errors)

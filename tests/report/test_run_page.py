@@ -48,6 +48,13 @@ def test_a_record_of_nothing_is_a_page_without_charts() -> None:
     assert "Not scored" in page and "<script" not in page and len(page) < 10_000
 
 
+def test_only_the_page_of_a_run_that_goes_on_renews_itself(tmp_path: Path) -> None:
+    made = full_record(tmp_path)
+    assert "location.reload" not in render_run_page(made)
+    page = render_run_page(made, renewed_every_s=20)
+    assert page.count("location.reload") == 1 and ",20000)" in page and "renews itself every 20 s" in markup(page)
+
+
 def test_charts_are_valid_vega_lite_and_pictures_of_them_can_be_written(tmp_path: Path) -> None:
     made = full_record(tmp_path)
     made.curves |= {"loss": Curve([1, 2], [1.0, 0.5]), "val_loss": Curve([2], [0.7]), "lr": Curve([1, 2], [0.1, 0.2])}

@@ -51,6 +51,14 @@ def test_a_gain_beyond_the_noise_is_learned_with_its_word_step_and_memory() -> N
     assert found.sentence == "Learned zorp: CLIP-T 0.32 → 0.76 ± 0.02; best at step 300, kept; nothing forgotten."
 
 
+def test_a_rise_that_the_fine_tune_check_does_not_see_is_hardly_a_gain() -> None:
+    said = judge(
+        record([0.6, 0.62, 0.61, 0.63], fine_tune=FineTuneResult("", [FineTuneFinding("not_learned", "", "")]))
+    )
+    assert (said.kind, said.tone) == ("no gain", "mixed")
+    assert said.sentence.startswith("Hardly a gain: CLIP-T ") and said.sentence.endswith("What to fix: not learned.")
+
+
 def test_what_the_fine_tune_check_found_is_named_beside_the_gain() -> None:
     found = [FineTuneFinding(check, "", "") for check in ("bleeding", "colour_shift", "rank_unused")]
     said = judge(record([0.6, 0.62, 0.61, 0.63], fine_tune=FineTuneResult("", found)))

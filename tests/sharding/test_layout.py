@@ -20,7 +20,7 @@ from lightning_aigc.precision.swaps import swap_forwards
 from lightning_aigc.sharding.full_parameters import full_parameters
 from lightning_aigc.sharding.groups import make_groups, split_by_dtype
 from lightning_aigc.sharding.layout import shard_model
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock")
 

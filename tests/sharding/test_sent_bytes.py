@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_aigc.sharding.sent_bytes import sent_bytes
+from lightning_aigc.sharding.stored_bytes import sent_bytes
 
 SHAPES = [(8, 3), (4,), (16, 2, 2)]
 VALUES = 24 + 4 + 64

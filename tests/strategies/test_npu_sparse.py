@@ -223,7 +223,7 @@ def test_nan_on_one_rank_in_float32_skips_the_step_on_all(mode: str, both: list[
 
 
 def test_loggers_get_what_was_sent_and_what_that_cost(both: list[Any]) -> None:
-    with Path(both[0]["log"]).open() as file:
+    with Path(both[0]["log"]).open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["sync/values_mb"]]
     assert len(rows) == 4
     for row in rows:

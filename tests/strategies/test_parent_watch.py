@@ -40,7 +40,7 @@ def test_a_rank_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) 
 
 def is_running(process: int) -> bool:
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
     return state != "Z"

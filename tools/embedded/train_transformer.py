@@ -137,6 +137,8 @@ def make_sd3(base: Path, folder: Path, steps: int, pictures: int, seed: int = 23
 def _rewrite(config: Path, **values: str | None) -> None:
     """Set values of a JSON file; None takes one out."""
     kept = {
-        name: value for name, value in (json.loads(config.read_text()) | values).items() if name not in values or value
+        name: value
+        for name, value in (json.loads(config.read_text(encoding="utf-8")) | values).items()
+        if name not in values or value
     }
-    config.write_text(json.dumps(kept, indent=2) + "\n")
+    config.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.casting import cast
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import (
     HALF_DTYPES,
+    cast,
     check_density,
     compute_dtype,
     kernel_for,

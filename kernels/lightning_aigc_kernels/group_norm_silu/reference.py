@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from lightning_aigc_kernels.casting import cast
+from lightning_aigc_kernels.dispatch import cast
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
 from lightning_aigc_kernels.keep_largest.reference import keep_largest
 from lightning_aigc_kernels.normalization import affine_for

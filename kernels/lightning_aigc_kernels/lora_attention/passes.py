@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc_kernels.casting import cast
-from lightning_aigc_kernels.dispatch import backward_dtype
+from lightning_aigc_kernels.dispatch import backward_dtype, cast
 from lightning_aigc_kernels.keep_largest.op import keep_largest_per_head
 from lightning_aigc_kernels.linear_with_lora import (
     LoRAProjection,

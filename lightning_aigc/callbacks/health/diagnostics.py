@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_aigc.callbacks.health.alerts.alert_tracker import AlertTracker
 from lightning_aigc.callbacks.health.alerts.alerts import Alert, CheckName, Finding
-from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks import POLICIES, STEP_CHECKS
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE, explain_non_finite, non_finite_gradients
@@ -28,7 +27,7 @@ from lightning_aigc.callbacks.health.nan_origin import Replay
 from lightning_aigc.callbacks.health.parameter_names import frozen, trained
 from lightning_aigc.callbacks.health.parameter_stats import GradientNorm, Named, PendingStats, measure, sample_rows
 from lightning_aigc.callbacks.health.remedies import Remedies
-from lightning_aigc.callbacks.health.step_reading import StepInputs, StepReading
+from lightning_aigc.callbacks.health.step_reading import BatchedReadback, StepInputs, StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 EXACT_BELOW = 50_000_000

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_aigc.callbacks.health.alerts.alert_log import AlertLog, HealthFiles, is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import LEVELS, Alert
+from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, check_optimizers
 from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
-from lightning_aigc.callbacks.health.checks.optimizers import NOT_IN_OPTIMIZER, check_optimizers
 from lightning_aigc.callbacks.health.diagnostics import Diagnostics
 from lightning_aigc.callbacks.health.history.loss_history import WindowLosses
 from lightning_aigc.callbacks.health.history.norm_history import last_norms
@@ -29,7 +29,7 @@ from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasSnapshotState
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 OnError = Literal["warn", "stop", "skip_step"]
 NormsInLogger = Literal["auto", "all", "blocks", "layers", "off"]

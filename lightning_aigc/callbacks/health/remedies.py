@@ -14,7 +14,7 @@ from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler
 from lightning_aigc.schedulers.adaptive_rate import HeldRate
 from lightning_aigc.schedulers.rate_search import SEARCH_START
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 LARGEST_FACTOR = 10.0
 """By how much a remedy changes a learning rate at most."""

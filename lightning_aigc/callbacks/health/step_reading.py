@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, cat
 
 from lightning_aigc.callbacks.health.history.history import History
 from lightning_aigc.callbacks.health.history.optimizer_history import OptimizerHistory
@@ -87,3 +87,27 @@ class StepReading:
     def layers_of(self, names: Collection[str]) -> Collection[str] | None:
         """The layers that a look at these parameters covers; None, which is all, where there is one optimizer."""
         return {*names, *lora_pairs(tuple(names))} if self.has_several_optimizers else None
+
+
+class BatchedReadback:
+    """Collects tensors by name; `read` copies them to the host together, as float32."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Tensor] = {}
+
+    def add(self, name: str, tensor: Tensor | None) -> None:
+        """Add a tensor; None adds nothing."""
+        if tensor is not None:
+            self._parts[name] = tensor.detach().reshape(-1).float()
+
+    def read(self) -> dict[str, list[float]]:
+        """Return every tensor's values by its name. Waits for the device once."""
+        if not self._parts:
+            return {}
+        device = next(iter(self._parts.values())).device
+        numbers = cat([p if p.device == device else p.to(device) for p in self._parts.values()]).tolist()
+        values, at = {}, 0
+        for name, part in self._parts.items():
+            values[name] = numbers[at : at + part.numel()]
+            at += part.numel()
+        return values

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_aigc.callbacks.saving.save_lora import SaveLoRA
+from lightning_aigc.callbacks.saving.save_result import SaveLoRA
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.protocols import DescribesTrainingData

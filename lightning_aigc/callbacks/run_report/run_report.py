@@ -44,12 +44,14 @@ from lightning_aigc.report.run_page import render_run_page
 from lightning_aigc.report.summary import summary_of, summary_table
 
 REPORT_FILE = "report.html"
+RENEWED_EVERY_S = 20.0
+"""Seconds between the reloads of an open page, until the run ends."""
 REFERENCE_IMAGES = 64
 """Training images that CLIP-I compares with."""
 
 
 class RunReport(Callback):
-    """Leaves `summary.json`, `report.json` and `report.html` in the run's `default_root_dir`.
+    """Leaves `summary.json`, `report.json` and `report.html` in the run's `default_root_dir`; the page from its start.
 
     Works with any LightningModule; images and scores need `sample(prompts, seeds)`, without which they are left out.
     Each image is drawn on one of the ranks. A resumed run reports on the whole run: what was measured before it, and
@@ -101,6 +103,7 @@ class RunReport(Callback):
         prompts = {"": self.prompts or (), "prior_": self.prior_prompts}
         self._pictures = BeforeAfter(prompts, self.num_images, self.seed, self.images_shown)
         self._started_at: float | None = None
+        self._page_written_at = -math.inf
         self._earlier_s = self._earlier_peak_mib = 0.0
         self._earlier_blocked_ms: list[float] = []
         self._snapshots: ExactSnapshot | None = None
@@ -160,6 +163,8 @@ class RunReport(Callback):
             self._pictures.measure(trainer, pl_module, "before", self._judge, self._note)
         reset_peak_memory(pl_module.device)
         self._device, self._started_at = pl_module.device, time.perf_counter()
+        if trainer.is_global_zero:
+            self._write_so_far(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if not self._is_off:
@@ -172,8 +177,11 @@ class RunReport(Callback):
             self._curves.after_batch(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_off:
-            self._curves.after_validation(trainer)
+        if self._is_off:
+            return
+        self._curves.after_validation(trainer)
+        if trainer.is_global_zero:
+            self._write_so_far(trainer, pl_module)
 
     def on_sample_images(
         self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
@@ -191,9 +199,13 @@ class RunReport(Callback):
                 logger.log_metrics(known, step=step)
             if isinstance(trainer.progress_bar_callback, RunProgress):
                 trainer.progress_bar_callback.show(known)
-        if self._started_at is not None:
-            with contextlib.suppress(OSError):  # a full disk is reported by what must be written
-                self._record(trainer, pl_module).write(Path(trainer.default_root_dir))
+        self._write_so_far(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave a page that does not renew itself, because nobody writes it any more."""
+        if not self._is_off and trainer.is_global_zero:
+            with contextlib.suppress(Exception):  # what ended the run is to be reported
+                self._write_so_far(trainer, pl_module, renewed_every_s=None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
@@ -224,6 +236,19 @@ class RunReport(Callback):
         """The files that a finished run must have, for ExactSnapshot."""
         root = Path(trainer.default_root_dir)
         return [] if self._is_off else [root / name for name in (REPORT_FILE, SUMMARY_FILE, RECORD_FILE)]
+
+    def _write_so_far(
+        self, trainer: Trainer, pl_module: LightningModule, renewed_every_s: float | None = RENEWED_EVERY_S
+    ) -> None:
+        """Write report.json, and the page where it is older than an open one would notice, once training has begun."""
+        if self._started_at is None:
+            return
+        record, root = self._record(trainer, pl_module), Path(trainer.default_root_dir)
+        with contextlib.suppress(OSError):  # a full disk is reported by what must be written
+            record.write(root)
+            if renewed_every_s is None or time.perf_counter() - self._page_written_at >= renewed_every_s:
+                write_text(root / REPORT_FILE, render_run_page(record, renewed_every_s))
+                self._page_written_at = time.perf_counter()
 
     # Resuming --------------------------------------------------------------------------------------------------------
 

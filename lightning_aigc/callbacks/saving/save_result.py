@@ -1,7 +1,8 @@
-"""SaveResult: base class of the callbacks that write what a training made, at its end and on the way."""
+"""SaveLoRA and SaveModel write what a training made, at its end and on the way; SaveResult is their base class."""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_aigc.callbacks.sampling.gathered import written_weights
-from lightning_aigc.callbacks.saving.output_name import check_output_name
-from lightning_aigc.protocols import HasOutputName
+from lightning_aigc.errors import ModelError
+from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
+from lightning_aigc.sharding.local_parts import original_class
 
 
 class SaveResult(Callback):
@@ -76,3 +78,122 @@ class SaveResult(Callback):
     def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
         """Write the files of this suffix; called on rank 0, with whole weights."""
         raise NotImplementedError
+
+
+ENDINGS = re.compile(r"(\.(safetensors|ckpt|pt|pth|bin))+$", re.IGNORECASE)
+FORBIDDEN = re.compile(r'[\x00-\x1f<>:"/\\|?*]')
+"""Characters that divide folders, or that a file system does not take."""
+MOST_BYTES = 200
+"""File systems take 255, and the name gets endings such as `_step_000100.safetensors`."""
+TAKEN = frozenset(("snapshots", "samples", "guard", "checkpoints", "lightning_logs"))
+"""Folders that a run writes next to its result; a ControlNet or pipeline folder of this name would replace one."""
+
+
+def check_output_name(name: str, argument: str) -> None:
+    """Check a result's name, which `argument` set. Raises: ModelError with a name that can be."""
+    plain = ENDINGS.sub("", name)
+    wrong = [
+        said
+        for said, is_so in (
+            ("a folder or a character that file systems do not take", FORBIDDEN.search(name) is not None),
+            ("an ending, which is added", plain != name),
+            ("no name", not name.strip(". ")),
+            ("a dot or space at its start or end", bool(name.strip(". ")) and name.strip(". ") != name),
+            (f"more than {MOST_BYTES} bytes", len(name.encode("utf-8", errors="replace")) > MOST_BYTES),
+            ("the name of a folder that the run writes itself", name.lower() in TAKEN),
+        )
+        if is_so
+    ]
+    if wrong:
+        last = re.split(r"[/\\]", plain)[-1]
+        possible = FORBIDDEN.sub("_", last).strip(". ").encode()[:MOST_BYTES].decode("utf-8", errors="ignore")
+        possible = f"{possible}_result" if possible.lower() in TAKEN else possible
+        raise ModelError(
+            f"{argument} must be the name of a file without folder and ending, got {name!r}, which has"
+            f" {wrong[0]}; set {argument}: {possible or 'result'}, and the folder by"
+            " trainer.default_root_dir"
+        )
+
+
+class SaveLoRA(SaveResult):
+    """Saves `<default_root_dir>/<output_name>.safetensors` at the end; on the way and on Ctrl-C a file named by step.
+
+    Works with any LightningModule that has `save_lora(path, **metadata)`.
+
+    Args:
+        every_n_steps: Optimizer steps between the files on the way; 0 writes the last one only.
+        output_name: Name without ending; unset means the module's `output_name`, or lora.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import SaveLoRA
+        >>> trainer = Trainer(callbacks=[SaveLoRA(every_n_steps=500)])
+    """
+
+    unnamed = "lora"
+
+    def __init__(self, every_n_steps: int = 500, output_name: str | None = None) -> None:
+        super().__init__(every_n_steps, output_name)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not isinstance(pl_module, SavesLoRA):
+            raise ModelError(
+                f"SaveLoRA needs a module with save_lora(path, **metadata), "
+                f"{original_class(pl_module).__name__} has none"
+            )
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
+        path = self.file_path(trainer, pl_module, suffix)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        of_data = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
+        assert isinstance(pl_module, SavesLoRA)
+        pl_module.save_lora(
+            path,
+            output_name=path.stem,
+            steps=trainer.global_step,
+            num_epochs=trainer.current_epoch + 1,
+            started_at=self._started_at,
+            finished_at=time.time(),
+            gradient_accumulation_steps=trainer.accumulate_grad_batches,
+            mixed_precision=str(trainer.precision),
+            **of_data,
+        )
+
+
+class SaveModel(SaveResult):
+    """Saves `<output_name>/` and `<output_name>.safetensors` in `default_root_dir` at the end; by step on the way.
+
+    Works with any LightningModule that has `save_model(path)`.
+
+    Args:
+        every_n_steps: Optimizer steps between the files on the way, each as large as the model; 0 writes the last only.
+        output_name: Name without ending; unset means the module's `output_name`, or model.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_aigc.callbacks import SaveModel
+        >>> trainer = Trainer(callbacks=[SaveModel(every_n_steps=500)])
+    """
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not isinstance(pl_module, SavesModel):
+            raise ModelError(
+                f"SaveModel needs a module with save_model(path), {original_class(pl_module).__name__} has none"
+            )
+        self._written: list[Path] = []
+        self._kind = pl_module.saved_kind if isinstance(pl_module, SavesModel) else "model"
+
+    def report_entries(self) -> dict[str, Any]:
+        """The written folder and files, for the summary; a second file's key ends in `_2`."""
+        found: dict[str, str] = {}
+        for path in self._written:
+            key = f"{self._kind}_{'folder' if path.is_dir() else 'file'}"
+            found[f"{key}_2" if key in found else key] = str(path)
+        return {"result_files": found}
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, suffix: str) -> None:
+        path = self.file_path(trainer, pl_module, suffix)
+        assert isinstance(pl_module, SavesModel)
+        self._written = list(pl_module.save_model(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if hasattr(signal, "sigwaitinfo"):  # macOS has none
+        if sys.platform == "linux":  # others have no sigwaitinfo
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_on_sigterm_of_parent, daemon=True).start()
         if self.own is not None:
@@ -37,6 +38,8 @@ class WorkerInit:
 
 
 def _end_on_sigterm_of_parent() -> None:
+    if sys.platform != "linux":
+        return
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(-signal.SIGTERM)

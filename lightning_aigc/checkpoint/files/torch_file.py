@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.cloud_io import _load
 
 from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.checkpoint.file_lock import lock_now, lock_when_free
 from lightning_aigc.errors import SnapshotError
 
 _UNFINISHED = ".{}.snapshot.tmp"
@@ -40,7 +41,7 @@ def _open_locked(target: Path) -> BinaryIO:
     path = target.with_name(_UNFINISHED.format(target.name))
     while True:
         file = path.open("wb")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_when_free(file.fileno())
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
         file.close()  # removed between the two calls
@@ -52,9 +53,11 @@ def remove_unfinished(folder: Path) -> None:
         # Another rank may finish its file, which renames it, at any moment.
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_now(file.fileno())
             except OSError:
                 continue
+            if sys.platform == "win32":  # it removes no open file
+                file.close()
             path.unlink(missing_ok=True)
 
 

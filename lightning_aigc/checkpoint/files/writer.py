@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_aigc.checkpoint.coordination import FolderLock, RankLock, visible_ranks
 from lightning_aigc.checkpoint.files.commit import Attempt, Part, amend_facts
+from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.checkpoint.files.safetensors_file import Layout
 from lightning_aigc.checkpoint.files.serialization import pack
 from lightning_aigc.checkpoint.files.staging import Copy, HostBuffer, StagingCopies, lower_priority
@@ -59,7 +60,6 @@ class SnapshotWriter:
         self._copied = threading.Event()
         self._copied.set()
         self._error: SnapshotError | None = None
-        self._last_durable: int | None = None
 
     def open(self) -> None:
         """Make the folder; rank 0 locks it for this run and removes what a killed run left unfinished.
@@ -202,16 +202,23 @@ class SnapshotWriter:
                 self._copied.set()
             lower_priority()  # not earlier: training waits for the copy
             self.written_bytes = work.write()
-            self._last_durable = work.step
             if self.rank == 0:
                 self._rotate(work.step)
         except Exception as error:
             work.abandon(_reason(error))
-            last = "there is none before it" if self._last_durable is None else f"step {self._last_durable} is whole"
             self._error = SnapshotError(
-                f"the snapshot of step {work.step} could not be written to {self.directory}: {_reason(error)}; {last}"
+                f"the snapshot of step {work.step} could not be written to {self.directory}: {_reason(error)};"
+                f" {self._newest_there()}"
             )
             self._error.__cause__ = error
+
+    def _newest_there(self) -> str:
+        """The snapshot that a resume would take, of this run or of an earlier one in the same folder."""
+        try:
+            newest = next(iter(find_snapshots(self.directory)), None)
+        except (SnapshotError, OSError):
+            newest = None
+        return "there is none before it" if newest is None else f"step {newest.step} is whole"
 
     def _rotate(self, step: int) -> None:
         try:

@@ -28,11 +28,15 @@ from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
+from lightning_aigc.cli.fit.earlier_run import refuse_earlier_run
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
+from lightning_aigc.cli.fit.options import OPTIONS
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
-from lightning_aigc.cli.fit.rank_errors import share_errors
+from lightning_aigc.cli.fit.rank_errors import end_started_ranks, share_errors
+from lightning_aigc.cli.fit.start_lines import StartLines
 from lightning_aigc.cli.fit.traceback_file import bug_within
+from lightning_aigc.cli.fit.trainer_values import check_trainer_values
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import HasValidationPrompts
@@ -77,6 +81,7 @@ class SaveConfig(SaveConfigCallback):
         shared = config.clone()
         for key, value in config.items():
             shared[key] = redact(value, key.rpartition(".")[2])
+        shared.overwrite = False  # the saved config describes the run, not how it was started
         super().__init__(parser, shared, *args, **kwargs)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -113,7 +118,11 @@ class AIGCCLI(LightningCLI):
             subclass_mode_data=True,
             parser_class=AIGCArgumentParser,
             seed_everything_default=42,
-            trainer_defaults={"max_epochs": -1, "default_root_dir": "runs/default"},
+            trainer_defaults={
+                "max_epochs": -1,
+                "default_root_dir": "runs/default",
+                "enable_model_summary": False,  # StartLines has the two counts that matter
+            },
             # docs/architecture.md, decision 13: the automatic key binds parameters before the LoRA exists.
             auto_configure_optimizers=False,
             save_config_callback=SaveConfig,
@@ -122,19 +131,8 @@ class AIGCCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument(
-            "--threads", type=int | None, default=None, help="CPU threads for torch; unset keeps torch's default."
-        )
-        parser.add_argument(
-            "--dry_run",
-            action="store_true",
-            help="Report data, buckets, parameters and memory, run one real step, write nothing but the caches.",
-        )
-        parser.add_argument(
-            "--resume",
-            action="store_true",
-            help="Resume from the newest complete snapshot in trainer.default_root_dir; start anew if there is none.",
-        )
+        for option, given in OPTIONS.items():
+            parser.add_argument(option, **given)
 
     def before_instantiate_classes(self) -> None:
         self._check_values()
@@ -151,7 +149,9 @@ class AIGCCLI(LightningCLI):
         if self.subcommand != "fit":
             raise ConfigError(f"--resume is for fit; give {self.subcommand} a --ckpt_path")
         config = self.config[str(self.subcommand)]
-        config.resume = False  # the saved config.yaml describes the run, not how it was started
+        if config.overwrite:
+            raise ConfigError("--resume continues the earlier run and --overwrite replaces it; give only one of them")
+        config.resume = False  # as `overwrite` in SaveConfig
         config.ckpt_path = None if config.dry_run else LATEST
 
     def before_fit(self) -> None:
@@ -163,6 +163,8 @@ class AIGCCLI(LightningCLI):
         has_snapshots = module_brings or any(isinstance(callback, ExactSnapshot) for callback in found)
         if self._get(self.config, "ckpt_path") == LATEST and not has_snapshots:
             found.append(ExactSnapshot())
+        if not self._get(self.config, "dry_run"):
+            found.append(StartLines())
         order_callbacks(self.trainer)
         if self.trainer.world_size > 1:
             share_errors(self.model, self.datamodule)
@@ -173,11 +175,19 @@ class AIGCCLI(LightningCLI):
         """Run the subcommand, unless this run has finished: then not even its loggers open a file."""
         if subcommand == "fit" and self._is_finished():
             return
-        super()._run_subcommand(subcommand)
+        if subcommand == "fit" and not self._may_replace():
+            refuse_earlier_run(self.trainer)
+        try:
+            super()._run_subcommand(subcommand)
+        except BaseException:
+            end_started_ranks(self.trainer)
+            raise
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """The Trainer's arguments; validate, test and predict load the run's newest snapshot unless told otherwise."""
         given = super()._prepare_subcommand_kwargs(subcommand)
+        if given.get("weights_only") is None:  # with None Lightning runs the code in a checkpoint of an http address
+            given["weights_only"] = True
         if subcommand in EVALUATION_VERBS and isinstance(self.model, DiffusionTraining):
             given["ckpt_path"] = load_weights(self.trainer, given.get("ckpt_path"))
             if subcommand == "predict" and not is_overridden(
@@ -185,6 +195,11 @@ class AIGCCLI(LightningCLI):
             ):
                 given.pop("datamodule", None)  # the module brings its prompts
         return given
+
+    def _may_replace(self) -> bool:
+        """Whether this command may write into the folder of an earlier run: it continues one, replaces it or is dry."""
+        continues = self._get(self.config, "ckpt_path") is not None or is_requeued()
+        return continues or any(self._get(self.config, key) for key in ("overwrite", "dry_run"))
 
     def _is_finished(self) -> bool:
         given = self._get(self.config, "ckpt_path")
@@ -202,10 +217,7 @@ class AIGCCLI(LightningCLI):
             raise ConfigError(f"trainer: wanted a block of keys such as `max_steps: 100`, got {trainer!r}")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads must be at least 1, or null for torch's default; got {threads}")
-        if (trainer.get("accumulate_grad_batches") or 0) < 1:
-            raise ConfigError(
-                f"trainer.accumulate_grad_batches must be at least 1, got {trainer.get('accumulate_grad_batches')}"
-            )
+        check_trainer_values(trainer.as_dict())
         if ckpt_path and "://" not in ckpt_path and ckpt_path not in KNOWN_CHECKPOINTS and not Path(ckpt_path).exists():
             raise ConfigError(f"ckpt_path: there is no checkpoint {ckpt_path}; give a file, or last for the newest")
 
@@ -291,7 +303,7 @@ def where_to_look(trainer: Any, module: Any) -> list[str]:
     if any(isinstance(c, CLIPConvergenceGuard) for c in found):
         parts.append("scored images in guard/")
     if brings_report or any(isinstance(c, RunReport) for c in found):
-        parts.append(f"{REPORT_FILE} at the end; the page so far: lightning report {root} -o {root / REPORT_FILE}")
+        parts.append(f"open {root / REPORT_FILE}, which renews itself")
     lines = [f"run: {root}" + (f" ({', '.join(parts)})" if parts else "")]
     live = []
     for logger in trainer.loggers:

@@ -50,6 +50,7 @@ BLOCKS = {
     "data": "lightning_aigc.data.ImageCaptionData",
 }
 
+NEEDS = "give one with -c my.yaml, which `lightning init photos/ -o my.yaml` writes"
 _KEY = re.compile(r'^Parser key "(?P<key>[^"]+)":?(?P<rest>.*)$')
 _CLASS = re.compile(r"^Problem with given class_path '(?P<cls>[^']+)':")
 _UNKNOWN_OPTION = re.compile(
@@ -62,6 +63,7 @@ _NO_CLASS = re.compile(
     r"|No module named '(?P<module>[^']+)'"
     r"|has no attribute '(?P<attribute>[^']+)'"
 )
+_NO_SUBCLASS = re.compile(r"^Import path (?P<name>\S+) does not correspond to a subclass of ")
 _CALLABLE = re.compile(
     r"^Type typing\.Callable.*? expects a function or a callable class: (?P<reason>.*?)"
     r"(?:\. Got value: Namespace\(class_path='(?P<cls>[^']+)'.*)?$"
@@ -99,7 +101,9 @@ def readable_config_error(message: str, parser: argparse.ArgumentParser) -> str:
         return f"the YAML must hold blocks such as `model:` and `data:`, got {content or 'an empty file'}"
     if message.startswith("Problems parsing config"):
         return "the YAML cannot be read: " + " ".join(line.strip() for line in message.partition(":")[2].splitlines())
-    message = message.replace("are required: fit.", "are required: ")
+    if missing := message.partition("arguments are required: ")[2]:
+        blocks = ", ".join(each.rpartition(".")[2] for each in missing.split(", "))
+        return f"the config is missing, or lacks {blocks}; {NEEDS}"
     leaves = sorted(_leaves(message, parser), key=lambda leaf: (leaf.rank, -len(leaf.path)))  # innermost first
     # A class that another alternative of the union accepts is not the mistake; the value in it is.
     accepted = {leaf.class_path.rpartition(".")[2] for leaf in leaves if leaf.class_path}
@@ -207,6 +211,8 @@ def _describe(body: str, path: tuple[str, ...], class_path: str | None, parser: 
         if near == [name]:
             return Leaf(1, path, class_path, f"{name}{_OTHER_KIND}")
         return Leaf(1, path, class_path, f"there is no class {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    if found := _NO_SUBCLASS.match(body):
+        return Leaf(1, path, class_path, f"{found['name'].rpartition('.')[2]}{_OTHER_KIND}")
     if found := _WRONG_TYPE.match(body):
         wanted = _type_name(found["type"])
         rank = 3 if wanted == "null" else 2
@@ -219,6 +225,8 @@ def unknown_key(name: str, class_path: str | None, where: str, parser: argparse.
     last = name.split(".")[-1]
     owner = class_path.rpartition(".")[2] if class_path else where or "the config"
     known = _init_args(class_path) if class_path else option_names(parser, where)
+    if owner in ("LightningModule", "LightningDataModule"):  # the base class, where no config names one
+        return f"the config is missing, or its block has no class_path, so {name!r} belongs to no class; {NEEDS}"
     if last in OTHER_DIALECTS and (OTHER_DIALECTS[last] in known or not _looks_local(OTHER_DIALECTS[last])):
         return f"{owner} has no key {name!r}; it is called {OTHER_DIALECTS[last]} here"
     for block, owner_class in BLOCKS.items():

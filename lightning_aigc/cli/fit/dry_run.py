@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lightning_aigc.cli.fit.start_lines import unwanted_settings
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.diffusion.objectives.flow import Flow
@@ -55,7 +56,7 @@ class DryRun(Callback):
     """Prints trainable parameters and a memory estimate, times one step, and measures its peak memory."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        print(memory_table(pl_module))
+        print("\n".join([memory_table(pl_module), *unwanted_settings(trainer, pl_module)]))
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         parts: Any = pl_module.components if isinstance(pl_module, HasComponents) else None
         if parts is not None and isinstance(data, HasReferenceImages):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_aigc.cli.fit.config_errors import first_sentence
 from lightning_aigc.errors import UserError
-from lightning_aigc.gradient_sync.transport.sync_error import stopped_by
+from lightning_aigc.gradient_sync.transport.process_groups import stopped_by
 
 
 def share_errors(module: Any, data: Any) -> None:
@@ -57,6 +57,16 @@ class _SharedHook:
         if self._agrees:
             raise_on_all_ranks(self._kept.error)
         return result
+
+
+def end_started_ranks(trainer: Any) -> None:
+    """End the ranks that Lightning started from this process, where they still wait for a process group.
+
+    Once there is a group its collectives tell them, and they may write a last snapshot.
+    """
+    if not dist.is_initialized():
+        for process in getattr(trainer.strategy.launcher, "procs", None) or ():
+            process.kill()
 
 
 def raise_on_all_ranks(error: Exception | None) -> None:

@@ -74,6 +74,8 @@ def _save(text: str, root: Path) -> Path:
         (root / FILE).write_text(text, encoding="utf-8")
         return root / FILE
     except OSError:
-        with tempfile.NamedTemporaryFile("w", prefix="lightning-", suffix=f"-{FILE}", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="lightning-", suffix=f"-{FILE}", delete=False
+        ) as file:
             file.write(text)
         return Path(file.name)

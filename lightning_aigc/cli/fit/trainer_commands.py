@@ -6,14 +6,14 @@ import atexit
 import contextlib
 import errno
 import gc
-import logging
 import os
 import pickle
 import sys
-import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 from lightning_aigc.cli.fit.config_errors import first_sentence
+from lightning_aigc.cli.fit.console import quiet_known_warnings, tidy_console
 from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
 
@@ -23,7 +23,10 @@ UNWRITABLE = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EDQUOT
 def run_trainer_verb(arguments: list[str]) -> int:
     """Parse, build and run. Returns the exit status: 1 after a UserError, 2 after a wrong config."""
     _set_threads_before_torch_starts(arguments)
-    _quiet_known_warnings()
+    quiet_known_warnings()
+    if (foreign := _foreign_config(arguments)) is not None:
+        print(f"error: {foreign}", file=sys.stderr)
+        return 2
     try:
         with _garbage_left_alone():
             import torch  # noqa: F401
@@ -37,6 +40,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
         from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
         from lightning_aigc.strategies.rendezvous import tell_others
 
+    tidy_console()
     atexit.register(_destroy_dist_connection)  # gloo's threads may abort a process that ends first (pytorch#179291)
     sys.argv = [sys.argv[0], *arguments]  # Lightning relaunches ranks with it
     try:
@@ -92,12 +96,18 @@ def _refused(sentence: str) -> int:
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:
     """The error line for a failed collective, most often because another rank has ended; None for other errors."""
-    from lightning_aigc.gradient_sync.transport.sync_error import SyncError, is_of_a_collective
+    from lightning_aigc.gradient_sync.transport.process_groups import SyncError, is_of_a_collective
 
     if isinstance(error, SyncError):
         return str(error)
     if not is_of_a_collective(error):
         return None
+    if "EADDRINUSE" in str(error):
+        return (
+            f"port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')}, where the ranks meet, is in use"
+            " by another process; run it with a free port, such as MASTER_PORT=29501 in front of the command, or"
+            " without MASTER_PORT, and one is chosen"
+        )
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     said = said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
     variables = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
@@ -119,6 +129,24 @@ def _status(stop: SystemExit) -> int:
     return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
 
+def _foreign_config(arguments: list[str]) -> str | None:
+    """The sentence for a config of another trainer among the arguments; None where there is none."""
+    from lightning_aigc.cli.import_config.command import foreign_program
+
+    for option, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, _, value = option.partition("=")
+        if name not in ("-c", "--config"):
+            continue
+        path = Path(value or following)
+        program = foreign_program(path) if path.is_file() else None
+        if program is not None:
+            return (
+                f"{path} is a config of {program}; import it first: lightning import-config {path} -o"
+                f" {path.with_name('imported.yaml').name}"
+            )
+    return None
+
+
 def _set_threads_before_torch_starts(arguments: list[str]) -> None:
     """Set OMP_NUM_THREADS from `--threads N` before torch starts, because OpenMP reads it only once."""
     for i, argument in enumerate(arguments):
@@ -127,21 +155,3 @@ def _set_threads_before_torch_starts(arguments: list[str]) -> None:
             value = arguments[i + 1]
         if value and value.isdigit():
             os.environ.setdefault("OMP_NUM_THREADS", value)
-
-
-def _quiet_known_warnings() -> None:
-    for message in (
-        ".*does not have many workers.*",  # ImageCaptionData set them from the machine
-        ".*GPU available but not used.*",
-        ".*Checkpoint directory .* exists and is not empty.*",
-        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
-        ".*Found .* module\\(s\\) in eval mode at the start of training.*",  # the frozen parts, on purpose
-        ".*You have set `max_epochs`.*",
-        ".*is smaller than the logging interval.*",  # an epoch of few images; the steps go on through epochs
-        "(?s).*Unable to serialize instance.*",  # a scheduler given by name
-        ".*Consider setting `persistent_workers.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip: " not in record.getMessage()
-    )

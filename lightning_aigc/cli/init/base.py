@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_aigc.diffusion.families import FAMILIES, Family
+from lightning_aigc.diffusion.families import FAMILIES, SHORT, Family
 from lightning_aigc.diffusion.pipeline.loading import (
+    HUB_ID,
     check_channels_of_folder,
     check_not_distilled,
     check_source,
@@ -18,9 +19,6 @@ from lightning_aigc.diffusion.pipeline.loading import (
 )
 from lightning_aigc.embedded import PREFIX, resolve
 from lightning_aigc.errors import ConfigError, ModelError
-
-SHORT: dict[str, Family] = {family.short_name or family.name: family for family in FAMILIES.values()}
-"""Families by the names that `--base` takes for their default bases."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def find_base(given: str) -> Base:
     if path.is_file():
         family = _family_of_file(given, path)
         return Base(given, family, family.native_side, "read from the checkpoint")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+    if not HUB_ID.fullmatch(given):
         raise ConfigError(f"--base {given} is no folder, no file and no hub id; use {', '.join(SHORT)} or a path")
     family = _family_of_name(given)
     check_not_distilled(family, given)

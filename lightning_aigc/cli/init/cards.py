@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_aigc.cli.init.card_sizes import CARD_GIB, CARDS
 from lightning_aigc.diffusion.families import FAMILIES, Family, StepMemory
 from lightning_aigc.errors import ConfigError
 
 KINDS_BY_GIB = ((22, "24gb"), (11, "12gb"), (7, "8gb"), (5, "6gb"))
 """Card by its least memory in GiB; a card shows a little less than its name says."""
-CARD_GIB = {"4gb": 4, "6gb": 6, "8gb": 8, "12gb": 12, "24gb": 24, "910b": 32}
-"""Memory by `--card`; a 910B has this or twice as much."""
-CARDS = tuple(CARD_GIB)
 FREE_SHARE = 0.85
 """Share of a card's memory for a counted step; the rest is its context and the operators' workspace."""
 

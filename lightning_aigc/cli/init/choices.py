@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from lightning_aigc.cli.init.base import Base, is_embedded
 from lightning_aigc.cli.init.cards import Card, CardValues
 from lightning_aigc.cli.init.config import Choice, read_shipped
-from lightning_aigc.cli.init.folder import FolderSummary, made_up_trigger_word, shared_trigger_word
+from lightning_aigc.cli.init.folder import FolderSummary, is_rare, made_up_trigger_word, shared_trigger_word
 from lightning_aigc.data.captions.caption_lengths import is_long
 from lightning_aigc.data.captions.captions import add_trigger_word
+from lightning_aigc.data.captions.encodings import title_of
 from lightning_aigc.data.loader.buckets import BucketSettings, bucket_shapes, place
 
+_WORD = re.compile(r"\w[\w-]*")
 LOOKS_PER_PICTURE = 100
 FEWEST_STEPS, MOST_STEPS = 400, 3000
 FEW_PICTURES = 10
@@ -47,6 +50,7 @@ def choose(
         *_shapes(look, base),
         trigger,
         _captions(look),
+        *_caption_files(look),
     ]
     if values.base_quantization is not None:
         chosen.append(Choice("model.init_args.base_quantization", *values.base_quantization))
@@ -118,12 +122,31 @@ def _trigger_word(look: FolderSummary, given: str | None) -> Choice:
     key = "data.init_args.trigger_word"
     if given is not None:
         return Choice(key, given, "given by --trigger_word")
+    if look.trigger_folder is not None:
+        repeats, _, words = look.trigger_folder.partition("_")
+        word = _WORD.search(words)
+        if word is not None:
+            why = f"the word of the folder {look.trigger_folder}, whose images are taken {repeats} times an epoch"
+            return Choice(
+                key, word[0], why + ("" if is_rare(word[0]) else "; a common word, --trigger_word gives another")
+            )
     shared = shared_trigger_word(look.written)
     if shared is not None:
         return Choice(key, shared, "the rare word that all captions share")
     why = "captions share no rare word" if look.written else "there are no captions"
     made_up = made_up_trigger_word(look.folder, look.written)
     return Choice(key, made_up, f"made up from the folder's name: {why}; it is prepended, and stands in your prompts")
+
+
+def _caption_files(look: FolderSummary) -> Iterator[Choice]:
+    """Ending and encoding of the caption files, where they are not `.txt` in UTF-8."""
+    if look.caption_extension != ".txt":
+        yield Choice("data.init_args.caption_extension", look.caption_extension, "the ending of your caption files")
+    if look.encoding is not None:
+        why = (
+            f"your captions are not UTF-8 but {title_of(look.encoding)}; look at the prompts above: are they your text?"
+        )
+        yield Choice("data.init_args.caption_encoding", look.encoding, why)
 
 
 def _captions(look: FolderSummary) -> Choice:

@@ -7,13 +7,18 @@ import re
 from pathlib import Path
 
 from lightning_aigc.atomic_file import write_text
-from lightning_aigc.cli.init.base import SHORT, find_base
-from lightning_aigc.cli.init.cards import CARDS, find_card, values_for
+from lightning_aigc.cli.class_source import class_values, source_of
+from lightning_aigc.cli.init.card_sizes import CARDS
 from lightning_aigc.errors import ConfigError
 
 CACHE = "~/.cache/lightning_aigc"
 """ImageCaptionData's default for cache_dir: training finds there what this verb has checked."""
 LISTED = 5
+SHOWN = (
+    *("resolution", "trigger_word", "missing_captions", "caption_extension", "caption_encoding"),
+    *("max_train_steps", "learning_rate", "memory"),
+)
+"""Choices that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="PHOTOS", help="images, each with a .txt of its name, or metadata.jsonl")
     parser.add_argument("-o", "--output", type=Path, help="the file to write (default: FOLDER'S NAME.yaml)")
     parser.add_argument(
-        "--base", default="sd15", help=f"{', '.join(SHORT)}, a hub id, a folder or a checkpoint (default: sd15)"
+        "--base", default="sd15", help=f"{', '.join(short_names())}, a hub id, a folder or a checkpoint (default: sd15)"
     )
     parser.add_argument("--card", choices=CARDS, help="the card to train on (default: this machine's)")
     parser.add_argument("--trigger_word", help="the word that stands for your product (default: from the captions)")
@@ -38,11 +43,15 @@ def run(args: argparse.Namespace) -> int:
     if args.trigger_word is not None and not re.fullmatch(r"\w[\w-]*", args.trigger_word):
         raise ConfigError(f"--trigger_word must be one word of letters and digits, got {args.trigger_word!r}")
     # Imported late: torch takes seconds, and a wrong path should not.
+    from lightning_aigc.cli.init.base import find_base
+    from lightning_aigc.cli.init.cards import find_card, values_for
     from lightning_aigc.cli.init.choices import choose
     from lightning_aigc.cli.init.config import read_shipped, render
     from lightning_aigc.cli.init.folder import inspect_folder
+    from lightning_aigc.data.index.argument_checks import check_trigger_word
     from lightning_aigc.data.index.filenames import print_anywhere
 
+    check_trigger_word(args.trigger_word, "--trigger_word")
     base = find_base(args.base)
     card = find_card(args.card, base.family)
     values = values_for(base.family, card)
@@ -68,10 +77,23 @@ def run(args: argparse.Namespace) -> int:
     rows = [f"{args.folder}: {found}"]
     rows += [f"  left out: {name}: {reason}" for name, reason in look.rejected[:LISTED]]
     rows += [f"  and {len(look.rejected) - LISTED} more are left out"] if len(look.rejected) > LISTED else []
-    for key in ("resolution", "trigger_word", "missing_captions", "max_train_steps", "learning_rate", "memory"):
-        rows.append(f"  {key:17} {of[key].value!s:8} {of[key].reason}")
+    rows += [f"  {note}" for note in look.notes[:LISTED]]
+    rows += [f"  {key:17} {of[key].value!s:8} {of[key].reason}" for key in SHOWN if key in of]
     print_anywhere("\n".join([*rows, f"wrote {output}; next:", *(f"  {line}" for line in lines)]))
     return 0
+
+
+def short_names() -> list[str]:
+    """The names that `--base` takes for the families' default bases, read without importing the families."""
+    folder = "lightning_aigc.diffusion.families"
+    names: dict[str, str] = {}
+    for path in sorted(source_of(folder).parent.glob("*.py")):
+        values = class_values(f"{folder}.{path.stem}")
+        for key, value in values.items():
+            owner, _, attribute = key.rpartition(".")
+            if attribute == "name":
+                names[owner] = values.get(f"{owner}.short_name") or value
+    return list(names.values())
 
 
 def _output(args: argparse.Namespace) -> tuple[Path, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -13,7 +14,8 @@ from typing import Any
 
 from lightning_aigc.data.images.verify import PictureVerifier
 from lightning_aigc.data.index.filenames import printable
-from lightning_aigc.data.index.sources import find_pictures
+from lightning_aigc.data.index.sources import TABLES, FoundPictures, find_pictures, repeats_of
+from lightning_aigc.data.report.findings import Finding, some
 from lightning_aigc.errors import ConfigError, DataError
 
 MAX_PIXELS = 178_000_000
@@ -37,6 +39,14 @@ class FolderSummary:
     """Name and reason of each image that cannot be used."""
     orphans: list[str]
     """Captions that match no image."""
+    caption_extension: str = ".txt"
+    """Ending of the caption files."""
+    encoding: str | None = None
+    """Encoding of the caption files that are not UTF-8."""
+    trigger_folder: str | None = None
+    """Name of the only folder like kohya's `10_zorp cup` that images are in."""
+    notes: Sequence[str] = ()
+    """Sentences on how the captions were read, and on files that were not."""
 
     @property
     def written(self) -> list[str]:
@@ -49,23 +59,40 @@ class FolderSummary:
         return int(statistics.median((width * height) ** 0.5 for width, height in self.sizes))
 
 
-def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
-    """Find, decode and caption the folder's images, as training will.
+def find_captioned(given: str) -> tuple[FoundPictures, str]:
+    """The folder's images with their captions, as training will find them, and the ending of its caption files.
 
-    Raises: ConfigError or DataError for no folder, no image, or none that can be read.
+    Raises: ConfigError or DataError for no folder, no image, or captions that cannot be read.
     """
     folder = Path(given).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"the image folder {printable(given)} {what}; give the folder that holds your images")
-    found = find_pictures(folder.absolute(), ".txt", "text", 1)
+    folder = folder.absolute()
+    extension = _caption_extension(folder)
+    found = find_pictures(folder, extension, "text", 1)
     if not found.pictures:
         others = found.other_files + len(found.orphan_captions)
         there = f"{others} other files are there" if others else "it is empty"
         raise DataError(
             f"no images in {printable(given)} ({there}); put .jpg, .png or .webp images of your product there"
         )
-    results = PictureVerifier(folder.absolute(), cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
+    if problems := found.caption_problems:
+        finding = Finding(
+            f"{len(problems)} captions in {printable(given)} cannot be read", "correct each of them", problems
+        )
+        raise DataError(printable(finding.sentence()))
+    return found, extension
+
+
+def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
+    """Find, decode and caption the folder's images, as training will.
+
+    Raises: ConfigError or DataError for no folder, no image, or none that can be read.
+    """
+    found, extension = find_captioned(given)
+    folder = found.folder
+    results = PictureVerifier(folder, cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
     sizes, captions, rejected = [], [], []
     for picture, result in zip(found.pictures, results, strict=True):
         if isinstance(result, str):
@@ -79,7 +106,29 @@ def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
             f"none of the {len(rejected)} images in {printable(given)} can be read ({name}: {reason}); export them"
             " again as .jpg or .png"
         )
-    return FolderSummary(given, sizes, captions, rejected, [printable(name) for name in found.orphan_captions])
+    orphans = [printable(name) for name in found.orphan_captions]
+    kohya = {repeats_of(folder, picture.name) for picture in found.pictures} - {(1, None)}
+    trigger_folder = "{}_{}".format(*kohya.pop()) if len(kohya) == 1 else None
+    notes = [*found.notes, *_unread(found)]
+    return FolderSummary(given, sizes, captions, rejected, orphans, extension, found.encoding, trigger_folder, notes)
+
+
+def _caption_extension(folder: Path) -> str:
+    """The ending that most of the folder's caption files have, `.txt` where other captions are there."""
+    pictures = find_pictures(folder, ".txt", "text", 1).pictures
+    others = Counter(picture.other_caption for picture in pictures if picture.other_caption is not None)
+    ending, count = others.most_common(1)[0] if others else (".txt", 0)
+    return ending if count > sum(picture.caption is not None for picture in pictures) else ".txt"
+
+
+def _unread(found: FoundPictures) -> Iterator[str]:
+    """Sentences on caption files of another ending, and on tables of another name, where images have no caption."""
+    others = Counter(picture.other_caption for picture in found.pictures if picture.other_caption is not None)
+    for ending, count in others.items():
+        yield f"{count} images have a caption in a {ending} file, which is not read: rename these files"
+    if found.unread_tables and any(picture.caption is None for picture in found.pictures):
+        names = some(found.unread_tables)
+        yield f"not read because of their names: {names}; captions are read from {', '.join(TABLES)}"
 
 
 def shared_trigger_word(captions: Sequence[str]) -> str | None:
@@ -87,7 +136,8 @@ def shared_trigger_word(captions: Sequence[str]) -> str | None:
     if len(captions) < 2:
         return None
     shared = set.intersection(*({word.casefold() for word in _WORD.findall(caption)} for caption in captions))
-    return next((word for word in _WORD.findall(captions[0]) if word.casefold() in shared and is_rare(word)), None)
+    words = [word for word in _WORD.findall(captions[0]) if len(word) > 1 and word.casefold() in shared]
+    return next(filter(is_rare, words), None)
 
 
 def made_up_trigger_word(folder: str, captions: Sequence[str]) -> str:

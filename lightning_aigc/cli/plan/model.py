@@ -132,12 +132,14 @@ def _with_local_model(block: dict[str, Any]) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    from lightning_aigc.diffusion.families import full_name
     from lightning_aigc.embedded import resolve
 
     init_args = block.get("init_args") or {}
-    source = init_args.get("pretrained_model_name_or_path")
-    if source is None or resolve(str(source)).exists():
+    given = init_args.get("pretrained_model_name_or_path")
+    if given is None or resolve(str(given)).exists():
         return block
+    source = full_name(str(given))
     try:
         cached = try_to_load_from_cache(str(source), "model_index.json", revision=init_args.get("revision"))
     except HFValidationError:  # a path, and no id

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.cluster.workload import Job, Shape
-from lightning_aigc.sharding.sent_bytes import SentBytes, sent_bytes
-from lightning_aigc.sharding.stored_bytes import StoredBytes, stored_bytes
+
+if TYPE_CHECKING:
+    from lightning_aigc.sharding.stored_bytes import SentBytes, StoredBytes
 
 STAGES = {"zero_1": 1, "zero_2": 2, "zero_3": 3}
 
@@ -50,6 +51,8 @@ class Sharing:
     @classmethod
     def of(cls, strategy: str, job: Job, shape: Shape, shapes: Sequence[Sequence[int]]) -> Sharing:
         """Args: shapes: of the trained parameters; empty where they were not counted."""
+        from lightning_aigc.sharding.stored_bytes import sent_bytes, stored_bytes
+
         stage, ranks = STAGES[strategy], shape.ranks
         # Stage 1 deals whole tensors out, the others cut each evenly.
         known = shapes or (_usual_shapes(int(job.trainable), ranks) if stage == 1 else ((int(job.trainable),),))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_aigc.data.advice.backgrounds import check_backgrounds
-from lightning_aigc.data.advice.captions import check_captions
-from lightning_aigc.data.advice.dataset_summary import Material, check_crops, check_repeats
+from lightning_aigc.data.advice.captions import check_captions, check_prompts
+from lightning_aigc.data.advice.dataset_summary import Material, check_batch, check_crops, check_repeats
 from lightning_aigc.data.advice.faces import check_faces
 
 CHECKS: tuple[Callable[[Material], list[str]], ...] = (
     check_captions,
+    check_prompts,
+    check_batch,
     check_repeats,
     check_crops,
     check_backgrounds,

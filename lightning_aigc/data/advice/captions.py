@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from lightning_aigc.data.advice.dataset_summary import Material, named
+from lightning_aigc.data.captions.captions import without_trigger_word
 
 SILENT_SHARE = 0.5
 """Share of captions without content from which they are reported."""
@@ -47,6 +48,19 @@ def check_captions(material: Material) -> list[str]:
             "differs between them (data.init_args.caption_extension: .txt)"
         ]
     return []
+
+
+def check_prompts(material: Material) -> list[str]:
+    """Report prompts that the run samples and that do not name what it learns."""
+    word = material.trigger_word
+    without = without_trigger_word(material.prompts, word) if word else []
+    if not without:
+        return []
+    return [
+        f"{len(without)} of {len(material.prompts)} prompts lack the trigger word {word} (such as {without[0]!r}): "
+        "they show what the base draws, and score nothing that was learned; put the word into "
+        "model.init_args.validation_prompts"
+    ]
 
 
 def _content(caption: str, trigger_word: str | None) -> set[str]:

@@ -28,6 +28,11 @@ class Material:
     pictures_in_training: int | None = None
     """Optimizer steps times user images in a step; None where the number of steps is unknown."""
     enable_bucket: bool = True
+    batch_size: int = 1
+    """User images in a batch, on each device."""
+    devices: int = 1
+    items: int | None = None
+    """Images of an epoch, with their repeats; None where that is unknown."""
 
     @functools.cached_property
     def looked_at(self) -> list[Sample]:
@@ -47,7 +52,8 @@ def material_of_run(
     """The material of a TrainingIndex; steps and prompts are the Trainer's and its module's, if there is one."""
     module = getattr(trainer, "lightning_module", None)
     steps: int = getattr(module, "hparams", {}).get("max_train_steps") or int(getattr(trainer, "max_steps", -1))
-    at_once = train_batch_size * getattr(trainer, "world_size", 1) * getattr(trainer, "accumulate_grad_batches", 1)
+    devices: int = getattr(trainer, "world_size", 1)
+    at_once = train_batch_size * devices * getattr(trainer, "accumulate_grad_batches", 1)
     own = sorted({row for bucket in index.buckets for row in bucket})
     return Material(
         [index.samples[row] for row in own],
@@ -55,6 +61,9 @@ def material_of_run(
         list(getattr(module, "validation_prompts", None) or ()),
         steps * at_once if steps > 0 else None,
         buckets.enable_bucket,
+        train_batch_size,
+        devices,
+        sum(map(len, index.buckets)),
     )
 
 
@@ -79,6 +88,21 @@ def check_repeats(material: Material) -> list[str]:
         f"{count} image{'s' * (count > 1)} for this many steps: each is seen {shown / count:.0f} times, and from "
         f"about {MOST_VIEWS} a LoRA memorises; add images, or train {USUAL_VIEWS * count / shown:.2g} times as long "
         "(model.init_args.max_train_steps)"
+    ]
+
+
+def check_batch(material: Material) -> list[str]:
+    """Report a batch that is larger than the folder."""
+    items, devices = material.items, material.devices
+    if not items or material.batch_size * devices <= items:
+        return []
+    where = f" on each of {devices} devices" if devices > 1 else ""
+    remedy = f"set data.init_args.train_batch_size to {max(1, items // (2 * devices))} or less"
+    if items < 2 * devices:
+        remedy = "set trainer.devices: 1, and data.init_args.train_batch_size to half of the images or less"
+    return [
+        f"a batch takes {material.batch_size} images{where} and an epoch has {items}: every step sees them all, and "
+        f"steps differ by their noise alone; {remedy}"
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.atomic_file import atomic_file, require_writable
 from lightning_aigc.data.cache.resources import cpu_cores
 from lightning_aigc.errors import DataError
 
@@ -51,9 +50,7 @@ def cache_key(**parts: object) -> str:
 def check_writable(folder: Path) -> None:
     """Check before any encoding that the cache can be written. Raises: DataError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part"):
-            pass
+        require_writable(folder / "entry")
     except OSError as error:
         raise _cannot_write(folder, error) from error
 

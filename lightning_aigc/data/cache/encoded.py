@@ -5,13 +5,13 @@ Shapes: N entries, F flips (1 or 2), C latent channels, h w latent pixels, B bat
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import diffusers
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn, stack
 
 from lightning_aigc.data.cache.cache import (
     CorruptEntryError,
@@ -21,13 +21,11 @@ from lightning_aigc.data.cache.cache import (
     cache_key,
     require_finite,
 )
-from lightning_aigc.data.cache.encoder import Encoder, MakesConditions
-from lightning_aigc.data.captions.text_padding import LENGTHS, PADDED, stack_padded, without_padding
+from lightning_aigc.data.cache.encoder import Encoder, MakesConditions, autoencoder_remedy
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.errors import DataError
 
 _DIFFUSERS = ".".join(diffusers.__version__.split(".")[:2])
-_VAE_HINT = "its latents would ruin the training: set model.init_args.vae_dtype to float32"
 
 
 class EncodedTensors:
@@ -127,6 +125,7 @@ class LatentCache(EncodedTensors):
 
     def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
         """Encode the given rows that are not on disk yet. Raises: DataError naming an image with NaN latents."""
+        remedy = autoencoder_remedy(encoder)
 
         def encode(positions: list[int]) -> list[Entry]:
             chosen = [rows[position] for position in positions]
@@ -138,7 +137,7 @@ class LatentCache(EncodedTensors):
                     f"got shape {list(moments_B2Chw.shape)}"
                 )
             for row, moments in zip(chosen, moments_B2Chw, strict=True):
-                require_finite(moments, f"the image {self.samples[row % len(self.samples)].path}", _VAE_HINT)
+                require_finite(moments, f"the image {self.samples[row % len(self.samples)].path}", remedy)
             entries = [{"latent_moments": moments} for moments in moments_B2Chw]
             made = encoder.make_conditions(torch.stack(pixels)) if isinstance(encoder, MakesConditions) else None
             if made is not None:
@@ -201,3 +200,20 @@ def to_minus_one_to_one(pixels_BHW3: Tensor) -> Tensor:
 
 def _on_device(tensor: Tensor, encoder: object) -> Tensor:
     return tensor.to(getattr(encoder, "device", "cpu"))
+
+
+LENGTHS, PADDED = "prompt_lengths", "prompt_embeds"
+
+
+def without_padding(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One caption's entry with `prompt_embeds` [T, D] of its own length."""
+    if LENGTHS not in entry:
+        return dict(entry)
+    return {**entry, PADDED: entry[PADDED][: int(entry[LENGTHS])]}
+
+
+def stack_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """[B, ...], with zeros behind the shorter ones."""
+    if all(tensor.shape == tensors[0].shape for tensor in tensors):
+        return stack(list(tensors))
+    return nn.utils.rnn.pad_sequence(list(tensors), batch_first=True)

@@ -42,6 +42,13 @@ class MakesConditions(Protocol):
         ...
 
 
+def autoencoder_remedy(encoder: Encoder) -> str:
+    """Remedy for latents that are not finite, by the dtype that the autoencoder has now."""
+    if encoder.encoder_identity().get("vae", "").endswith("float32"):
+        return "the autoencoder is in float32 already: look at the image, and copy the base's vae/ again"
+    return "set model.init_args.vae_dtype: float32"
+
+
 def require_encoder(model: object) -> Encoder:
     """Return the model if it is an Encoder. Raises: DataError naming the missing methods."""
     if isinstance(model, Encoder):

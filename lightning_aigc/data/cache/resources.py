@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 
@@ -19,12 +20,9 @@ def cpu_cores() -> int:
 
 def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or the container's lower limit."""
+    total = int(psutil.virtual_memory().total)
     try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        total = 8 * 2**30
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
         return min(total, int(limit)) if limit.isdigit() else total
     except OSError:
         return total

@@ -1,32 +1,10 @@
-"""Read caption text in any usual encoding, and make the caption of one training item."""
+"""Clean a caption, and make the caption of one training item."""
 
 from __future__ import annotations
 
-import codecs
 import random
 import re
-
-_BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-
-
-def decode_text(content: bytes) -> tuple[str, str | None]:
-    """The text of a caption file, and a note if its encoding was guessed or damaged."""
-    for mark, encoding in _BYTE_ORDER_MARKS:
-        if content.startswith(mark):
-            try:
-                return content.decode(encoding), None
-            except UnicodeDecodeError:
-                return content.decode(encoding, errors="replace"), f"damaged {encoding} text, read as well as possible"
-    try:
-        return content.decode("utf-8"), None
-    except UnicodeDecodeError:
-        return content.decode("latin-1"), "not UTF-8, read as Latin-1"
+from collections.abc import Sequence
 
 
 def clean_caption(text: str) -> str:
@@ -53,6 +31,11 @@ def add_trigger_word(caption: str, trigger_word: str | None, separator: str) -> 
 def find_trigger_word(caption: str, trigger_word: str) -> re.Match[str] | None:
     """Position of the full trigger word in a caption; case does not matter."""
     return re.search(rf"(?<!\w){re.escape(trigger_word)}(?!\w)", caption, re.IGNORECASE)
+
+
+def without_trigger_word(prompts: Sequence[str], trigger_word: str) -> list[str]:
+    """The prompts that do not have the trigger word."""
+    return [prompt for prompt in prompts if find_trigger_word(prompt, trigger_word) is None]
 
 
 def trigger_tags(caption: str, trigger_word: str | None, separator: str) -> int:

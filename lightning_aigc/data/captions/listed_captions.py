@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+from collections.abc import Collection, Iterable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.data.captions.captions import clean_caption, decode_text
+from lightning_aigc.data.captions.captions import clean_caption
+from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES
 from lightning_aigc.data.index.filenames import comparable, printable
 
+FILE_KEY, FILE_KEYS = "file_name", ("filename", "file", "image", "image_path", "path")
+CAPTION_KEY, CAPTION_KEYS = "text", ("caption", "prompt", "description")
+"""Names of the two columns, and others that are taken for them."""
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+UNREAD = "?"
+"""Caption of an image that is listed, with a problem that stops the training."""
 CONDITION_KEY = "conditioning_image"
 """diffusers' name of the condition's column."""
 
@@ -47,58 +56,83 @@ class ListedCaptions:
         }
         return [f"{name} ({where})" for name, where in sorted(left.items())]
 
-    def read_jsonl(self, path: Path) -> None:
-        for number, line in enumerate(self._text(path).split("\n"), start=1):
-            if not line.strip():
+    def read_jsonl(self, path: Path, text: str) -> None:
+        """Take the rows of a metadata.jsonl."""
+        shown = self._shown(path)
+        other_keys: tuple[str, str] | None = None
+        for where, row in self._rows_of_json(shown, text):
+            name_key = _first_of(row, (FILE_KEY, *FILE_KEYS)) if isinstance(row, dict) else None
+            if not isinstance(row, dict) or name_key is None or not isinstance(row[name_key], str):
+                self.problems.append(f'{where}: wanted an object with "file_name" as text, got {str(row)[:80]}')
                 continue
-            where = f"{path.relative_to(self.folder).as_posix()} line {number}"
-            try:
-                row: Any = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                self.problems.append(f"{where} is not valid JSON: {error}")
-                continue
-            if not isinstance(row, dict) or not isinstance(row.get("file_name"), str):
-                self.problems.append(f'{where}: wanted an object with "file_name" as text, got {line.strip()[:80]!r}')
-                continue
-            caption = row.get(self.caption_key, "")
-            if self.caption_key not in row and len(row) > 1:
+            key = self._caption_key_of(row)
+            if key is None and len(row) > 1:
                 self.problems.append(
                     f"{where}: no key {self.caption_key!r}, got {sorted(row)}; "
                     "set data.init_args.caption_column to the key that holds the caption"
                 )
-                caption = "?"  # the image is listed; the problem above stops the training
+            caption = row[key] if key is not None else "" if len(row) == 1 else UNREAD
             if not isinstance(caption, str):
-                self.problems.append(f"{where}: {self.caption_key!r} must be text, got {type(caption).__name__}")
-                caption = "?"
-            self._add(0, path, row["file_name"], caption, where)
+                self.problems.append(f"{where}: {key!r} must be text, got {type(caption).__name__}")
+                caption = UNREAD
+            if (name_key, key or self.caption_key) != (FILE_KEY, self.caption_key):
+                other_keys = other_keys or (name_key, str(key))
+            self._add(0, path, row[name_key], caption, where)
             if isinstance(row.get(CONDITION_KEY), str):
-                self.conditions[self._name(path, row["file_name"])] = path.parent / row[CONDITION_KEY]
+                self.conditions[self._name(path, row[name_key])] = path.parent / row[CONDITION_KEY]
+        if other_keys is not None:
+            self._note_keys(shown, "keys", *other_keys)
 
-    def read_csv(self, path: Path) -> None:
+    def _rows_of_json(self, shown: str, text: str) -> Iterator[tuple[str, Any]]:
+        """Each row and where it stands: a line each, or the entries of one list, which some programs write."""
+        if text.lstrip().startswith("["):
+            with contextlib.suppress(ValueError, RecursionError):
+                rows: Any = json.loads(text)
+                if all(isinstance(row, dict) for row in rows):
+                    self.notes.append(f"{shown} is one JSON list, and is read as its {len(rows)} entries")
+                    yield from ((f"{shown} entry {number}", row) for number, row in enumerate(rows, start=1))
+                    return
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                where = f"{shown} line {number}"
+                try:
+                    yield where, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    self.problems.append(f"{where} is not valid JSON: {error}, in {line.strip()[:60]!r}")
+
+    def read_csv(self, path: Path, text: str) -> None:
+        """Take the rows of a captions.csv: with a head, or two columns of name and caption."""
+        shown = self._shown(path)
         limit = csv.field_size_limit(2**31 - 1)
         try:
-            rows = [row for row in csv.reader(StringIO(self._text(path), newline="")) if any(row)]
+            separator, rows = _rows_of_csv(text)
         except csv.Error as error:
-            self.problems.append(f"{path.relative_to(self.folder).as_posix()} is not a valid CSV file: {error}")
+            self.problems.append(f"{shown} is not a valid CSV file: {error}")
             return
         finally:
             csv.field_size_limit(limit)
         if not rows:
             return
+        if separator != ",":
+            self.notes.append(f"{shown}: its columns are separated by {SEPARATORS[separator]}")
         header = [cell.strip() for cell in rows[0]]
-        if "file_name" in header and self.caption_key in header:
-            columns = (header.index("file_name"), header.index(self.caption_key))
+        name_key = None if _names_picture(header[0]) else _first_of(header, (FILE_KEY, *FILE_KEYS))
+        key = self._caption_key_of(header)
+        if name_key is not None and key is not None:
+            columns = (header.index(name_key), header.index(key))
             rows, first = rows[1:], 2
-        elif "file_name" in header:
+            if (name_key, key) != (FILE_KEY, self.caption_key):
+                self._note_keys(shown, "columns", name_key, key)
+        elif name_key is not None:
             self.problems.append(
-                f"{path.relative_to(self.folder).as_posix()} has no column {self.caption_key!r}, its columns are"
+                f"{shown} has no column {self.caption_key!r}, its columns are"
                 f" {header}; set data.init_args.caption_column to the one that holds the caption"
             )
             return
         else:
             columns, first = (0, 1), 1
         for number, row in enumerate(rows, start=first):
-            where = f"{path.relative_to(self.folder).as_posix()} row {number}"
+            where = f"{shown} row {number}"
             if len(row) <= max(columns) or (first == 1 and len(row) != 2):
                 self.problems.append(
                     f"{where}: wanted file_name,{self.caption_key} as header or two columns, got {len(row)} in"
@@ -107,17 +141,15 @@ class ListedCaptions:
                 continue
             self._add(1, path, row[columns[0]].strip(), row[columns[1]], where)
 
-    def _text(self, path: Path) -> str:
-        try:
-            text, note = decode_text(path.read_bytes())
-        except OSError as error:
-            self.problems.append(
-                f"{path.relative_to(self.folder).as_posix()} cannot be read: {error.strerror or error}"
-            )
-            return ""
-        if note:
-            self.notes.append(f"{printable(path.relative_to(self.folder).as_posix())}: {note}")
-        return text
+    def _caption_key_of(self, row: Collection[str]) -> str | None:
+        """The row's key of the caption: the one that was set, or where none was, a usual one."""
+        return _first_of(row, (self.caption_key, *(CAPTION_KEYS if self.caption_key == CAPTION_KEY else ())))
+
+    def _note_keys(self, shown: str, kind: str, name_key: str, key: str) -> None:
+        self.notes.append(f"{shown}: its {kind} {name_key!r} and {key!r} are read as file name and caption")
+
+    def _shown(self, path: Path) -> str:
+        return printable(path.relative_to(self.folder).as_posix())
 
     def _add(self, source: int, path: Path, file_name: str, caption: str, where: str) -> None:
         name = self._name(path, file_name)
@@ -131,3 +163,26 @@ class ListedCaptions:
         """The image's name relative to the folder, as entries of the listing `path` are compared."""
         prefix = path.parent.relative_to(self.folder).as_posix()
         return comparable(os.path.normpath(f"{prefix}/{file_name}".replace("\\", "/")))
+
+
+def _first_of(row: Collection[str], keys: Iterable[str]) -> str | None:
+    return next((key for key in keys if key in row), None)
+
+
+def _rows_of_csv(text: str) -> tuple[str, list[list[str]]]:
+    """The separator and the rows. It is the one that gives the first row a head or an image's name, else a comma.
+
+    Raises: csv.Error.
+    """
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    for separator in SEPARATORS:
+        cells = [cell.strip() for cell in next(csv.reader([first], delimiter=separator), [])]
+        if len(cells) > 1 and (_names_picture(cells[0]) or _first_of(cells, (FILE_KEY, *FILE_KEYS))):
+            break
+    else:
+        separator = ","
+    return separator, [row for row in csv.reader(StringIO(text, newline=""), delimiter=separator) if any(row)]
+
+
+def _names_picture(cell: str) -> bool:
+    return Path(cell).suffix.lower() in PICTURE_SUFFIXES

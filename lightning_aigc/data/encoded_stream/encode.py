@@ -24,9 +24,8 @@ from tqdm import tqdm
 
 from lightning_aigc.atomic_file import atomic_file, write_text
 from lightning_aigc.data.cache.cache import require_finite
-from lightning_aigc.data.cache.encoded import to_minus_one_to_one
-from lightning_aigc.data.cache.encoder import Encoder
-from lightning_aigc.data.captions.text_padding import without_padding
+from lightning_aigc.data.cache.encoded import to_minus_one_to_one, without_padding
+from lightning_aigc.data.cache.encoder import Encoder, autoencoder_remedy
 from lightning_aigc.data.encoded_stream.manifest import COMMON, FILE, REFERENCES, Manifest, Shard
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.data.index.index import TrainingIndex
@@ -118,7 +117,7 @@ def encode_shards(
     written = written_in(options.folder)
     todo = [shard for shard in mine if shard.among(written) is None]
     entries = sum(len(shard.samples) for shard in todo)
-    with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="picture", disable=rank != 0) as bar, torch.no_grad():
+    with tqdm(total=entries, desc=f"rank {rank}: encoding", unit="img", disable=rank != 0) as bar, torch.no_grad():
         for shard in todo:
             for stale in written.get(shard.name, ()):
                 (options.folder / stale.file).unlink()  # of other images
@@ -171,7 +170,7 @@ def _write_shard(shard: PlannedShard, encoder: Encoder, options: EncodeOptions, 
             hashed = _Hashing(file)
             with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.USTAR_FORMAT) as tar:  # type: ignore[call-overload]
                 for number, data in enumerate(_entries(shard.samples, encoder, options)):
-                    member = tarfile.TarInfo(f"{number:06d}.safetensors")
+                    member = tarfile.TarInfo(f"{shard.name}-{number:06d}.safetensors")  # a key of its own in all shards
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
                     done(1)
@@ -197,7 +196,7 @@ class _Hashing:
 
 def _entries(samples: Sequence[Sample], encoder: Encoder, options: EncodeOptions) -> Iterator[bytes]:
     """Each image's entry as a safetensors file, with its texts and sizes in the header."""
-    device = getattr(encoder, "device", "cpu")
+    device, remedy = getattr(encoder, "device", "cpu"), autoencoder_remedy(encoder)
     for start in range(0, len(samples), options.batch_size):
         some = samples[start : start + options.batch_size]
         loaded = [load_pixels(sample, crop_offset(sample.placement), options.use_alpha_mask) for sample in some]
@@ -206,7 +205,7 @@ def _entries(samples: Sequence[Sample], encoder: Encoder, options: EncodeOptions
         if options.flips:
             encoded["latent_moments_flipped"] = encoder.encode_pixels(pixels.flip(-1).to(device))
         for sample, moments in zip(some, encoded["latent_moments"], strict=True):
-            require_finite(moments, f"the image {sample.path}", "set model.init_args.vae_dtype to float32")
+            require_finite(moments, f"the image {sample.path}", remedy)
         encoded = {name: moments.to("cpu", options.latents_dtype) for name, moments in encoded.items()}
         encoded |= {n: t.cpu() for n, t in encoder.encode_captions([sample.caption for sample in some]).items()}
         for at, (sample, (_, mask)) in enumerate(zip(some, loaded, strict=True)):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_aigc.data.captions.text_padding import stack_padded
+from lightning_aigc.data.cache.encoded import stack_padded
 from lightning_aigc.data.encoded_stream.manifest import Shard
 from lightning_aigc.data.encoded_stream.order import StreamPlan
 from lightning_aigc.data.encoded_stream.shard_file import ShardError, ShardReader

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import unicodedata
 from typing import Any, Literal, get_args
 
 from lightning_aigc.errors import DataError
@@ -17,19 +19,23 @@ def check_choices(given: dict[str, Any]) -> None:
         raise DataError(f"set exactly one of data.init_args.train_data_dir, dataset_name and shards, got {got}")
     for key in ("train_batch_size", "num_repeats", "max_image_pixels"):
         if given[key] < 1:
-            raise DataError(f"{key} must be at least 1, got {given[key]}")
+            raise DataError(f"data.init_args.{key} must be at least 1, got {given[key]}")
     for key in ("keep_tokens", "num_workers", "seed"):
         if given[key] is not None and given[key] < 0:
-            raise DataError(f"{key} must be at least 0, got {given[key]}")
+            raise DataError(f"data.init_args.{key} must be at least 0, got {given[key]}")
     if given["prefetch_factor"] is not None and given["prefetch_factor"] < 1:
-        raise DataError(f"prefetch_factor must be at least 1, got {given['prefetch_factor']}")
+        raise DataError(f"data.init_args.prefetch_factor must be at least 1, got {given['prefetch_factor']}")
     if not 0 <= given["caption_dropout_rate"] <= 1:
-        raise DataError(f"caption_dropout_rate must be in [0, 1], got {given['caption_dropout_rate']}")
+        raise DataError(f"data.init_args.caption_dropout_rate must be in [0, 1], got {given['caption_dropout_rate']}")
     if not 0 < given["prior_ratio"] < float("inf"):
-        raise DataError(f"prior_ratio must be positive, got {given['prior_ratio']}; omit class_data_dir for none")
+        raise DataError(
+            f"data.init_args.prior_ratio must be above 0, got {given['prior_ratio']};"
+            " set data.init_args.prior_ratio: 1.0 for as many class images as your own"
+        )
     if not 0 <= given["validation_split"] < 1:
         raise DataError(
-            f"validation_split must be in [0, 1), got {given['validation_split']}; 0.1 holds out a tenth of all"
+            f"data.init_args.validation_split must be in [0, 1), got {given['validation_split']};"
+            " 0.1 holds out a tenth of all"
         )
     if given["validation_split"] and given["validation_data_dir"] is not None:
         raise DataError(
@@ -37,21 +43,56 @@ def check_choices(given: dict[str, Any]) -> None:
         )
     if given["missing_captions"] not in get_args(MissingCaptions):
         accepted = ", ".join(get_args(MissingCaptions))
-        raise DataError(f"missing_captions must be one of {accepted}, got {given['missing_captions']!r}")
+        raise DataError(f"data.init_args.missing_captions must be one of {accepted}, got {given['missing_captions']!r}")
     for key in ("caption_separator", "image_column", "caption_column", "dataset_split"):
         if not given[key]:
-            raise DataError(f"{key} must not be empty")
+            raise DataError(f"data.init_args.{key} must not be empty")
     if not given["caption_extension"].strip(". "):
-        raise DataError(f"caption_extension must be something like .txt, got {given['caption_extension']!r}")
+        raise DataError(
+            f"data.init_args.caption_extension must be something like .txt, got {given['caption_extension']!r}"
+        )
+    if (encoding := given["caption_encoding"]) is not None and not _is_encoding(encoding):
+        raise DataError(
+            f"data.init_args.caption_encoding must be an encoding that Python knows, got {encoding!r}; use gb18030,"
+            " cp932 or cp1252, or set data.init_args.caption_encoding: null to have it guessed"
+        )
+    check_trigger_word(given["trigger_word"], "data.init_args.trigger_word")
     if given["missing_captions"] == "trigger" and not given["trigger_word"]:
-        raise DataError("missing_captions='trigger' needs data.init_args.trigger_word")
+        raise DataError(
+            "data.init_args.missing_captions: trigger needs a word; set data.init_args.trigger_word, such as zorp"
+        )
     if given["class_prompt"] is not None and given["class_data_dir"] is None:
-        raise DataError("class_prompt needs data.init_args.class_data_dir, the folder of class images")
+        raise DataError("data.init_args.class_prompt needs data.init_args.class_data_dir, the folder of class images")
     if given["cache_latents"] and not given["center_crop"]:
         raise DataError(
-            "cache_latents and center_crop: false exclude each other (a cached image has one crop); change one"
+            "data.init_args.cache_latents and center_crop: false exclude each other (a cached image has one crop); set"
+            " data.init_args.center_crop: true"
         )
     if given["cache_text_embeddings"] and given["shuffle_caption"]:
         raise DataError(
-            "cache_text_embeddings and shuffle_caption exclude each other (each order is a new text); turn one off"
+            "data.init_args.cache_text_embeddings and shuffle_caption exclude each other (each order is a new text);"
+            " set data.init_args.shuffle_caption: false"
         )
+
+
+def check_trigger_word(word: str | None, shown: str) -> None:
+    """Refuse a trigger word that a wrong encoding made: one accented letter, or a character that stands for damage.
+
+    Raises: DataError naming the argument, `shown`.
+    """
+    if word is None:
+        return
+    alone = len(word) == 1 and not word.isascii() and word < "\u2e80"  # a Chinese character alone is a word
+    if alone or "\ufffd" in word or any(unicodedata.category(letter) == "Cc" for letter in word):
+        raise DataError(
+            f"{shown} is {word!r}, which looks like text that was read in a wrong encoding;"
+            f" set {shown}: zorp or another word that you can type"
+        )
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        codecs.lookup(name)
+    except (LookupError, ValueError):
+        return False
+    return True

@@ -49,7 +49,8 @@ def check_folder(settings: IndexSettings, folder: Path, role: Role) -> CheckedFo
     excluded = tuple(path for path in others if path is not None and path != folder and path.is_relative_to(folder))
     repeats = settings.num_repeats if role == "train" else 1
     argument = f"{role}_data_dir"
-    found = find_pictures(folder, settings.caption_extension, settings.caption_key, repeats, excluded, argument)
+    captions = (settings.caption_extension, settings.caption_key)
+    found = find_pictures(folder, *captions, repeats, excluded, argument, settings.caption_encoding)
     verifier = PictureVerifier(folder, settings.cache_dir, settings.max_image_pixels)
     results = verifier.verify([picture.path for picture in found.pictures], progress=True)
     checked = CheckedFolder(role, found, [], [], verifier.written_bytes)

@@ -27,6 +27,7 @@ class IndexSettings:
     condition_folder: Path | None = None
     caption_extension: str = ".txt"
     caption_key: str = "text"
+    caption_encoding: str | None = None
     caption_separator: str = ","
     trigger_word: str | None = None
     class_prompt: str | None = None
@@ -75,7 +76,8 @@ def _picture_folder(given: dict[str, Any], cache_dir: Path) -> Path:
     if given["dataset_name"] is not None:
         columns = (given["image_column"], given["caption_column"])
         return folder_from_dataset(given["dataset_name"], given["dataset_split"], *columns, cache_dir)
-    return folder_from_shards(given["shards"], cache_dir, dotted(given["caption_extension"]), given["caption_column"])
+    captions = (dotted(given["caption_extension"]), given["caption_column"], given["caption_encoding"])
+    return folder_from_shards(given["shards"], cache_dir, *captions)
 
 
 def _folder(path: str | None) -> Path | None:

@@ -26,7 +26,9 @@ SAMPLES_FORMAT = 2
 """Rule by which members of a shard make a sample; a folder that was written by another rule is not used again."""
 
 
-def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, caption_key: str) -> Path:
+def folder_from_shards(
+    pattern: str, cache_dir: Path, caption_extension: str, caption_key: str, encoding: str | None = None
+) -> Path:
     """Extract the images and captions of .tar shards ("data/{000..009}.tar", or with * and ?) into the cache.
 
     Raises: DataError for a shard that is absent or damaged.
@@ -42,14 +44,14 @@ def folder_from_shards(pattern: str, cache_dir: Path, caption_extension: str, ca
     def rows() -> Iterator[tuple[bytes, str, str | None]]:
         for number, shard in enumerate(shards):
             try:
-                samples = read_shard(shard, caption_extension.lstrip(".").lower(), caption_key)
+                samples = read_shard(shard, caption_extension.lstrip(".").lower(), caption_key, encoding)
                 for count, (content, key, caption) in enumerate(samples):
                     safe = re.sub(r"\W+", "_", key.rpartition("/")[2])[:80]
                     yield content, f"{number:05d}_{count:07d}_{safe}", caption
             except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
                 raise DataError(f"the shard {shard} cannot be read: {error}; make or download it again") from error
 
-    return _materialize(cache_dir / "shards", [stamps, caption_extension, caption_key, SAMPLES_FORMAT], rows)
+    return _materialize(cache_dir / "shards", [stamps, caption_extension, caption_key, encoding, SAMPLES_FORMAT], rows)
 
 
 def folder_from_dataset(name: str, split: str, image_column: str, caption_column: str, cache_dir: Path) -> Path:

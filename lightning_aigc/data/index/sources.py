@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_aigc.data.captions.captions import clean_caption, decode_text
-from lightning_aigc.data.captions.listed_captions import ListedCaptions
+from lightning_aigc.data.captions.caption_files import CaptionFiles
+from lightning_aigc.data.captions.captions import clean_caption
+from lightning_aigc.data.captions.listed_captions import UNREAD, ListedCaptions
 from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES, looks_like_a_picture
 from lightning_aigc.data.index.filenames import comparable, printable
 from lightning_aigc.errors import DataError
 
-_REPEATS = re.compile(r"([1-9]\d{0,2})_.")  # kohya's `10_name`; three digits at most, so `2024_summer` is a name
+_REPEATS = re.compile(r"([1-9]\d{0,2})_(.+)")  # kohya's `10_name`; three digits at most, so `2024_summer` is a name
+TABLES = ("metadata.jsonl", "captions.csv", "metadata.csv")
+"""Files that list the captions of many images; earlier ones take precedence."""
+CAPTION_SUFFIXES = (".txt", ".caption", ".cap", ".text", ".tags", ".prompt")
+"""Usual endings of caption files; one that is not `caption_extension` is noticed where its image has no caption."""
+TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".xlsx", ".parquet")
+"""Endings of files that may list captions under another name."""
 
 
 @dataclass
@@ -29,6 +36,8 @@ class Picture:
     """Place of a caption without text."""
     condition: Path | None = None
     """The condition that metadata.jsonl lists for it."""
+    other_caption: str | None = None
+    """Ending of the caption file of an image without a caption, where `caption_extension` is another."""
 
 
 @dataclass
@@ -42,6 +51,10 @@ class FoundPictures:
     """Captions that cannot be read or contradict each other, a sentence each."""
     other_files: int = 0
     notes: list[str] = field(default_factory=list)
+    unread_tables: list[str] = field(default_factory=list)
+    """Files that may list captions, and are not read because of their names."""
+    encoding: str | None = None
+    """Encoding of the caption files that are not UTF-8."""
 
 
 def find_pictures(
@@ -51,6 +64,7 @@ def find_pictures(
     num_repeats: int,
     excluded: tuple[Path, ...] = (),
     argument: str = "train_data_dir",
+    encoding: str | None = None,
 ) -> FoundPictures:
     """Find all candidate images below a folder with their captions, without hidden files and `excluded` folders.
 
@@ -61,22 +75,36 @@ def find_pictures(
         raise DataError(f"the image folder {printable(folder)} {what}; set data.init_args.{argument} to a folder")
     files = list(_walk(folder, excluded))
     found = FoundPictures(folder, [])
-    captions = ListedCaptions(folder, caption_key, found.notes, found.caption_problems)
     sidecars: dict[str, Path] = {}
+    others: dict[str, Path] = {}
+    tables = []
     for path in files:
         lower = path.name.lower()
-        if lower == "metadata.jsonl":
-            captions.read_jsonl(path)
-        elif lower == "captions.csv":
-            captions.read_csv(path)
+        if lower in TABLES:
+            tables.append(path)
         elif lower.endswith(caption_extension.lower()):
             _add_sidecar(sidecars, path, len(caption_extension), caption_extension)
         elif looks_like_a_picture(path):
             name = path.relative_to(folder).as_posix()
-            found.pictures.append(Picture(path, name, repeats=_repeats_of(name) * num_repeats))
+            found.pictures.append(Picture(path, name, repeats=repeats_of(folder, name)[0] * num_repeats))
         else:
             found.other_files += 1
-    _give_captions(found, captions, sidecars)
+            if path.suffix.lower() in CAPTION_SUFFIXES:
+                others[str(path.with_suffix(""))] = path
+            elif path.suffix.lower() in TABLE_SUFFIXES:
+                found.unread_tables.append(printable(path.relative_to(folder).as_posix()))
+    texts = CaptionFiles(folder, [*tables, *sidecars.values()], encoding, found.notes, found.caption_problems)
+    found.encoding = texts.encoding
+    captions = ListedCaptions(folder, caption_key, found.notes, found.caption_problems)
+    for path in tables:
+        read = captions.read_jsonl if path.suffix.lower() == ".jsonl" else captions.read_csv
+        read(path, texts.text(path) or "")
+    _give_captions(found, captions, sidecars, texts)
+    for picture in found.pictures:
+        found_others = (others.get(key) for key in (str(picture.path.with_suffix("")), str(picture.path)))
+        other = next(filter(None, found_others), None)
+        if other is not None and picture.caption is None and picture.empty_caption is None:
+            picture.other_caption = other.suffix
     return found
 
 
@@ -100,11 +128,12 @@ def _walk(folder: Path, excluded: tuple[Path, ...]) -> Iterator[Path]:
                 yield here / name
 
 
-def _repeats_of(name: str) -> int:
-    for part in reversed(name.split("/")[:-1]):
+def repeats_of(folder: Path, name: str) -> tuple[int, str | None]:
+    """Repeats and name of the nearest folder above an image that is called like kohya's `10_zorp cup`; else 1, None."""
+    for part in reversed([folder.name, *name.split("/")[:-1]]):
         if match := _REPEATS.match(part):
-            return int(match[1])
-    return 1
+            return int(match[1]), match[2]
+    return 1, None
 
 
 def _add_sidecar(sidecars: dict[str, Path], path: Path, extension_length: int, extension: str) -> None:
@@ -116,7 +145,9 @@ def _add_sidecar(sidecars: dict[str, Path], path: Path, extension_length: int, e
     sidecars[key] = path
 
 
-def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dict[str, Path]) -> None:
+def _give_captions(
+    found: FoundPictures, captions: ListedCaptions, sidecars: dict[str, Path], texts: CaptionFiles
+) -> None:
     by_stem: dict[str, Picture] = {}
     listed_conditions = {path.resolve() for path in captions.conditions.values()}
     if listed_conditions:  # they may lie among the images
@@ -137,7 +168,8 @@ def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dic
                     " caption file as well, or list both in metadata.jsonl"
                 )
             by_stem[str(sidecar)] = picture
-            text, where = _read_caption(sidecar, found), sidecar.name
+            content = texts.text(sidecar)  # of one that cannot be read, a problem stops the training
+            text, where = UNREAD if content is None else clean_caption(content), sidecar.name
         else:
             continue
         picture.caption, picture.empty_caption = (text, None) if text else (None, where)
@@ -146,14 +178,3 @@ def _give_captions(found: FoundPictures, captions: ListedCaptions, sidecars: dic
     names |= {str(picture.path.with_suffix("")) for picture in found.pictures}
     orphans = [path.relative_to(found.folder).as_posix() for key, path in sidecars.items() if key not in names]
     found.orphan_captions = [*captions.unused(), *orphans]
-
-
-def _read_caption(sidecar: Path, found: FoundPictures) -> str:
-    try:
-        text, note = decode_text(sidecar.read_bytes())
-    except OSError as error:
-        found.caption_problems.append(f"{sidecar.name} cannot be read: {error.strerror or error}")
-        return "?"  # a caption is there; the problem above stops the training
-    if note:
-        found.notes.append(f"{printable(sidecar.relative_to(found.folder).as_posix())}: {note}")
-    return clean_caption(text)

@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lightning_aigc.data.captions.captions import decode_text
+from lightning_aigc.data.captions.encodings import decode_text
 from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES
 from lightning_aigc.errors import DataError
 
@@ -21,7 +21,7 @@ Sample = tuple[bytes, str, str | None]
 """An image's bytes, its name without the suffix, and its caption."""
 
 
-def read_shard(shard: Path, caption_extension: str, caption_key: str) -> Iterator[Sample]:
+def read_shard(shard: Path, caption_extension: str, caption_key: str, encoding: str | None = None) -> Iterator[Sample]:
     """Yield every image of a tar file with its caption. Raises: DataError for a JSON that is none, and tarfile's."""
     with tarfile.open(shard) as tar:
         key, parts = "", dict[str, bytes]()
@@ -32,14 +32,19 @@ def read_shard(shard: Path, caption_extension: str, caption_key: str) -> Iterato
             if file is None or not stem:
                 continue
             if f"{directory}/{stem}" != key:
-                yield from _samples_of(parts, key, shard, caption_extension, caption_key)
+                yield from _samples_of(parts, key, shard, caption_extension, caption_key, encoding)
                 key, parts = f"{directory}/{stem}", {}
             parts[extension] = file.read()
-        yield from _samples_of(parts, key, shard, caption_extension, caption_key)
+        yield from _samples_of(parts, key, shard, caption_extension, caption_key, encoding)
 
 
 def _samples_of(
-    parts: Mapping[str, bytes], key: str, shard: Path, caption_extension: str, caption_key: str
+    parts: Mapping[str, bytes],
+    key: str,
+    shard: Path,
+    caption_extension: str,
+    caption_key: str,
+    encoding: str | None,
 ) -> Iterator[Sample]:
     """The samples of one key. `parts` are by the rest of their names: `jpg`, or `v2.jpg` with the infix `v2`."""
     by_infix: dict[str, dict[str, bytes]] = {}
@@ -54,7 +59,7 @@ def _samples_of(
             images[infix] = image
         text = next((found[name] for name in (caption_extension, *CAPTIONS) if name in found), None)
         if text is not None:
-            captions[infix] = decode_text(text)[0]
+            captions[infix] = decode_text(text, encoding)[0]
         elif "json" in found:
             captions[infix] = _of_json(found["json"], f"{key}.{infix}".rstrip("."), shard, caption_key)
     # Of images without a caption of their own, such as `000.jpg` and `000.depth.png`, one belongs to the key's caption.

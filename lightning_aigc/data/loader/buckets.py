@@ -24,10 +24,13 @@ class BucketSettings:
             value = getattr(self, key)
             if value < 8 or value % 8:
                 near = max(8, round(value / 8) * 8)
-                raise DataError(f"{key} must be a positive multiple of 8 (the VAE's step), got {value}; use {near}")
+                raise DataError(
+                    f"data.init_args.{key} must be a positive multiple of 8 (the VAE's step), got {value}; use {near}"
+                )
         if self.min_bucket_reso > self.max_bucket_reso:
             raise DataError(
-                f"min_bucket_reso={self.min_bucket_reso} exceeds max_bucket_reso={self.max_bucket_reso}; swap them"
+                f"data.init_args.min_bucket_reso is {self.min_bucket_reso} and max_bucket_reso {self.max_bucket_reso};"
+                f" set data.init_args.max_bucket_reso: {self.min_bucket_reso} or more"
             )
 
     def remedy(self, step: int) -> str:

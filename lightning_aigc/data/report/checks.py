@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from lightning_aigc.data.captions.captions import find_trigger_word
 from lightning_aigc.data.images.duplicates import duplicates, near_duplicates
 from lightning_aigc.data.images.image_file import THUMBNAIL_SIDE
 from lightning_aigc.data.index.checked_folder import CheckedFolder
 from lightning_aigc.data.index.filenames import printable
 from lightning_aigc.data.index.index_settings import IndexSettings
+from lightning_aigc.data.index.sources import Picture, repeats_of
 from lightning_aigc.data.report.findings import Finding, some
 
 Check = Callable[[Sequence[CheckedFolder], IndexSettings], Iterator[Finding]]
@@ -43,17 +45,31 @@ def damaged_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) 
 def missing_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
     """Usable images without a caption file or entry."""
     for folder in folders:
-        names = [printable(p.name) for p in folder.used if p.caption is None and p.empty_caption is None]
+        names = [printable(p.name) for p in _without_caption(folder) if p.other_caption is None]
         if names and stops_without_caption(folder, settings):
-            kind = "class images" if folder.role == "class" else "pictures"
+            kind = "class images" if folder.role == "class" else "images"
             what = f"{len(names)} of {len(folder.used)} {kind} in {folder.shown} have no caption"
             advice = "Give them captions, or set data.init_args.class_prompt"
             if folder.role != "class":
                 advice = (
                     f"Put the text of each in a file of the same name ending in {settings.caption_extension}, in "
-                    f"metadata.jsonl or in captions.csv, {SWITCH}"
+                    f"metadata.jsonl or in captions.csv, let `lightning caption {folder.shown}` write them, {SWITCH}"
                 )
+                if folder.found.unread_tables:
+                    advice += f". Not read because of their names: {some(folder.found.unread_tables)}"
             yield Finding(what, advice, names, stops=True)
+
+
+def captions_of_another_ending(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Images without a caption that have a caption file with another ending than `caption_extension`."""
+    for folder in folders:
+        for ending in sorted({p.other_caption for p in _without_caption(folder) if p.other_caption is not None}):
+            names = [printable(p.name) for p in _without_caption(folder) if p.other_caption == ending]
+            what = f"{len(names)} of {len(folder.used)} images in {folder.shown} have a caption in a {ending} file"
+            advice = f"set data.init_args.caption_extension to {ending}, which is {settings.caption_extension} now"
+            if any(p.caption is not None for p in folder.used):
+                advice = f"rename these files to end in {settings.caption_extension}, as the others do"
+            yield Finding(what, advice, names, stops=stops_without_caption(folder, settings))
 
 
 def empty_captions(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
@@ -85,6 +101,19 @@ def rejected_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings)
             yield Finding(what, "training continues without them", listed)
 
 
+def words_of_folders(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
+    """Folders called like kohya's `10_zorp`, whose word is neither the trigger word nor in the captions."""
+    for folder in folders:
+        if folder.role != "train" or settings.trigger_word is not None:
+            continue
+        for (repeats, word), used in _by_kohya_name(folder).items():
+            if any(find_trigger_word(picture.caption or "", word) for picture in used):
+                continue
+            what = f"{len(used)} images are in {repeats}_{printable(word)}: each is taken {repeats} times an epoch"
+            trigger = printable(word.split()[0])
+            yield Finding(what, f"for {trigger} in each caption, set data.init_args.trigger_word to {trigger}")
+
+
 def plain_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) -> Iterator[Finding]:
     """Images of one colour: blank scans, and white drawings on transparency, which are laid on white."""
     for folder in folders:
@@ -98,6 +127,20 @@ def plain_pictures(folders: Sequence[CheckedFolder], settings: IndexSettings) ->
             yield Finding(what, "give them a ground that shows what is on them, or leave them out", names)
 
 
+def _without_caption(folder: CheckedFolder) -> list[Picture]:
+    return [picture for picture in folder.used if picture.caption is None and picture.empty_caption is None]
+
+
+def _by_kohya_name(folder: CheckedFolder) -> dict[tuple[int, str], list[Picture]]:
+    """Images by the number and the word of their `10_zorp` folder."""
+    found: dict[tuple[int, str], list[Picture]] = {}
+    for picture in folder.used:
+        repeats, word = repeats_of(folder.found.folder, picture.name)
+        if word is not None:
+            found.setdefault((repeats, word), []).append(picture)
+    return found
+
+
 def stops_without_caption(folder: CheckedFolder, settings: IndexSettings) -> bool:
     """Whether an image without a caption in this folder stops the training."""
     return settings.class_prompt is None if folder.role == "class" else settings.missing_captions == "error"
@@ -106,10 +149,12 @@ def stops_without_caption(folder: CheckedFolder, settings: IndexSettings) -> boo
 CHECKS: list[Check] = [
     no_usable_pictures,
     damaged_captions,
+    captions_of_another_ending,
     missing_captions,
     empty_captions,
     unmatched_captions,
     rejected_pictures,
+    words_of_folders,
     plain_pictures,
     duplicates,
     near_duplicates,

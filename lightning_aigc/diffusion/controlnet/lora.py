@@ -7,17 +7,17 @@ or at zero, so these are trained whole, as in Stability AI's control-lora.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import ControlNetModel
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from lightning_aigc.diffusion.controlnet.unet import single_file_name
 from lightning_aigc.diffusion.families.unet_lora import UNET_LAYERS, unet_lora_config
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
+
+if TYPE_CHECKING:
+    from diffusers import ControlNetModel
 
 TRAINED_WHOLE = ("controlnet_cond_embedding", "conv_in", "controlnet_down_blocks", "controlnet_mid_block")
 """Parts of a ControlNet that a LoRA cannot replace: the hint embedding, the first and the zero convolutions."""
@@ -28,6 +28,8 @@ MARK = "lora_controlnet"
 
 def add_lora(controlnet: ControlNetModel, rank: int) -> None:
     """Freeze the ControlNet, put a LoRA on all layers of its encoder, and let it and `TRAINED_WHOLE` be trained."""
+    from peft import inject_adapter_in_model
+
     inject_adapter_in_model(unet_lora_config(list(UNET_LAYERS), rank, float(rank)), controlnet, ADAPTER)
     for name in TRAINED_WHOLE:
         controlnet.get_submodule(name).requires_grad_(True)
@@ -43,7 +45,7 @@ def merged_controlnet(controlnet: ControlNetModel) -> ControlNetModel:
         weight = state[f"{name}.weight"]
         state[f"{name}.weight"] = weight + (up.flatten(1) @ down.flatten(1)).reshape(weight.shape).to(weight)
     with torch.device("meta"):
-        made: Any = ControlNetModel.from_config(controlnet.config)
+        made: Any = type(controlnet).from_config(controlnet.config)
     made.load_state_dict(state, assign=True)
     merged: ControlNetModel = made.eval()
     return merged
@@ -74,6 +76,8 @@ def save_control_lora(path: Path, controlnet: ControlNetModel, dtype: torch.dtyp
 
 def _lora_layers(controlnet: ControlNetModel) -> dict[str, tuple[Tensor, Tensor]]:
     """Each adapted layer's two matrices, the first [rank, in, ...], the second [out, rank, ...] times the scale."""
+    from peft.tuners.lora import LoraLayer
+
     state = controlnet.state_dict()
     return {
         name: (

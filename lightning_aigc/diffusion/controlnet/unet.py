@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import ControlNetModel
 
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.pipeline.saving import deferred, replaced_folder, save_part
 from lightning_aigc.diffusion.pipeline.single_file_names import unet_name
 from lightning_aigc.diffusion.pipeline.tensor_stream import write_tensors
 from lightning_aigc.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import ControlNetModel
 
 KEY = "model.init_args.controlnet_model_name_or_path"
 HINT_CHANNELS = (16, 32, 96, 256)
@@ -27,6 +29,8 @@ def make_controlnet(components: Components, name_or_path: str | None, revision: 
 
     Raises: ModelError for one that cannot be loaded, or is of another family or autoencoder.
     """
+    from diffusers import ControlNetModel
+
     factor = components.family.pixels_per_latent(components.vae)
     if name_or_path is None:
         channels = HINT_CHANNELS[: int(math.log2(factor)) + 1]

@@ -11,13 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_aigc.diffusion.objectives import Objective, ObjectiveSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class TextSource(Protocol):
@@ -44,6 +46,8 @@ class Components:
     scheduler_config: Mapping[str, Any]
     source: str
     """The folder, file or hub id as the user gave it."""
+    zeros_for_empty: bool = False
+    """Whether the pipeline takes zeros for a prompt that is not given, as SDXL's does by its config."""
     stored_texts: TextSource | None = None
     """Embeddings that replace freed text encoders."""
 

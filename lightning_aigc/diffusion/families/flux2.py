@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
@@ -17,8 +16,10 @@ from lightning_aigc.diffusion.families.family import StepMemory
 from lightning_aigc.diffusion.families.tokens import check_divides
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
-STEPS = 50
-"""Steps of the pipeline's own sampling, which its dynamic shift depends on."""
+MANY_STEPS = 200
+"""Steps of sampling for which the pipeline's formula gives the training's shift. It shifts a sampling in few steps
+further, against the error of large steps, which training does not make; at 200 steps it is the line through the
+scheduler's own `base_shift` and `max_shift`."""
 
 
 class Flux2Klein(TransformerFamily):
@@ -134,7 +135,9 @@ class Flux2Klein(TransformerFamily):
         return 1  # of scaled latents, which hold 2 x 2 pixels
 
     def mu(self, config: Mapping[str, Any], tokens: int) -> float:
-        return float(compute_empirical_mu(tokens, STEPS))
+        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+        return float(compute_empirical_mu(tokens, MANY_STEPS))
 
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]

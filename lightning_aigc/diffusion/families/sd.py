@@ -6,18 +6,19 @@ Legend: B batch, C channels, H and W latent height and width, S pixels, T text t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import diffusers
 import torch
-from diffusers import DDIMScheduler
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region, weights_dtype
 from lightning_aigc.diffusion.families.family import CardRow, Components, Control, Family
 from lightning_aigc.diffusion.families.unet_lora import unet_lora_config
 from lightning_aigc.diffusion.objectives import DDPM, Objective, ObjectiveSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 NOT_RUN = "not run on this chip yet"
 INT8 = "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"
@@ -142,12 +143,14 @@ class StableDiffusion(Family):
         pipeline_class = getattr(diffusers, self.pipeline)
         if controlnet is not None:
             pipeline_class, given["controlnet"] = getattr(diffusers, self.control.pipeline), controlnet
-        pipeline = pipeline_class(**given, **self._without_checkers())
+        pipeline = pipeline_class(**given, **self._pipeline_config(components))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
     def make_scheduler(self, config: Mapping[str, Any]) -> Any:
         # Latents are not limited to -1..1; a config from another scheduler may lack this setting.
+        from diffusers import DDIMScheduler
+
         return DDIMScheduler.from_config(config, clip_sample=False)
 
     def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
@@ -166,7 +169,11 @@ class StableDiffusion(Family):
             # A trained encoder holds fp32 LoRA weights on a half-precision base and needs the Trainer's autocast.
             with torch.enable_grad() if is_trained and torch.is_grad_enabled() else float32_region(device):
                 outputs.append(self._read(encoder, tokens.input_ids.to(device), mask))
-        return self._embeddings(outputs)
+        embeddings = self._embeddings(outputs)
+        if components.zeros_for_empty and not all(prompts):
+            is_given_B = torch.tensor([bool(prompt) for prompt in prompts], device=device)
+            embeddings = {n: t * is_given_B.view(-1, *[1] * (t.ndim - 1)) for n, t in embeddings.items()}
+        return embeddings
 
     def _read(self, encoder: Any, ids_BT: Tensor, mask_BT: Tensor | None) -> Any:
         return encoder(ids_BT, attention_mask=mask_BT)
@@ -174,7 +181,8 @@ class StableDiffusion(Family):
     def _embeddings(self, outputs: list[Any]) -> dict[str, Tensor]:
         return {"prompt_embeds": outputs[0][0]}
 
-    def _without_checkers(self) -> dict[str, Any]:
+    def _pipeline_config(self, components: Components) -> dict[str, Any]:
+        """Arguments of the pipeline's class that are no networks."""
         return {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
 
 
@@ -233,5 +241,5 @@ class StableDiffusionXL(StableDiffusion):
         hidden_states = [output.hidden_states[-2] for output in outputs]
         return {"prompt_embeds": torch.cat(hidden_states, dim=-1), "pooled_prompt_embeds": outputs[-1][0]}
 
-    def _without_checkers(self) -> dict[str, Any]:
-        return {"add_watermarker": False}
+    def _pipeline_config(self, components: Components) -> dict[str, Any]:
+        return {"add_watermarker": False, "force_zeros_for_empty_prompt": components.zeros_for_empty}

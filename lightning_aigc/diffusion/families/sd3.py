@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
@@ -19,7 +18,6 @@ from lightning_aigc.diffusion.families.transformer_control import TransformerCon
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.precision.blocks.equal_tokens import run_equal_tokens_once
 
 T5_TOKENS = 256
 """T5 tokens in the pipeline; zeros where there is no T5."""
@@ -93,6 +91,8 @@ class StableDiffusion3(TransformerFamily):
         pipeline = super().make_pipeline(components, scheduler, controlnet)
         if components.denoiser is None and pipeline.text_encoder_3 is None:
             # The pipeline asks the transformer how wide T5's zeros are.
+            from diffusers import SD3Transformer2DModel
+
             config = SD3Transformer2DModel.load_config(str(resolve(components.source)), subfolder="transformer")
             pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**config))
         return pipeline
@@ -100,6 +100,8 @@ class StableDiffusion3(TransformerFamily):
     def prepare(self, network: nn.Module, components: Components) -> None:
         clip, *others = components.tokenizers
         if len(others) < 2:  # there is no T5
+            from lightning_aigc.precision.blocks.equal_tokens import run_equal_tokens_once
+
             run_equal_tokens_once(network, int(clip.model_max_length), T5_TOKENS)
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region, weights_dtype
@@ -136,6 +135,8 @@ class ConditionEncoder:
     def encode(self, pixels: Tensor) -> SimpleNamespace:
         with float32_region(pixels.device):
             moments = self.vae.encode(pixels.to(self.vae.dtype)).latent_dist.parameters
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
         return SimpleNamespace(latent_dist=DiagonalGaussianDistribution(moments.to(self.dtype)))
 
 

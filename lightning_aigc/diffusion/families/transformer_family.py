@@ -10,12 +10,10 @@ import itertools
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import diffusers
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
@@ -25,6 +23,9 @@ from lightning_aigc.diffusion.families.transformer_control import TransformerCon
 from lightning_aigc.diffusion.objectives import Flow, Objective, ObjectiveSettings
 from lightning_aigc.diffusion.objectives.flow import linear_mu
 from lightning_aigc.errors import ModelError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
 """In the names of few-step models."""
@@ -147,6 +148,8 @@ class TransformerFamily(Family):
         return pipeline
 
     def make_scheduler(self, config: Mapping[str, Any]) -> Any:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
         return FlowMatchEulerDiscreteScheduler.from_config(config)
 
     def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
@@ -187,6 +190,8 @@ class TransformerFamily(Family):
             raise ModelError(
                 f"model.init_args.use_dora adapts U-Nets, and {self.title} is a transformer; set use_dora: false"
             )
+        from peft import LoraConfig
+
         return LoraConfig(
             r=options.pop("rank"),
             lora_alpha=options.pop("alpha"),

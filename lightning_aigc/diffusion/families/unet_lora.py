@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
-
-from peft import LoraConfig
+from typing import TYPE_CHECKING, Literal
 
 from lightning_aigc.errors import ModelError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 LoRATarget = Literal["attention", "feed_forward", "convolutions"]
 
@@ -48,6 +49,8 @@ def unet_lora_config(
         raise ModelError(f"model.init_args.lora_targets must name some of {', '.join(table)}; got {list(targets)}")
     if rank < 1:
         raise ModelError(f"model.init_args.rank must be at least 1, got {rank}; 4 to 64 is usual")
+    from peft import LoraConfig
+
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,

@@ -25,11 +25,10 @@ from lightning_aigc.diffusion.lora import base_model as base_models
 from lightning_aigc.diffusion.lora import dora_magnitudes, layouts, original_names, reading
 from lightning_aigc.diffusion.lora import layers as lora_layers
 from lightning_aigc.diffusion.lora import names as lora_names
-from lightning_aigc.diffusion.lora.bytes import HASH_KEYS, serialize, write_atomically
 from lightning_aigc.diffusion.lora.entries import not_lora
 from lightning_aigc.diffusion.lora.layers import LoRALayer
 from lightning_aigc.diffusion.lora.layouts import ADAPTER_METADATA_KEY
-from lightning_aigc.diffusion.lora.metadata import LoRAMetadata
+from lightning_aigc.diffusion.lora.metadata import HASH_KEYS, LoRAMetadata, serialize, write_atomically
 from lightning_aigc.diffusion.lora.names import COMPONENTS, TEXT_ENCODER, TEXT_ENCODER_2, TRANSFORMER, UNET
 from lightning_aigc.errors import ModelError
 

@@ -12,14 +12,17 @@ import safetensors
 import torch
 from torch import Tensor
 
+from lightning_aigc.atomic_file import require_writable
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora import base_model as lora_base_model
-from lightning_aigc.diffusion.lora import bytes as lora_bytes
 from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.diffusion.lora import layouts as lora_layouts
 from lightning_aigc.diffusion.lora.layers import LoRALayer
+from lightning_aigc.diffusion.lora.metadata import serialize, write_atomically
+from lightning_aigc.diffusion.pipeline.loading import quiet_local_loading
 from lightning_aigc.diffusion.pipeline.saved_schedule import merged_scheduler
 from lightning_aigc.diffusion.pipeline.saving import DTYPES, load_in_float32
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 
 
@@ -40,7 +43,7 @@ def merge_into_pipeline(
     """
     from diffusers import DiffusionPipeline
 
-    pipeline_dir, output_dir = Path(pipeline_dir), Path(output_dir)
+    pipeline_dir, output_dir = resolve(str(pipeline_dir)), Path(output_dir)
     lora_base_model.check_base_model(base_model)
     lora = lora_file.read_lora(lora_path)
     if not (pipeline_dir / "model_index.json").is_file():
@@ -51,8 +54,15 @@ def merge_into_pipeline(
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
     try:
+        require_writable(output_dir)
+    except OSError as error:
+        raise ModelError(f"cannot write {output_dir}: {error.strerror or error}; choose another folder") from error
+    try:
         absent = _absent_parts(pipeline_dir)
-        pipeline = DiffusionPipeline.from_pretrained(pipeline_dir, local_files_only=True, dtype=torch.float32, **absent)
+        with quiet_local_loading(True):
+            pipeline = DiffusionPipeline.from_pretrained(
+                pipeline_dir, local_files_only=True, dtype=torch.float32, **absent
+            )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"cannot load the pipeline in {pipeline_dir}: {error}") from error
     _check_fit(lora_path, layers, pipeline)
@@ -65,7 +75,8 @@ def merge_into_pipeline(
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}.") as temporary:
             unfinished = Path(temporary) / "pipeline"
-            pipeline.save_pretrained(unfinished)
+            with quiet_local_loading(True):
+                pipeline.save_pretrained(unfinished)
             load_in_float32(unfinished)
             if output_dir.exists():
                 output_dir.rmdir()
@@ -94,9 +105,7 @@ def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lora.safetensors"
         state, adapter_metadata = lora_layouts.to_diffusers(layers)
-        lora_bytes.write_atomically(
-            file, lora_bytes.serialize(state, {lora_layouts.ADAPTER_METADATA_KEY: adapter_metadata})
-        )
+        write_atomically(file, serialize(state, {lora_layouts.ADAPTER_METADATA_KEY: adapter_metadata}))
         pipeline.load_lora_weights(folder, weight_name=file.name)
     components = sorted({layer.component for layer in layers})
     pipeline.fuse_lora(components=components, safe_fusing=False)

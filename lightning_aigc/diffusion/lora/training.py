@@ -54,8 +54,8 @@ class LoRA(Method):
         unet_lora_config(self.lora_targets, self.rank, self.alpha)
         if self.use_dora and settings.base_quantization is not None:
             raise ConfigError(
-                "model.init_args.use_dora reads the base's weights at every step, which base_quantization packs; use"
-                " plain LoRA (use_dora: false), or base_quantization: null"
+                "model.init_args.use_dora reads the base's weights at every step, which base_quantization packs; set"
+                " model.init_args.use_dora: false for plain LoRA, or model.init_args.base_quantization: null"
             )
         if family is not None and not family.trains_text_encoders:
             for name in ("train_text_encoder", "text_encoder_lr", "use_dora"):

@@ -6,17 +6,18 @@ Legend: B batch, C channels, H and W latent height and width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import DDPMScheduler
-from diffusers.training_utils import compute_snr
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_aigc.diffusion.objectives.noise import SeededNoise
 from lightning_aigc.diffusion.objectives.settings import ObjectiveSettings, PredictionType
 from lightning_aigc.errors import ModelError
+
+if TYPE_CHECKING:
+    from diffusers import DDPMScheduler
 
 # Debiased weights are unbounded as the noise vanishes; sd-scripts clips at the same ratio.
 MAX_DEBIASED_SNR = 1000.0
@@ -32,6 +33,8 @@ def build_noise_schedule(
     overrides: dict[str, Any] = {} if prediction_type is None else {"prediction_type": prediction_type}
     if zero_terminal_snr:
         overrides |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    from diffusers import DDPMScheduler
+
     schedule = DDPMScheduler.from_config(config, **overrides)
     if zero_terminal_snr and schedule.config.prediction_type == "epsilon":
         raise ModelError(
@@ -66,6 +69,8 @@ def loss_weights(
     """
     if snr_gamma is None and not is_debiased:
         return torch.ones_like(timesteps_B, dtype=torch.float32)
+    from diffusers.training_utils import compute_snr
+
     snr_B: Tensor = compute_snr(schedule, timesteps_B).float()
     kind = schedule.config.prediction_type
     if is_debiased:
@@ -150,6 +155,8 @@ def loss_by_type(
     predicted_BCHW = predict(noisy_BCHW, timesteps_B).float()
     losses = {}
     for kind in TYPES:
+        from diffusers import DDPMScheduler
+
         other = DDPMScheduler.from_config(schedule.config, prediction_type=kind)
         target_BCHW = training_target(other, latents_BCHW, noise_BCHW, timesteps_B)
         loss = float((predicted_BCHW - target_BCHW).square().mean())

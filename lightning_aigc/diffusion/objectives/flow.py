@@ -11,15 +11,16 @@ Legend: B batch, C channels, H and W latent height and width, S steps of the sch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from lightning_aigc.diffusion.objectives.noise import SeededNoise
 from lightning_aigc.diffusion.objectives.settings import ObjectiveSettings
+
+if TYPE_CHECKING:
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
 QUARTERS = 4
 DRAWS = 100_000
@@ -56,6 +57,8 @@ class Flow:
         device = latents_BCHW.device
         settings = self.settings
         scheme = "none" if settings.timestep_sampling == "uniform" else settings.timestep_sampling
+        from diffusers.training_utils import compute_density_for_timestep_sampling
+
         drawn_B = compute_density_for_timestep_sampling(
             scheme, len(latents_BCHW), settings.logit_mean, settings.logit_std, settings.mode_scale, device=device
         )
@@ -108,6 +111,8 @@ class Flow:
         sigmas_B = self._sigmas_of(timesteps_B).flatten()
         if self.settings.loss_weighting == "sigma_squared":
             return sigmas_B.square()
+        from diffusers.training_utils import compute_loss_weighting_for_sd3
+
         weights_B: Tensor = compute_loss_weighting_for_sd3(self.settings.loss_weighting, sigmas_B)
         return weights_B
 
@@ -120,6 +125,8 @@ def build_flow_schedule(
 ) -> FlowMatchEulerDiscreteScheduler:
     """The schedule of a pipeline's scheduler config with this shift; `auto` is the config's own."""
     own: dict[str, Any] = {} if flow_shift == "auto" else {"shift": flow_shift, "use_dynamic_shifting": False}
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     return FlowMatchEulerDiscreteScheduler.from_config(config, **own)
 
 

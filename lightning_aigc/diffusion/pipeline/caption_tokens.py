@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diffusers import DiffusionPipeline
-from transformers import AutoTokenizer
-
 from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.embedded import resolve
 
@@ -20,6 +17,9 @@ def count_tokens(source: str, revision: str | None, captions: Sequence[str]) -> 
     path = resolve(source)
     if path.is_file():
         return None
+    from diffusers import DiffusionPipeline
+    from transformers import AutoTokenizer
+
     where: dict[str, Any] = {"revision": revision, "local_files_only": True}
     name = str(path) if path.is_dir() else source
     try:

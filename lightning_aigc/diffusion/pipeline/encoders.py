@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_aigc.data.cache.encoder import autoencoder_remedy
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components, Family
 from lightning_aigc.diffusion.pipeline.loading import fingerprint
@@ -35,7 +36,8 @@ class FrozenEncoders:
         if components.stored_texts is not None:
             return {**pictures, "text": components.stored_texts.identity}
         text = "+".join(fingerprint(e) for e in components.text_encoders)
-        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}"}
+        empty = "-zeros" if components.zeros_for_empty else ""
+        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}{empty}"}
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
@@ -100,6 +102,6 @@ class FrozenEncoders:
             names = [str(batch["names"][i]) if "names" in batch else f"number {i} of its batch" for i in bad]
             raise ModelError(
                 f"the latents of {', '.join(names[:3])} are not finite and would ruin the training;"
-                " look at the image, or set model.init_args.vae_dtype: float32"
+                f" {autoencoder_remedy(self)}"
             )
         return moments

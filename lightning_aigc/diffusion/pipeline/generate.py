@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components
@@ -22,9 +23,9 @@ LATENT_PIXELS_AT_ONCE = 4 * 64 * 64  # four images of 512 px, one of 1024 px
 
 
 IMAGE_REMEDIES = {
-    "not finite": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; if it is float32 already, the "
-    "training diverged: lower model.init_args.learning_rate",
-    "black": "an fp16 VAE overflows, set model.init_args.vae_dtype: float32; a safety checker also blackens images",
+    "not finite": "the training diverged: lower model.init_args.learning_rate",
+    "black": "look at the image of step 0: if it is black too, copy the base's vae/ again; otherwise the training "
+    "diverged: lower model.init_args.learning_rate",
     "constant": "the training diverged or the latents are wrongly scaled: lower model.init_args.learning_rate and look "
     "at the image of step 0",
 }
@@ -60,6 +61,24 @@ class TimeLimit:
                 f"{self._pictures} sample images would take about {math.ceil(expected_s / 60)} minutes here, so"
                 f" there are none; ask for fewer, or raise model.init_args.sample_time_limit_s ({self.limit_s:g})"
             )
+
+
+class SamplingBar(TimeLimit):
+    """No limit, and a progress bar of the denoising steps of all batches."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(math.inf)
+        self._bar: tqdm[Any] = tqdm(desc=label, unit="step")
+
+    def begin(self, pictures: int, batch_size: int, steps: int) -> None:
+        self._bar.reset(total=-(-pictures // batch_size) * steps)
+        super().begin(pictures, batch_size, steps)
+
+    def __call__(self, pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        self._bar.update()
+        if self._bar.n == self._bar.total:
+            self._bar.close()
+        return super().__call__(pipeline, step, timestep, tensors)
 
 
 @contextlib.contextmanager

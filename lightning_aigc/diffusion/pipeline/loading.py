@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_aigc.diffusion.families import FAMILIES, Components, Family
-from lightning_aigc.diffusion.pipeline.channels import channels_of_checkpoint, check_channels
+from lightning_aigc.diffusion.families import FAMILIES, SHORT, Components, Family
+from lightning_aigc.diffusion.pipeline.image_sizes import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
@@ -34,6 +34,7 @@ U_NET_CHECKPOINTS = ("v1", "v2", "xl", "inpainting", "playground", "instruct-pix
 unknown files."""
 ANSWERS_ZEROS = "answers_zeros"
 """Config entry of a T5 with zero output, which exists because diffusers loads no folder without a T5."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 KEY = "model.init_args.pretrained_model_name_or_path"
 
 
@@ -71,7 +72,7 @@ def find_family(
         if path.is_file():
             family = FAMILIES[family_of_checkpoint(path)]
         else:
-            config = DiffusionPipeline.load_config(name_or_path, revision=revision)
+            config = diffusers.DiffusionPipeline.load_config(name_or_path, revision=revision)
             family = _family_of_class(str(config["_class_name"]), name_or_path)
     except ModelError:
         raise
@@ -105,7 +106,7 @@ def load_components(
     dtypes = {"default": text_encoder_dtype or denoiser_dtype, "vae": vae_dtype}  # SDXL's gives NaN in half precision
     dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
-        with _quiet_local_loading(path.exists()):
+        with quiet_local_loading(path.exists()):
             components = _load(name_or_path, path, family, dtypes, revision, variant, only)
     except ModelError:
         raise
@@ -138,7 +139,7 @@ def _load(
         known = (*family.folders, *family.optional_folders)
         left_out = () if only is None else EXCLUDED_FOLDERS[only]
         extras: dict[str, Any] = dict.fromkeys(each for each in left_out if each in known)
-        pipeline_class: Any = DiffusionPipeline
+        pipeline_class: Any = diffusers.DiffusionPipeline
         if path.is_dir():
             check_channels_of_folder(path, family, name_or_path)
             pipeline_class = getattr(diffusers, family.pipeline)
@@ -170,11 +171,12 @@ def _load(
         tokenizers=tuple(t for t in tokenizers if t is not None),
         scheduler_config=pipeline.scheduler.config,
         source=name_or_path,
+        zeros_for_empty=bool(pipeline.config.get("force_zeros_for_empty_prompt", False)),
     )
 
 
 @contextlib.contextmanager
-def _quiet_local_loading(is_local: bool) -> Iterator[None]:
+def quiet_local_loading(is_local: bool) -> Iterator[None]:
     """Disable progress bars in a block that loads from disk, which takes seconds; downloads keep theirs."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
@@ -276,7 +278,8 @@ def family_of_checkpoint(path: Path) -> str:
 
 
 def _load_single_file(path: Path, family: Family, dtypes: Mapping[str, torch.dtype]) -> Any:
-    pipeline_class = StableDiffusionXLPipeline if family.name == "sdxl" else StableDiffusionPipeline
+    is_xl = family.name == "sdxl"
+    pipeline_class = diffusers.StableDiffusionXLPipeline if is_xl else diffusers.StableDiffusionPipeline
     pipeline = pipeline_class.from_single_file(str(path), dtype=dtypes["unet"])
     pipeline.vae.to(dtype=dtypes["vae"])
     scheduler = pipeline.scheduler
@@ -290,10 +293,41 @@ def _explain(error: Exception, name: str, path: Path) -> str:
         return f"{KEY}: {name} is a pipeline folder but one of its parts does not load: {first_line}"
     if path.is_file():
         return f"{KEY}: {name} does not load as a single-file checkpoint: {first_line}"
+    if not HUB_ID.fullmatch(name):
+        return (
+            f"{KEY}: there is no folder or file {name!r}, and a model of the hub is named like owner/name; check the"
+            f" spelling, take one of {', '.join(SHORT)}, or embedded:sd, which needs no download"
+        )
     return (
-        f"{KEY}: {name!r} is neither a folder here nor a model that could be downloaded from the hub ({first_line})."
-        " Check the spelling, download it first and give its folder, or use embedded:sd to try without downloads"
+        f"{KEY}: {name!r} is neither a folder here nor a model that could be downloaded from the hub:"
+        f" {_hub_reason(error, name) or first_line}; embedded:sd needs no download"
     )
+
+
+def _hub_reason(error: BaseException, name: str) -> str | None:
+    """The reason of a failed download and what to do, from the hub's own error in the chain; None without one."""
+    from huggingface_hub import errors, is_offline_mode
+
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    unreachable = "HF_HUB_OFFLINE=1 forbids the download" if is_offline_mode() else "the hub does not answer"
+    reasons: list[tuple[tuple[type[BaseException], ...], str]] = [
+        ((errors.GatedRepoError,), f"accept its terms at https://huggingface.co/{name}, then run: hf auth login"),
+        (
+            (errors.RepositoryNotFoundError,),
+            "it has no model of this name; check the spelling, or for a private model run: hf auth login",
+        ),
+        ((errors.RevisionNotFoundError,), "it has no such revision; set model.init_args.revision to one that it has"),
+        (
+            (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError),
+            f"it is not in the hub's cache, and {unreachable}; where there is a network, run: hf download {name}",
+        ),
+        ((errors.EntryNotFoundError,), "it has no model_index.json, so it is no diffusers pipeline; name one"),
+    ]
+    return next((said for kinds, said in reasons if any(isinstance(each, kinds) for each in chain)), None)
 
 
 def fingerprint(module: nn.Module) -> str:

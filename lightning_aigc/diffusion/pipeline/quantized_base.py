@@ -1,9 +1,15 @@
-"""Quantize a pipeline's frozen denoiser and text encoders; check that a checkpoint was trained on the same base."""
+"""Quantize a pipeline's frozen denoiser and text encoders; check that a checkpoint was trained on the same base.
+
+A budget's bits are chosen by the denoiser's outputs on calibration images, over all parts of the noise schedule.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,20 +17,25 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.diffusion.families import Components
-from lightning_aigc.diffusion.pipeline.quantized_cache import packing_for
-from lightning_aigc.errors import ConfigError, ModelError
+from lightning_aigc.diffusion.objectives import SeededNoise
+from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
+from lightning_aigc.errors import ConfigError, DataError, ModelError
+from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.protocols import HasExampleBatch
 from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_, quantize_layers
 from lightning_aigc.quantization.layers import (
     BaseQuantization,
     Layer,
+    Packing,
     check_kind,
     check_skip,
     frozen_layers,
     target_mib,
 )
 from lightning_aigc.rng import isolate_rng
-from lightning_aigc_kernels.packed_weight import Format, packed_weights
+from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_weights
 
 CHECKPOINT_KEY = "base_quantization"
 
@@ -138,3 +149,119 @@ def check_same_base(checkpoint: Mapping[str, Any], packed: PackedBase | None) ->
             f"the checkpoint was trained on another base: quantized as {packed.kind}, its bytes differ from this one's;"
             " use the pretrained_model_name_or_path, base_dtype and base_quantization_skip that it was trained with"
         )
+
+
+FORMAT = 1
+"""Version of the packed bytes; increase it when weights are packed differently."""
+MIN_NUMBERS = 100_000_000
+"""Numbers of a base from which packing takes longer than reading the cache."""
+
+
+def default_folder() -> Path:
+    return Path.home() / ".cache" / "lightning_aigc" / "packed"
+
+
+class PackedCache:
+    """Packs layers, or reads the weights that an earlier run packed from the same numbers.
+
+    Ranks and runs may share the folder: files are written atomically, and a damaged one is replaced. If the folder
+    cannot be written, a warning says so and weights are packed again in each run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.cache = TensorCache(folder)
+        self.hits = self.misses = 0
+        self._is_writable = True
+
+    def pack(self, layer: Layer, kind: Format) -> PackedWeight:
+        """Return the layer's packed weight. Raises: ValueError for NaN or infinity."""
+        weight = layer.weight.detach()
+        if kind == "int8":  # packing is as fast as hashing
+            return PackedWeight.pack(weight, kind)
+        key = content_key(weight, kind)
+        try:
+            entry = self.cache.read(key)
+        except CorruptEntryError:
+            entry = None
+        if entry is not None:
+            self.hits += 1
+            parts = (entry[name].to(weight.device) for name in ("packed", "scales"))
+            return PackedWeight(*parts, kind, weight.shape, (weight.dtype,))
+        packed = PackedWeight.pack(weight, kind)
+        self.misses += 1
+        if self._is_writable:
+            try:
+                self.cache.write(key, {"packed": packed.packed.cpu(), "scales": packed.scales.cpu()})
+            except DataError as error:
+                self._is_writable = False
+                warnings.warn(f"packed weights are not cached: {error}", stacklevel=2)
+        return packed
+
+
+def content_key(weight: Tensor, kind: Format) -> str:
+    """Hash the weight's numbers, shape and dtype, and the packed format."""
+    digest = sha256(f"{FORMAT} {kind} {tuple(weight.shape)} {weight.dtype}".encode())
+    digest.update(weight.contiguous().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def packing_for(layers: Iterable[Layer]) -> Packing | None:
+    """Return the cache's `pack`, or None for layers that are too small for the cache to be faster."""
+    numbers = sum(layer.weight.numel() for layer in layers)
+    return PackedCache(default_folder()).pack if numbers >= MIN_NUMBERS else None
+
+
+IMAGES = 8
+OWN_PROMPTS = ("a photograph", "a drawing of an animal")
+OWN_STEPS = 20
+
+Noised = Callable[[Tensor, SeededNoise, int, int], tuple[Tensor, Tensor, Tensor]]
+Predict = Callable[[Tensor, Tensor, dict[str, Tensor], dict[str, Any]], Tensor]
+
+
+def calibration_outputs(
+    network: nn.Module,
+    encoders: FrozenEncoders,
+    datamodule: object,
+    generate: Callable[[Sequence[str], Sequence[int]], Tensor],
+    noised: Noised,
+    predict: Predict,
+    dtype: torch.dtype,
+) -> Iterator[Tensor]:
+    """The denoiser's output for `IMAGES` images in turn, each at another part of the noise schedule.
+
+    The images are the data module's; without one, the model generates them. Noise and timesteps come from fixed seeds.
+
+    Args:
+        network: The module that is trained, set to eval mode meanwhile.
+        generate: Generates images, float32 [N, 3, H, W] in 0..1, from prompts and seeds.
+        noised: Noisy latents, their timesteps and target, from latents, noise, part and number of parts.
+        predict: The denoiser's output for noisy latents, timesteps, condition and batch.
+        dtype: Of the frozen denoiser; a ControlNet with full training is float32 next to it.
+    """
+    if isinstance(datamodule, HasExampleBatch):
+        batch = datamodule.example_batch(IMAGES)
+        latents_NCHW = encoders.latents(batch, SeededNoise(range(len(batch["captions"]))).normal_like)
+    else:
+        batch = _generated_batch(generate)
+        latents_NCHW = encoders.latents(batch, SeededNoise(range(len(OWN_PROMPTS))).normal_like)
+    condition = encoders.condition(batch, with_gradients=False)
+    images = len(latents_NCHW)
+    for part in range(IMAGES):
+        row = slice(part % images, part % images + 1)
+        example = {key: value[row] for key, value in batch.items() if isinstance(value, (Tensor, list))}
+        noisy, timesteps, _ = noised(latents_NCHW[row], SeededNoise([part]), part, IMAGES)
+        autocast = torch.autocast(encoders.device.type, dtype=dtype, enabled=dtype != torch.float32)
+        with evaluating(network), torch.enable_grad(), autocast:
+            yield predict(noisy, timesteps, {key: value[row] for key, value in condition.items()}, example)
+
+
+def _generated_batch(generate: Callable[[Sequence[str], Sequence[int]], Tensor]) -> dict[str, Any]:
+    """A batch of images that the model generates for `OWN_PROMPTS`."""
+    count = len(OWN_PROMPTS)
+    images_N3HW = generate(OWN_PROMPTS, range(count))
+    size = torch.tensor([list(images_N3HW.shape[-2:])] * count)
+    return {
+        "pixel_values": images_N3HW * 2 - 1, "captions": list(OWN_PROMPTS), "original_size": size,
+        "target_size": size, "crop_top_left": size * 0,
+    }  # fmt: skip

@@ -24,15 +24,15 @@ from lightning_aigc.diffusion.pipeline.single_file_names import (
     VAE,
     clip_name,
     open_clip_tensors,
+    original_tensors,
     unet_names,
     vae_name,
     vae_tensor,
 )
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
-from lightning_aigc.diffusion.pipeline.transformer_names import original_tensors
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 """The floating-point names of safetensors."""

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_aigc.data.captions.text_padding import stack_padded, without_padding
+from lightning_aigc.data.cache.encoded import stack_padded, without_padding
 from lightning_aigc.devices import accelerator_module
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders

@@ -20,7 +20,7 @@ from lightning_aigc.diffusion.controlnet import transformer as transformer_contr
 from lightning_aigc.diffusion.controlnet import unet as controlnet_model
 from lightning_aigc.diffusion.controlnet.conditions import find_maker, from_bytes, to_bytes
 from lightning_aigc.diffusion.families import Components, TransformerControl
-from lightning_aigc.diffusion.pipeline.generate import Control, TimeLimit, generate
+from lightning_aigc.diffusion.pipeline.generate import Control, SamplingBar, TimeLimit, generate
 from lightning_aigc.diffusion.samplers.lora import base_of_run, choose_device
 from lightning_aigc.errors import ModelError
 
@@ -84,8 +84,12 @@ class ControlNetSampler:
         negative_prompt: str | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
+        label: str | None = None,
     ) -> Tensor:
-        """One image for each prompt, seed and condition, float32 [N, 3, H, W] in 0..1; unset means the run's."""
+        """One image for each prompt, seed and condition, float32 [N, 3, H, W] in 0..1; unset means the run's.
+
+        label: text of a progress bar; unset shows none.
+        """
         given = self.arguments
         guidance = given.get("guidance_scale", 7.5) if guidance_scale is None else guidance_scale
         return generate(
@@ -96,7 +100,7 @@ class ControlNetSampler:
             device=self.device,
             num_inference_steps=num_inference_steps or int(given.get("num_inference_steps") or 25),
             guidance_scale=float(guidance),
-            time_limit=TimeLimit(math.inf),
+            time_limit=TimeLimit(math.inf) if label is None else SamplingBar(label),
             negative_prompt=negative_prompt,
             control=Control(self.controlnet, conditions, scale),
         )

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.families import Components
+from lightning_aigc.diffusion.families import Components, full_name
 from lightning_aigc.diffusion.lora.file import read_lora
 from lightning_aigc.diffusion.lora.names import DENOISERS
 from lightning_aigc.diffusion.objectives.ddpm import build_noise_schedule
 from lightning_aigc.diffusion.objectives.flow import build_flow_schedule
-from lightning_aigc.diffusion.pipeline.generate import TimeLimit, generate, make_pipeline
+from lightning_aigc.diffusion.pipeline.generate import SamplingBar, TimeLimit, generate, make_pipeline
 from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.errors import ModelError
 
@@ -63,8 +63,12 @@ class LoRASampler:
         negative_prompt: str | None = None,
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
+        label: str | None = None,
     ) -> Tensor:
-        """One image for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's."""
+        """One image for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's.
+
+        label: text of a progress bar; unset shows none.
+        """
         if self.has_lora:
             self._pipeline.set_adapters(ADAPTER, weight)
         given = self.arguments
@@ -77,7 +81,7 @@ class LoRASampler:
             device=self.device,
             num_inference_steps=num_inference_steps or int(given.get("num_inference_steps") or 25),
             guidance_scale=float(scale),
-            time_limit=TimeLimit(math.inf),
+            time_limit=TimeLimit(math.inf) if label is None else SamplingBar(label),
             negative_prompt=negative_prompt,
             resolution=given.get("sample_resolution"),
         )
@@ -91,7 +95,7 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
     """
     dtype = str(arguments.get("base_dtype") or "auto")
     components = load_components(
-        arguments["pretrained_model_name_or_path"],
+        full_name(arguments["pretrained_model_name_or_path"]),
         denoiser_dtype=autocast_dtype(precision) if dtype == "auto" else dtype_named(dtype),
         vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
         revision=arguments.get("revision"),

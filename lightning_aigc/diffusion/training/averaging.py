@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.training_utils import EMAModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_aigc.sharding.full_state import shard_like
+
+if TYPE_CHECKING:
+    from diffusers.training_utils import EMAModel
 
 
 def is_schedule_free(optimizer: Any) -> bool:

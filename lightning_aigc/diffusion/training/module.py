@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from diffusers.training_utils import EMAModel
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,12 +21,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
-from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.families import Components, Family, full_name
 from lightning_aigc.diffusion.objectives import DDPM, Objective, SeededNoise, draw_noise
 from lightning_aigc.diffusion.objectives.ddpm import warn_of_prediction_type
 from lightning_aigc.diffusion.objectives.losses import example_losses, with_prior
 from lightning_aigc.diffusion.objectives.noise import example_seeds
-from lightning_aigc.diffusion.pipeline.calibration import OWN_STEPS, calibration_outputs
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.generate import IMAGE_REMEDIES, Control, TimeLimit, generate
@@ -40,6 +38,8 @@ from lightning_aigc.diffusion.pipeline.loading import (
 )
 from lightning_aigc.diffusion.pipeline.quantized_base import (
     CHECKPOINT_KEY,
+    OWN_STEPS,
+    calibration_outputs,
     check_same_base,
     checkpoint_entry,
     pack_base,
@@ -50,10 +50,9 @@ from lightning_aigc.diffusion.pipeline.text_encoder_offload import load_without_
 from lightning_aigc.diffusion.training import optimization
 from lightning_aigc.diffusion.training.averaging import averaged, follow_shards, is_schedule_free, loaded_averages
 from lightning_aigc.diffusion.training.default_callbacks import default_callbacks, has_default_snapshots
-from lightning_aigc.diffusion.training.half_precision import check_precision, computed_in_half
 from lightning_aigc.diffusion.training.method import Method
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
-from lightning_aigc.diffusion.training.trained_weights import check_trained_weights
+from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
     VALIDATION_TIMESTEPS,
     ValidationSchedule,
@@ -74,8 +73,8 @@ class DiffusionTraining(LightningModule):
 
     Args:
         method: The choice of the trained weights: `LoRA`, `FullFineTuning` or `ControlNet`.
-        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint,
-            `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a short name such as sd15, a single
+            `.safetensors` checkpoint, `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
         optimizer: Any optimizer by class path; AdamW by default.
         lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
             cosine, cosine_with_restarts, polynomial. A ReduceLROnPlateau reads its `monitor` (loss, if it has none)
@@ -110,7 +109,8 @@ class DiffusionTraining(LightningModule):
     ) -> None:
         super().__init__()
         self.method = method
-        self.settings = TrainingSettings(pretrained_model_name_or_path=pretrained_model_name_or_path, **kwargs)
+        source = full_name(pretrained_model_name_or_path)
+        self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)
         self.save_hyperparameters(method.options | asdict(self.settings))
         self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
         self.snapshot_ignored_arguments = IGNORED_ON_RESUME | method.ignored_on_resume
@@ -121,7 +121,7 @@ class DiffusionTraining(LightningModule):
         self.objective: Objective | None = None
         self.packed_base: PackedBase | None = None
         """The weights that `base_quantization` packed."""
-        self.ema: EMAModel | None = None
+        self.ema: Any = None  # diffusers' EMAModel, which takes a second to import
         self.last_example_losses: Tensor | None = None
         """The last batch's weighted losses [B], detached; GradientHealthMonitor groups them by timestep."""
         self.last_timesteps: Tensor | None = None
@@ -129,7 +129,7 @@ class DiffusionTraining(LightningModule):
         self.sampling_limit = TimeLimit(self.settings.sample_time_limit_s)
         self._validation = ValidationSchedule(self.settings.validation_steps)
         self._loaded_optimizers: list[Any] = []
-        family = check_source(pretrained_model_name_or_path, method.families, method.hint)
+        family = check_source(source, method.families, method.hint)
         if isinstance(lr_scheduler, str):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
@@ -248,6 +248,8 @@ class DiffusionTraining(LightningModule):
             ignore_in_ddp(self)
             rank_zero_info(f"base: {self.packed_base.summary()}; trained weights are not quantized")
         if settings.use_ema:
+            from diffusers.training_utils import EMAModel
+
             self.ema = EMAModel(self.trainable_parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=3 / 4)
 
     def _load(self) -> Components:

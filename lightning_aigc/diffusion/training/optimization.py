@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from diffusers.optimization import get_scheduler
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -79,6 +78,8 @@ def build_schedule(
     if not has_end and not name.startswith("constant"):
         raise ModelError(f"model.init_args.lr_scheduler: {name} needs an end; set model.init_args.max_train_steps")
     steps = int(total_steps) if has_end else None
+    from diffusers.optimization import get_scheduler
+
     return get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=steps)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_aigc.callbacks.saving.output_name import check_output_name
+from lightning_aigc.callbacks.saving.save_result import check_output_name
 from lightning_aigc.diffusion.objectives import ObjectiveSettings
 from lightning_aigc.diffusion.pipeline.quantized_base import check_base_quantization
 from lightning_aigc.diffusion.setting_checks import (
@@ -34,8 +34,8 @@ class TrainingSettings(ObjectiveSettings):
     """Options of a training run, as flat keys of `model.init_args`.
 
     Args:
-        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint,
-            `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
+        pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a short name such as sd15, a single
+            `.safetensors` checkpoint, `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
         learning_rate: Replaces the optimizer's rate; unset keeps it.
         lr_warmup_steps: Optimizer steps of warm-up for a scheduler given by name.
         max_train_steps: Optimizer steps to train; `trainer.max_steps`, if given, overrides it, and `trainer.max_epochs`

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
-from lightning_aigc.callbacks.sampling.png import write_png
-from lightning_aigc.callbacks.sampling.sheet import draw_sheet
+from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.checkpoint.lightning_loops import run_validation
 from lightning_aigc.errors import ModelError
 

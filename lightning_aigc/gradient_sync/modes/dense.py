@@ -13,8 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.hook import after_backward
 from lightning_aigc.gradient_sync.transport.collectives import KINDS
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.transport.sync_error import explain
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, explain
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
 
 

@@ -18,8 +18,7 @@ from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction, 
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.transport.collectives import KINDS, dense_ring_bytes
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
-from lightning_aigc.gradient_sync.transport.sync_error import explain
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, explain
 from lightning_aigc.gradient_sync.units import one_unit, view_of
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
 from lightning_aigc.host_state import to_cpu

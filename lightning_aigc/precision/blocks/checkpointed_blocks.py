@@ -22,7 +22,7 @@ from lightning_aigc.precision.context import SWAP, SwapState, options_of
 from lightning_aigc.precision.memory import recompute
 from lightning_aigc.precision.memory.profile import LastRunProfile
 from lightning_aigc.precision.memory.selective import min_inner_dim, save_and_reuse
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 MODELS, CONTROLNETS = "diffusers.models.transformers.", "diffusers.models.controlnets."
 CONTROLNET_BLOCKS = ("ZImageControlTransformerBlock",)

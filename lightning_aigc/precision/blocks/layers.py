@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.precision.context import SWAP, SwapState
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 from lightning_aigc_kernels import LoRAProjection, NormParameters
 
 PEFT_LINEAR = "peft.tuners.lora.layer.Linear"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -67,11 +66,7 @@ def available_bytes(device: torch.device, model: nn.Module) -> int:
 
 
 def _free_on_host() -> int:
-    try:  # MemAvailable includes the page cache
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return int(psutil.virtual_memory().available)  # with the page cache
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules import module as module_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 
 
 @dataclass(frozen=True)

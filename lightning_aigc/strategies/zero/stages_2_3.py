@@ -27,7 +27,7 @@ from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 from lightning_aigc.protocols import ProtectsGradients
 from lightning_aigc.sharding.full_state import gathered, sharded_states, sharded_weights
 from lightning_aigc.sharding.layout import is_sharded, shard_model, sharded_parts
-from lightning_aigc.sharding.original_class import original_class
+from lightning_aigc.sharding.local_parts import original_class
 from lightning_aigc.sharding.shards import from_shards
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup
 from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite

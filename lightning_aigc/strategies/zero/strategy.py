@@ -10,8 +10,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_aigc.strategies.zero.settings import NAMES, BetweenNodes, Stage, make_settings
-from lightning_aigc.strategies.zero.stage_1 import ZeRO1Strategy
-from lightning_aigc.strategies.zero.stages_2_3 import ZeRO23Strategy
 
 
 class ZeROStrategy(ParallelStrategy):
@@ -63,6 +61,9 @@ class ZeROStrategy(ParallelStrategy):
 
         Raises: ConfigError for a value outside what is accepted.
         """
+        from lightning_aigc.strategies.zero.stage_1 import ZeRO1Strategy
+        from lightning_aigc.strategies.zero.stages_2_3 import ZeRO23Strategy
+
         settings = make_settings(stage, offload_optimizer, between_nodes, protect, deepspeed_config)
         stage_class = ZeRO1Strategy if settings.stage == 1 else ZeRO23Strategy
         return stage_class(

@@ -12,12 +12,11 @@ import torch
 from fakes.models.denoisers import Denoiser, fit
 from lightning_aigc.callbacks.health import GradientHealthMonitor, diagnostics
 from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
-from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks import CHECK_NAMES, OTHER_CHECKS, STEP_CHECKS
 from lightning_aigc.callbacks.health.checks.gradients import check_gradients
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.parameter_stats import ParameterStats
-from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc.callbacks.health.step_reading import BatchedReadback, StepReading
 from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")

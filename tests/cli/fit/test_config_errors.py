@@ -79,8 +79,8 @@ ON_THE_LINE = {
     "no such config": ("--config=/no/such.yaml", "/no/such.yaml"),
     "a folder for a config": ("--config=configs", "config"),
     "no such checkpoint": ("--ckpt_path=/no/such.ckpt", "ckpt_path: there is no checkpoint /no/such.ckpt"),
-    "a wrong accelerator": ("--trainer.accelerator=gpuu", "trainer: You selected an invalid accelerator name"),
-    "a wrong strategy": ("--trainer.strategy=ddpp", "trainer: You selected an invalid strategy name"),
+    "a wrong accelerator": ("--trainer.accelerator=gpuu", "there is no accelerator 'gpuu'; did you mean gpu?"),
+    "a wrong strategy": ("--trainer.strategy=ddpp", "there is no strategy 'ddpp'; did you mean ddp?"),
     "too few steps": ("--trainer.max_steps=-5", "`max_steps` must be a non-negative integer"),
     "no accumulation": ("--trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches must be at least 1"),
     "no threads": ("--threads=0", "threads must be at least 1"),
@@ -94,7 +94,7 @@ IN_YAML = {
     "a number": ("3", "the YAML must hold blocks"),
     "a control character": ("\x00", "the YAML cannot be read"),
     "a number for the trainer": ("trainer: 3", "trainer: wanted a block of keys"),
-    "no model": ("model: null", "required: model"),
+    "no model": ("model: null", "the config is missing, or lacks model; give one with -c my.yaml"),
     "a class of another kind": ("model: {class_path: ImageCaptionData}", "ImageCaptionData is a class of another kind"),
     "a number for a class": ("model: {class_path: 5}", "model"),
     "a wrong key in a callback": (
@@ -267,7 +267,7 @@ def test_a_bug_in_a_users_own_class_is_one_line_and_its_traceback_a_file(
     kept.unlink()
     kept.mkdir()
     elsewhere = Path(mistake(text=text).rpartition(" is in ")[2])
-    assert "in deeper\n" in elsewhere.read_text()
+    assert "in deeper\n" in elsewhere.read_text(encoding="utf-8")
     elsewhere.unlink()
 
 

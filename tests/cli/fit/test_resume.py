@@ -103,8 +103,8 @@ def test_another_configuration_is_refused_with_both_values(command: Command, qui
 
 
 def test_a_config_file_may_say_latest(command: Command, quick: Path, tmp_path: Path) -> None:
-    config = yaml.safe_load(quick.read_text()) | {"ckpt_path": "latest"}
-    quick.write_text(yaml.safe_dump(config))
+    config = yaml.safe_load(quick.read_text(encoding="utf-8")) | {"ckpt_path": "latest"}
+    quick.write_text(yaml.safe_dump(config), encoding="utf-8")
     assert command("fit", "-c", quick).code == 0
     shutil.rmtree(find_snapshots(tmp_path / "run" / "snapshots")[0].path)
     assert command("fit", "-c", quick).code == 0

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from PIL import Image
 
-from lightning_aigc.cli.init.cards import CARDS
+from lightning_aigc.cli.init.card_sizes import CARDS
 from lightning_aigc.cli.init.config import SHIPPED, Choice, read_shipped, render
 from lightning_aigc.cli.init.folder import is_rare, made_up_trigger_word, shared_trigger_word
+from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion.families import FAMILIES
 from tools.embedded.drawing import draw_brand
 
@@ -223,3 +224,38 @@ def test_a_run_without_its_folder_stops_before_a_model_is_read(
     )
     assert said.code == 1
     assert len(said.errors) == 1 and "photos does not exist" in said.errors[0]
+
+
+def test_it_reads_the_captions_of_other_programs_and_its_config_does_too(command: Command, tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "photos" / "10_zorp cup", 3)
+    for number, text in enumerate(("雪中的茶壶", "一个红色的杯子", "桌子上的吉他")):
+        (folder / f"{number}.caption").write_bytes(text.encode("gbk"))
+    said = command("init", tmp_path / "photos", "-o", tmp_path / "my.yaml", "--card", "12gb")
+    assert said.code == 0, said.err
+    for line in ("3 with a caption", "read as GBK", "caption_extension .caption", "the word of the folder 10_zorp cup"):
+        assert line in said.out
+    config = yaml.safe_load((tmp_path / "my.yaml").read_text(encoding="utf-8"))
+    own = config["data"]["init_args"]
+    assert (own["trigger_word"], own["missing_captions"]) == ("zorp", "error")
+    assert any("茶壶" in prompt for prompt in config["model"]["init_args"]["validation_prompts"])
+    found = ImageCaptionData(**own | {"cache_latents": False, "cache_text_embeddings": False}).index()
+    assert [sample.caption for sample in found.samples] == [
+        "zorp 雪中的茶壶",
+        "zorp 一个红色的杯子",
+        "zorp 桌子上的吉他",
+    ]
+    assert found.report.items_per_epoch == 30
+
+
+def test_a_damaged_line_is_named_and_nothing_is_written(command: Command, tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "photos", 2)
+    (folder / "metadata.jsonl").write_text('{"file_name": "0.jpg", "text": "a mug"}\n{"file_name": "1.jpg" "text": ""}')
+    said = command("init", folder, "-o", tmp_path / "my.yaml")
+    assert said.code == 1 and not (tmp_path / "my.yaml").exists()
+    assert len(said.errors) == 1 and "metadata.jsonl line 2 is not valid JSON" in said.errors[0]
+
+
+def test_letters_of_a_wrong_encoding_are_no_trigger_word(command: Command, tmp_path: Path) -> None:
+    assert shared_trigger_word(["Ã a mug", "Ã a cup"]) is None
+    said = command("init", pictures(tmp_path / "photos", 2), "-o", tmp_path / "my.yaml", "--trigger_word", "Ã")
+    assert said.code == 1 and "wrong encoding" in said.errors[0]

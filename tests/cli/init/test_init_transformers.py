@@ -14,7 +14,8 @@ import yaml
 
 from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.cli.init.base import SHORT, find_base
-from lightning_aigc.cli.init.cards import CARD_GIB, CARDS, Card, find_card, values_for
+from lightning_aigc.cli.init.card_sizes import CARD_GIB, CARDS
+from lightning_aigc.cli.init.cards import Card, find_card, values_for
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ConfigError, ModelError
 from tools.embedded.drawing import draw_brand

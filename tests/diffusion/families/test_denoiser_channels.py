@@ -22,7 +22,7 @@ from lightning_aigc.diffusion import (
     StableDiffusionLoRA,
 )
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
-from lightning_aigc.diffusion.pipeline.channels import FIRST_LAYER, LAST_LAYER, LATENTS_LAYER, check_channels
+from lightning_aigc.diffusion.pipeline.image_sizes import FIRST_LAYER, LAST_LAYER, LATENTS_LAYER, check_channels
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 

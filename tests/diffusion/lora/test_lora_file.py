@@ -31,8 +31,10 @@ from fakes.models.lora_models import (
 from fakes.models.pipelines import make_text_encoder
 from lightning_aigc import cli
 from lightning_aigc.cli import export
+from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.lora import names as lora_names
 from lightning_aigc.diffusion.lora.file import convert, read_lora, save_lora
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ModelError, UserError
 
 OPTIONS = {
@@ -255,6 +257,12 @@ def test_half_precision_keeps_the_scale_exact(tmp_path: Path) -> None:
 def test_export_command_converts_and_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_pipeline(tmp_path / "tokenizer").save_pretrained(tmp_path / "base")
     path = save_lora(tmp_path / "lora.safetensors", unet=adapt(make_unet(), ATTENTION))
+    module = DiffusionLoRA("embedded:sd", rank=2, lora_targets=["attention"])
+    module.configure_model()
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(parameter)
+    module.save_lora(tiny := tmp_path / "tiny.safetensors")
     parser = argparse.ArgumentParser()
     export.add_arguments(parser)
 
@@ -265,6 +273,13 @@ def test_export_command_converts_and_merges(tmp_path: Path, capsys: pytest.Captu
     assert read_lora(tmp_path / "d.safetensors").layout == "diffusers"
     assert run(path, "--merge_into", tmp_path / "base", "--output", tmp_path / "m", "--strength", 0.8) == 0
     assert (tmp_path / "m" / "model_index.json").is_file()
+    assert run(tiny, "--merge_into", "embedded:sd", "--output", tmp_path / "e") == 0
+    merged = safetensors.torch.load_file(tmp_path / "e" / "unet" / "diffusion_pytorch_model.safetensors")
+    base = safetensors.torch.load_file(resolve("embedded:sd") / "unet" / "diffusion_pytorch_model.safetensors")
+    changed = [name for name in base if not torch.equal(base[name], merged[name])]
+    assert changed and all("attn" in name for name in changed)
+    with pytest.raises(ModelError, match=r"File exists; choose another folder"):
+        run(tiny, "--merge_into", "embedded:sd", "--output", path / "m")
     assert "wrote" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
         cli.main(["export", str(tmp_path / "absent"), "--to", "kohya", "--output", str(tmp_path / "k.safetensors")])

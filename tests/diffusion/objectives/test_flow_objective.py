@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.objectives import Flow, ObjectiveSettings, SeededNoise
+from lightning_aigc.diffusion.objectives.flow import linear_mu
 
 SHIFTS = [1.0, 3.0, 6.5]
 DYNAMIC = {
@@ -76,6 +81,18 @@ def test_a_dynamic_shift_follows_the_number_of_tokens(height: int, width: int) -
     scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / 1000, 1000).tolist(), mu=mu)
     found = objective._sigma_table(torch.zeros(1, 4, height, width))
     torch.testing.assert_close(found, scheduler.sigmas[:-1], rtol=1e-5, atol=1e-6)
+
+
+def test_flux2_trains_with_its_pipelines_shift_in_the_limit_of_many_steps() -> None:
+    config = FlowMatchEulerDiscreteScheduler(**DYNAMIC).config
+    shifts = {}
+    for tokens in (1024, 4096, 9216):
+        own = TRANSFORMERS["flux2"].mu(config, tokens)
+        assert own == compute_empirical_mu(tokens, 200) == pytest.approx(linear_mu(config, tokens), abs=1e-5)
+        shifts[tokens] = [math.exp(mu) for mu in (own, compute_empirical_mu(tokens, 50))]
+    table = (Path(__file__).parents[3] / "docs" / "diffusion_transformers.md").read_text()
+    for row, place in (("here, `flow_shift: auto`", 0), ("the pipeline's sampling in 50 steps", 1)):
+        assert f"| {row} | {shifts[1024][place]:.2f} | {shifts[4096][place]:.2f} |" in table
 
 
 def test_a_shift_of_ones_own_replaces_the_schedulers() -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub import errors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.families import SHORT, full_name
 from lightning_aigc.diffusion.pipeline.loading import KEY, load_components
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError, UserError
@@ -158,20 +165,55 @@ def test_an_unknown_embedded_name_lists_what_is_embedded() -> None:
     assert "sd" in said and "brand" in said
 
 
-@pytest.mark.parametrize(
-    "name", ["stable-diffusion-v1-5/stable-diffusion-v1-5", "./no/such/folder", "photos", "a b/c", ""]
-)
-def test_a_name_that_is_neither_here_nor_on_the_hub_says_how_to_get_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["./no/such/folder", "photos", "a b/c", "sd16"])
+def test_a_name_that_is_no_folder_and_no_hub_id_says_what_is_wanted(name: str) -> None:
+    said = refusal(name)
+    assert KEY in said and "check the spelling" in said
+    assert name.startswith(".") or ("sd15, " in said and "embedded:sd" in said)
+
+
+HUB_ERRORS = {
+    errors.GatedRepoError: "accept its terms at https://huggingface.co/owner/name, then run: hf auth login",
+    errors.RepositoryNotFoundError: "it has no model of this name",
+    errors.RevisionNotFoundError: "set model.init_args.revision",
+    errors.LocalEntryNotFoundError: "run: hf download owner/name",
+    errors.EntryNotFoundError: "it has no model_index.json",
+}
+
+
+@pytest.mark.parametrize("kind", HUB_ERRORS)
+def test_a_download_that_fails_says_why_and_what_to_do(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        answer = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co"))
+        raise (
+            kind("<html> Request ID 1", response=answer)
+            if issubclass(kind, httpx.HTTPStatusError) or (issubclass(kind, errors.HfHubHTTPError))
+            else kind("<html> Request ID 1")
+        )
+
+    monkeypatch.setattr("diffusers.configuration_utils.hf_hub_download", fails)
+    said = refusal("owner/name")
+    assert HUB_ERRORS[kind] in said and "html" not in said and "appear to have" not in said
+
+
+@pytest.mark.filterwarnings("ignore:.*local_dir_use_symlinks")  # diffusers gives the hub's client an old argument
+def test_without_a_network_the_command_that_downloads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     # The hub's client has read the variable HF_HUB_OFFLINE by now.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError) as refused:
-        load_components(name)
-    said = str(refused.value)
-    assert KEY in said and "\n" not in said
-    if name not in ("a b/c", ""):  # those are no names of the hub
-        assert "download it first and give its folder" in said and "embedded:sd" in said
+    said = refusal("stable-diffusion-v1-5/stable-diffusion-v1-5")
+    assert "HF_HUB_OFFLINE=1 forbids the download" in said
+    (command,) = re.findall(r"run: (hf download \S+);", said)
+    help_page = subprocess.run([*command.split()[:2], "--help"], capture_output=True, text=True, check=True)
+    assert "REPO_ID" in help_page.stdout
+
+
+def test_a_short_name_is_its_hub_id_unless_a_folder_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, family in SHORT.items():
+        assert full_name(name) == family.base and full_name(family.base) == family.base
+    assert DiffusionLoRA("sd15").hparams["pretrained_model_name_or_path"] == SHORT["sd15"].base
+    shutil.copytree(resolve("embedded:sd"), tmp_path / "sd15")
+    assert DiffusionLoRA("sd15").hparams["pretrained_model_name_or_path"] == "sd15"
 
 
 def test_model_errors_are_value_errors() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_aigc.diffusion.pipeline.quantized_cache import PackedCache, content_key
+from lightning_aigc.diffusion.pipeline.quantized_base import PackedCache, content_key
 from lightning_aigc.quantization.layers import Layer
 
 

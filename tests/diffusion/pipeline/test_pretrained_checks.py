@@ -7,14 +7,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import skimage.data
 import torch
 from lightning.pytorch import Trainer
+from PIL import Image
 
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.objectives.ddpm import LEARNED_SHARE, loss_by_type
-from lightning_aigc.diffusion.pipeline.vae_checks import FLOAT16_MAX, describe_vae, round_trip
+from lightning_aigc.diffusion.pipeline.vae_checks import FLOAT16_MAX, LEAST_PSNR_DB, MOST_LOST, describe_vae, round_trip
 from tools.guide.vae_text import Legibility, least_legible_height, legibility
 
 pytestmark = [  # of Lightning: frozen parts are in eval mode, and so small a run has no workers
@@ -83,6 +86,23 @@ def test_a_healthy_autoencoder_gets_one_line_of_figures(vae: Any, pictures: torc
     lines = describe_vae(vae, pictures)
     assert len(lines) == 1 and "dB PSNR" in lines[0]
     assert 25 < round_trip(vae, pictures).psnr_db < 40
+
+
+@pytest.mark.parametrize("name", ["astronaut", "coffee", "chelsea", "rocket"])
+def test_photographs_that_the_autoencoder_loses_are_reported(vae: Any, name: str) -> None:
+    photograph = Image.fromarray(getattr(skimage.data, name)()).resize((64, 64))
+    photo_1CHW = torch.from_numpy(np.array(photograph)).permute(2, 0, 1)[None].float() / 255
+    _, said = describe_vae(vae, photo_1CHW)
+    assert 0.2 < round_trip(vae, photo_1CHW).lost_share < 0.4
+    assert "of what your images show" in said and "data.init_args.resolution" in said
+
+
+def test_a_pale_subject_on_a_pale_ground_is_lost_at_a_high_psnr(vae: Any, pictures: torch.Tensor) -> None:
+    pale = 0.9 + 0.1 * torch.randn(1, 1, 8, 8, generator=torch.manual_seed(0)).repeat_interleave(8, 2)
+    pale = (pale.repeat_interleave(8, 3).expand(1, 3, -1, -1) * 0.2 + 0.75).clamp(0, 1)
+    trip = round_trip(vae, pale)
+    assert trip.psnr_db > LEAST_PSNR_DB and trip.lost_share > MOST_LOST
+    assert len(describe_vae(vae, pale)) == 2
 
 
 def test_an_activation_beyond_float16_is_found_with_its_layer(vae: Any, pictures: torch.Tensor) -> None:

@@ -20,8 +20,8 @@ from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.callbacks import GradientHealthMonitor
 from lightning_aigc.diffusion import StableDiffusionFineTuning
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor, write_tensors
+from lightning_aigc.diffusion.training.full_fine_tuning import covers
 from lightning_aigc.diffusion.training.optimizer_in_backward import round_stochastically_
-from lightning_aigc.diffusion.training.trained_parts import covers
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ModelError
 

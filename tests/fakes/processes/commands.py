@@ -74,7 +74,7 @@ def _run(
     os.environ |= environment
     os.chdir(folder)
     for stream, name in ((1, "out"), (2, "err")):  # loggers hold the streams of the server that this is a fork of
-        with Path(logs, f"{number}.{name}").open("w") as file:
+        with Path(logs, f"{number}.{name}").open("w", encoding="utf-8") as file:
             os.dup2(file.fileno(), stream)
     sys.argv = [module, *words[number]]
     try:

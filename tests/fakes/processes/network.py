@@ -91,7 +91,7 @@ def two_hosts(rate: str, burst: str = "256kb") -> Iterator[Link]:
 def enter(host: str) -> None:
     """Move this process to a host; threads that run already stay where they are."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/var/run/netns", host).open() as namespace:
+    with Path("/var/run/netns", host).open(encoding="utf-8") as namespace:
         if libc.setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {host}")
 

@@ -88,7 +88,7 @@ def run_script(script: Path, ranks: int, folder: Path, *argv: object) -> list[st
 def _script(rank: int, script: str, argv: list[str], folder: str) -> None:
     warnings.simplefilter("ignore")
     sys.argv = [script, *argv]
-    with Path(folder, f"rank{rank}.said").open("w") as said:
+    with Path(folder, f"rank{rank}.said").open("w", encoding="utf-8") as said:
         os.dup2(said.fileno(), 2)  # loggers hold the stream of the server that this process is a fork of
     runpy.run_path(script, run_name="__main__")
 
@@ -111,6 +111,9 @@ def _rank(
     place: tuple[str, str],
     arguments: Sequence[Any],
 ) -> None:
+    import lightning_aigc  # noqa: F401  # first: a process that was not forked has nothing imported
+
+    # isort: split
     import torch
     import torch.distributed as dist
 
@@ -131,7 +134,7 @@ def _rank(
         result = getattr(module, place[1])(rank, *arguments)
         torch.save(result, Path(folder, f"rank{rank}.pt"))
     except BaseException:
-        Path(folder, f"rank{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        Path(folder, f"rank{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}", encoding="utf-8")
         raise
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import lightning_aigc  # noqa: F401  # first: a loader's worker that was not forked has nothing imported
+
+# isort: split
 import random
 import warnings
 from collections.abc import Sequence

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 from lightning_aigc.callbacks.health.alerts.alerts import CheckName, Policy
 from lightning_aigc.callbacks.health.checks.clipping import ClippingCheck
-from lightning_aigc.callbacks.health.checks.frozen import FrozenCheck
+from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, FrozenCheck
 from lightning_aigc.callbacks.health.checks.gradients import GradientCheck
 from lightning_aigc.callbacks.health.checks.interface import Check
 from lightning_aigc.callbacks.health.checks.lora import LoRACheck
-from lightning_aigc.callbacks.health.checks.loss import LossCheck
-from lightning_aigc.callbacks.health.checks.loss_scale import LossScaleCheck
+from lightning_aigc.callbacks.health.checks.loss_scale import LossCheck, LossScaleCheck
 from lightning_aigc.callbacks.health.checks.non_finite import NON_FINITE
-from lightning_aigc.callbacks.health.checks.optimizers import NOT_IN_OPTIMIZER
 from lightning_aigc.callbacks.health.checks.ranks import RANK_DIVERGENCE
 from lightning_aigc.callbacks.health.checks.updates import UpdateCheck
 

@@ -1,4 +1,4 @@
-"""Frozen weights that moved."""
+"""Frozen weights that moved, and trainable weights that no optimizer holds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_aigc.callbacks.health.alerts.alerts import Finding, Policy
-from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.checks.interface import Check, Findings
 from lightning_aigc.callbacks.health.parameter_stats import Named, Sampler, sample_rows
-from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc.callbacks.health.step_reading import BatchedReadback, StepReading
 from lightning_aigc_kernels import PackedWeight
 
 FOLLOWS = 0.3
@@ -103,3 +103,23 @@ def _end(name: str) -> str:
     """A name without its first part; empty where less than two parts would be left, which many layers share."""
     end = name.partition(".")[2]
     return end if "." in end else ""
+
+
+NOT_IN_OPTIMIZER = "not_in_optimizer"
+
+
+def check_optimizers(named: Named, optimizers: Sequence[Optimizer]) -> list[Finding]:
+    """Find trainable parameters that no optimizer holds."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return [
+        Finding(
+            NOT_IN_OPTIMIZER,
+            name,
+            "error",
+            "it is trainable, and no optimizer holds it",
+            "configure_optimizers collected the parameters before this one existed, or chose among them",
+            f"give it to the optimizer, or {name}.requires_grad_(False)",
+        )
+        for name, p in named
+        if id(p) not in held
+    ]

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_aigc.callbacks.health.alerts.alerts import CheckName, Finding, Policy
-from lightning_aigc.callbacks.health.batched_readback import BatchedReadback
 from lightning_aigc.callbacks.health.parameter_stats import Named
-from lightning_aigc.callbacks.health.step_reading import StepReading
+from lightning_aigc.callbacks.health.step_reading import BatchedReadback, StepReading
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,292 @@
+"""Parts that all trainers' files have: base model, optimizer, schedule, precision, quantization, folders, names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from lightning_aigc.cli.import_config.imported import Imported, as_int
+from lightning_aigc.errors import ConfigError, ModelError
+
+PRECISIONS = {
+    "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "bfloat_16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "float_16": "16-mixed",
+    "fp32": "32-true",
+    "float32": "32-true",
+    "float_32": "32-true",
+    "no": "32-true",
+    "float": "32-true",
+    "tfloat_32": "32-true",
+    "fp8": "bf16-mixed",
+}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine_with_restarts",
+    "cosine_with_hard_restarts": "cosine_with_restarts",
+    "polynomial": "polynomial",
+    "cosine_annealing": "cosine",
+    "adafactor": "constant",
+}
+NEAREST_SCHEDULES = {
+    "rex": "linear",
+    "sine": "cosine",
+    "inverse_sqrt": "polynomial",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "linear",
+    "piecewise_constant": "constant",
+    "step": "constant",
+}
+FAMILIES_BY_NAME = {
+    "sd": "sd",
+    "sd1": "sd",
+    "sd15": "sd",
+    "sd1x": "sd",
+    "sd2": "sd",
+    "sd2x": "sd",
+    "v2": "sd",
+    "stable_diffusion": "sd",
+    "sdxl": "sdxl",
+    "xl": "sdxl",
+    "sd3": "sd3",
+    "sd35": "sd3",
+    "v3": "sd3",
+    "flux": "flux",
+    "flux1": "flux",
+    "flux2": "flux2",
+    "flux2_klein": "flux2",
+    "flux2_klein_4b": "flux2",
+    "flux2_klein_9b": "flux2",
+    "zimage": "z_image",
+    "z_image": "z_image",
+    "qwen_image": "qwen_image",
+    "qwen": "qwen_image",
+}
+"""Families here by the names that other trainers give them, in small letters."""
+EIGHT_BIT = "in 32 bits: a LoRA's states are small"
+
+
+def take_base(found: Imported, key: str, name: Any, declared: str | None) -> None:
+    """Take the base model, and its family from the declared name, else from the base's own.
+
+    Raises: ConfigError for a family that does not train here.
+    """
+    from lightning_aigc.cli.init.base import find_base
+    from lightning_aigc.diffusion.families import FAMILIES
+    from lightning_aigc.diffusion.pipeline.loading import check_not_distilled
+
+    if found.other_base is not None:
+        key, name, declared = "--base", found.other_base, None
+    base = str(name) if name else None
+    if declared is not None:
+        found.family = FAMILIES_BY_NAME.get(re.sub(r"[.\-]", "", declared.casefold()).replace(" ", "_"))
+        if found.family is None:
+            raise ConfigError(
+                f"{found.path} trains {declared}, which does not train here; families here are {', '.join(FAMILIES)}"
+            )
+    elif base is not None:
+        try:
+            of_base = find_base(base)
+            base, found.family = of_base.source, of_base.family.name
+        except (ConfigError, ModelError):
+            found.family = _guessed_family(base)
+    else:
+        found.family = "sd"
+    known = FAMILIES[found.family]
+    if base is None:
+        found.default("model.pretrained_model_name_or_path", known.base, "no base model in the file")
+        return
+    try:
+        check_not_distilled(known, base)
+    except ModelError as error:
+        raise ConfigError(f"{found.path}: {error}; for that, add --base {known.base}") from error
+    if known.is_flow and base.endswith((".safetensors", ".sft", ".ckpt", ".gguf")):
+        remark = f"instead of {base}: {known.title} trains from a diffusers folder or hub id"
+        found.take(key, "model.pretrained_model_name_or_path", known.base, remark)
+    else:
+        found.take(key, "model.pretrained_model_name_or_path", base, known.title)
+
+
+def _guessed_family(base: str) -> str:
+    """The family that a path's name tells, Stable Diffusion 1.5's where it tells none."""
+    from lightning_aigc.diffusion.families import FAMILIES
+
+    for family in FAMILIES.values():
+        if family.name_pattern is not None and re.search(family.name_pattern, base.casefold()):
+            return family.name
+    return "sd"
+
+
+def take_optimizer(found: Imported, key: str, name: str | None, options: Mapping[str, Any], default: str) -> None:
+    """Take an optimizer by its name, with those of its options that the class here has; None takes `default`.
+
+    Raises: ConfigError for one that finds its own rate, where its package is missing.
+    """
+    class_path, remark = _optimizer_class(name or default, found.path)
+    kept = _options_of(class_path, options)
+    if class_path == "transformers.Adafactor":
+        kept = {"scale_parameter": False, "relative_step": False, "warmup_init": False} | kept
+    chosen = {"class_path": class_path, **({"init_args": kept} if kept else {})}
+    if name is None:
+        found.default("model.optimizer", chosen)
+    else:
+        text = ", ".join([class_path, *(f"{option} {value}" for option, value in kept.items())])
+        found.take(key, "model.optimizer", chosen, remark, text)
+    for option in sorted(options.keys() - kept.keys() - {"beta1", "beta2", "lr"}):
+        if options[option] not in (None, False):
+            found.missing(f"{key}.{option}", f"{class_path} has none")
+
+
+def _optimizer_class(name: str, path: Path) -> tuple[str, str]:
+    """Class path of an optimizer, and what differs."""
+    short = re.sub(r"[^a-z0-9]", "", name.rpartition(".")[2].casefold() if "." in name else name.casefold())
+    is_small = bool(re.search(r"8bit|4bit|fp8|paged", short))
+    remark = EIGHT_BIT if is_small else ""
+    plain = re.sub(r"8bit(ao)?|4bit(ao)?|fp8(ao)?|paged|bnb|optimi|bf16|torchao|quanto|adv$", "", short)
+    if "schedulefree" in plain and "prodigy" not in plain:
+        return _needs(
+            "schedulefree.SGDScheduleFree" if "sgd" in plain else "schedulefree.AdamWScheduleFree", path
+        ), remark
+    if plain.startswith(("prodigy", "dadapt")):
+        other = "" if plain == "prodigy" else f"instead of {name}: it finds its rate too"
+        return _needs("prodigyopt.Prodigy", path), other
+    if plain.startswith("adafactor"):
+        return "transformers.Adafactor", remark
+    if plain.startswith("lion"):
+        if importlib.util.find_spec("lion_pytorch") is not None:
+            return "lion_pytorch.Lion", remark
+        return "torch.optim.AdamW", f"instead of {name}, for which a rate 3 to 10 times as large suits AdamW"
+    known = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
+    known |= {"sgdnesterov": "SGD", "radam": "RAdam", "nadam": "NAdam", "adamax": "Adamax"}
+    if plain in known:
+        return f"torch.optim.{known[plain]}", remark
+    return "torch.optim.AdamW", f"instead of {name}, which is not known here"
+
+
+def _needs(class_path: str, path: Path) -> str:
+    if importlib.util.find_spec(class_path.partition(".")[0]) is None:
+        raise ConfigError(
+            f"{path} trains with {class_path}, whose package is missing: its rates suit no other optimizer; pip install"
+            " 'lightning_aigc[optimizers]', then give the same command"
+        )
+    return class_path
+
+
+def _options_of(class_path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    module, _, name = class_path.rpartition(".")
+    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
+    kept = {key: value for key, value in options.items() if key in parameters and key != "lr" and value is not None}
+    if "betas" in parameters and options.get("beta1") is not None and options.get("beta2") is not None:
+        kept["betas"] = [options["beta1"], options["beta2"]]
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
+
+
+def parsed_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Options written as `name=value`.
+
+    >>> parsed_options(["weight_decay=0.01", "betas=.9,.99", "relative_step=False", "mode=x"])
+    {'weight_decay': 0.01, 'betas': (0.9, 0.99), 'relative_step': False, 'mode': 'x'}
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = str(text).partition("=")
+        try:
+            found[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            found[name.strip()] = value.strip()
+    return found
+
+
+def take_schedule(found: Imported, key: str, name: Any, default: str) -> None:
+    """Take a schedule by its name, or the nearest one; None takes `default`."""
+    if name is None:
+        found.default("model.lr_scheduler", default)
+        return
+    plain = str(name).casefold().replace("-", "_")
+    if plain in SCHEDULES:
+        found.take(key, "model.lr_scheduler", SCHEDULES[plain])
+    else:
+        found.take(key, "model.lr_scheduler", NEAREST_SCHEDULES.get(plain, "constant"), f"the nearest to {name}")
+
+
+def take_precision(found: Imported, key: str, name: Any, default: str) -> None:
+    """Take the precision of the training; None takes `default`. Raises: ConfigError for one that is not known."""
+    if name is None:
+        found.default("plugin.precision", PRECISIONS[default])
+        return
+    precision = PRECISIONS.get(str(name).casefold())
+    if precision is None:
+        raise ConfigError(f"{found.path}: {key} is {name}, which is not known here; use bf16, fp16 or fp32")
+    found.take(key, "plugin.precision", precision)
+
+
+def take_checkpointing(found: Imported, key: str, value: Any, default: bool) -> None:
+    """Take gradient checkpointing as the memory level that recomputes the most; None takes `default`."""
+    if value is None and default:
+        found.default("plugin.memory", "max", f"not in the file: gradient checkpointing is on in {found.program}")
+    elif value is not None and str(value).casefold() not in ("false", "off", "0"):
+        found.take(key, "plugin.memory", "max")
+    elif value is not None:
+        found.unneeded(key, "trainer.plugins.init_args.memory chooses what is recomputed")
+
+
+def quantization_of(name: str) -> str | None:
+    """`base_quantization` for a kind of few bits: int8 for 8 of them, nf4 for fewer, None for whole weights."""
+    text = name.casefold()
+    if re.search(r"nf4|nfloat_4|int4|uint[2-7]|int[2-6]|fp4|gguf|\b[2-6]\s?bit", text):
+        return "nf4"
+    return "int8" if re.search(r"int8|int_8|w8a8|fp8|float_?8|float8|fp8|8\s?bit", text) else None
+
+
+def take_warmup(found: Imported, key: str, value: Any) -> None:
+    """Take a warm-up in steps, or as a share of the steps."""
+    number = float(value)
+    steps = found.value("model.max_train_steps")
+    if number >= 1 or number == 0:
+        found.take(key, "model.lr_warmup_steps", as_int(number))
+    elif steps is not None:
+        found.take(key, "model.lr_warmup_steps", round(number * steps), f"{number} of {steps} steps")
+    else:
+        found.missing(key, "a share of steps needs their number; set model.init_args.lr_warmup_steps")
+
+
+def take_folders(found: Imported, key: str, folders: Sequence[tuple[str, int]]) -> None:
+    """Take the folders of the images with their repeats: one folder, or the one that holds them all."""
+    paths = list(dict.fromkeys(path for path, _ in folders))
+    if not paths:
+        return
+    if len(paths) == 1:
+        found.take(key, "data.train_data_dir", paths[0])
+        repeats = folders[0][1]
+        if repeats != 1:
+            found.take(f"{key}.num_repeats", "data.num_repeats", repeats)
+        return
+    remark = f"the first of {len(paths)}; put all into one folder, and repeat one by a name such as 10_zorp"
+    found.take(key, "data.train_data_dir", paths[0], remark)
+
+
+def take_name(found: Imported, key: str, name: str, folder: str | None) -> None:
+    """Take the name of the result, and the run's folder below the other program's."""
+    last = PureWindowsPath(name).name  # reads / and \\
+    plain = re.sub(r"(\.(safetensors|ckpt|pt|pth|bin))+$", "", last, flags=re.IGNORECASE)
+    plain = re.sub(r"[^\w.-]+", "_", plain).strip("._ ") or "imported"
+    found.take(key, "model.output_name", plain)
+    root = folder.rstrip("/\\") if folder else "runs"
+    found.values["trainer.default_root_dir"] = (f"{root}/{plain}", "the result's name in the other program's folder")
+
+
+def take_prompts(found: Imported, key: str, prompts: Sequence[str], word: str | None) -> None:
+    """Take the sample prompts, with `[trigger]` replaced."""
+    texts = [str(prompt).replace("[trigger]", word or "").strip() for prompt in prompts]
+    found.take(key, "model.validation_prompts", list(dict.fromkeys(text for text in texts if text)))

@@ -1,0 +1,445 @@
+"""SimpleTuner's config.json, and the data backend file that it names.
+
+Source: bghira/SimpleTuner, documentation/OPTIONS.md, and simpletuner_sdk's field registry for defaults.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_aigc.cli.import_config import common
+from lightning_aigc.cli.import_config.imported import Imported, Missing, Rule, Take, Unneeded, as_bool, as_int
+from lightning_aigc.errors import ConfigError
+
+NAME = "SimpleTuner"
+MEMORY = Unneeded("trainer.plugins.init_args.memory, and base_quantization, save memory")
+HUB = Unneeded("lightning export RUN --to hub --push OWNER/NAME publishes a run")
+LOGGER = Unneeded("report.html and TensorBoard have the curves; trainer.logger adds others")
+CACHE = Unneeded("data.init_args.cache_dir holds the caches")
+DEVICE = Unneeded("trainer.devices, num_nodes and strategy start the ranks")
+IDEA = Missing("the objective is the family's own")
+SAMPLES = Missing("samples are drawn alike in every check")
+LAYERS = Missing("lora_targets chooses layers by their kind")
+IMAGES = Missing("resolution and buckets say how images are cut")
+TEXT = Unneeded("the family's own text encoders and lengths")
+CONTROL = Missing("configs/controlnet_canny.yaml trains a ControlNet")
+RULES: dict[str, Rule] = {
+    "aws_max_pool_connections": CACHE,
+    "max_workers": CACHE,
+    "enable_multiprocessing": CACHE,
+    "override_dataset_config": CACHE,
+    "ignore_missing_files": CACHE,
+    "merge_environment_config": CACHE,
+    "configs_dir": CACHE,
+    "accelerator_cache_clear_interval": MEMORY,
+    "keep_vae_loaded": MEMORY,
+    "fully_unload_text_encoder": MEMORY,
+    "unet_attention_slice": MEMORY,
+    "disable_segmented_timestep_sampling": IDEA,
+    "inference_scheduler_timestep_spacing": IDEA,
+    "training_scheduler_timestep_spacing": IDEA,
+    "layer_freeze_strategy": IDEA,
+    "masked_loss_probability": IDEA,
+    "diffusion_blocks_config": IDEA,
+    "init_lokr_norm": LAYERS,
+    "init_lora_ema": LAYERS,
+    "init_lora_step": LAYERS,
+    "peft_lora_mode": LAYERS,
+    "singlora_ramp_up_steps": LAYERS,
+    "slider_lora_target": LAYERS,
+    "same_network": LAYERS,
+    "max_upscale_threshold": IMAGES,
+    "maximum_image_size": IMAGES,
+    "target_downsample_size": IMAGES,
+    "data_aesthetic_score": IMAGES,
+    "conditioning_multidataset_sampling": IMAGES,
+    "disable_multiline_split": IMAGES,
+    "modelspec_comment": HUB,
+    "publishing_config": HUB,
+    "push_to_hub_background": HUB,
+    "custom_tracker": LOGGER,
+    "local_rank": DEVICE,
+    "find_unused_parameters": DEVICE,
+    "validate_after_epoch": SAMPLES,
+    "validate_after_step": SAMPLES,
+    "evaluation_type": SAMPLES,
+    "enable_watermark": SAMPLES,
+    "t5_padding": TEXT,
+    "tokenizer_max_length": TEXT,
+    "qwen_text_encoder_model_name_or_path": TEXT,
+    "max_grounding_entities": TEXT,
+    "control": CONTROL,
+    "controlnet_custom_config": CONTROL,
+    "controlnet_model_name_or_path": CONTROL,
+    "enable_nsfw_check": Missing("images are not judged"),
+    "framerate": Missing("images have one frame"),
+    "i_know_what_i_am_doing": Unneeded("nothing asks for it"),
+    "deepspeed_config": Missing("lightning import-deepspeed reads its file"),
+    "disable_assistant_lora": Unneeded("distilled models are refused"),
+    "sageattention_usage": Unneeded("attention is torch's own"),
+    "dataloader_prefetch_qlen": Unneeded("data.init_args.num_workers"),
+    "tread_config": IDEA,
+    "sla_config": IDEA,
+    "snr_weight": IDEA,
+    "soft_min_snr_sigma_data": IDEA,
+    "huber_schedule": IDEA,
+    "noise_offset_probability": IDEA,
+    "prodigy_steps": Missing("Prodigy finds its rate in every step"),
+    "allow_dataset_oversubscription": Unneeded("num_repeats repeats images"),
+    "seed_for_each_device": Unneeded("each rank has its own noise"),
+    "set_grads_to_none": Unneeded("always so"),
+    "torch_num_threads": Unneeded("--threads says it"),
+    "quantization_config": Missing("base_quantization packs the base"),
+    "lora_format": Unneeded("lightning export LORA --to kohya or diffusers converts it"),
+    "save_text_encoder": Unneeded("a LoRA holds what was trained"),
+    "learning_rate": Take("model.learning_rate", float),
+    "text_encoder_lr": Take("model.text_encoder_lr", float),
+    "train_text_encoder": Take("model.train_text_encoder", as_bool),
+    "train_batch_size": Take("data.train_batch_size", as_int),
+    "gradient_accumulation_steps": Take("trainer.accumulate_grad_batches", as_int),
+    "max_grad_norm": Take("trainer.gradient_clip_val", float),
+    "lora_dropout": Take("model.lora_dropout", float),
+    "use_dora": Take("model.use_dora", as_bool),
+    "use_ema": Take("model.use_ema", as_bool),
+    "ema_decay": Take("model.ema_decay", float),
+    "snr_gamma": Take("model.snr_gamma", float),
+    "rescale_betas_zero_snr": Take("model.zero_terminal_snr", as_bool),
+    "huber_c": Take("model.huber_c", float),
+    "caption_dropout_probability": Take("data.caption_dropout_rate", float),
+    "checkpoint_step_interval": Take("model.checkpointing_steps", as_int),
+    "checkpointing_steps": Take("model.checkpointing_steps", as_int),
+    "checkpoints_total_limit": Take("model.checkpoints_total_limit", as_int),
+    "validation_step_interval": Take("model.validation_steps", as_int),
+    "validation_steps": Take("model.validation_steps", as_int),
+    "validation_guidance": Take("model.guidance_scale", float),
+    "validation_num_inference_steps": Take("model.num_inference_steps", as_int),
+    "num_validation_images": Take("model.num_validation_images", as_int),
+    "validation_seed": Take("model.validation_seed", as_int),
+    "seed": Take("seed_everything", as_int),
+    "revision": Take("model.revision"),
+    "variant": Take("model.variant"),
+    "instance_prompt": Take("data.trigger_word"),
+    "flow_schedule_auto_shift": Missing("flow_shift: auto is as far as sampling shifts"),
+    "flow_sigmoid_scale": Take("model.logit_std", float),
+    "resume_from_checkpoint": Unneeded("lightning fit --resume continues a run"),
+    "resolution_type": Unneeded("resolution is that of a square of the same area"),
+    "aspect_bucket_rounding": Unneeded("buckets are made by sides of 64 pixels"),
+    "minimum_image_size": Missing("small images are named by the dry run"),
+    "disable_bucket_pruning": Unneeded("every image is in a bucket"),
+    "data_backend_sampling": Unneeded("each image is shown once an epoch, times its repeats"),
+    "grad_clip_method": Unneeded("gradients are clipped by their norm"),
+    "quantize_via": Unneeded("the base is packed while it is loaded"),
+    "quantize_activations": Missing("activations keep their precision"),
+    "base_model_default_dtype": Unneeded("base_dtype: auto follows the precision"),
+    "fuse_qkv_projections": Unneeded("attention is torch's own"),
+    "attention_mechanism": Unneeded("attention is torch's own"),
+    "allow_tf32": Unneeded("precision says it"),
+    "disable_tf32": Unneeded("precision says it"),
+    "gradient_precision": Unneeded("gradients are float32"),
+    "num_train_epochs": Take("trainer.max_epochs", as_int),
+    "strict_epoch_limit": Unneeded("max_epochs ends the run"),
+    "vae_batch_size": CACHE,
+    "compress_disk_cache": CACHE,
+    "cache_dir": CACHE,
+    "cache_dir_text": CACHE,
+    "cache_dir_vae": CACHE,
+    "vae_cache_ondemand": CACHE,
+    "write_batch_size": CACHE,
+    "read_batch_size": CACHE,
+    "skip_file_discovery": CACHE,
+    "preserve_data_backend_cache": CACHE,
+    "text_cache_disable": CACHE,
+    "vae_dtype": Unneeded("the autoencoder is computed in float32"),
+    "vae_enable_tiling": MEMORY,
+    "vae_enable_slicing": MEMORY,
+    "offload_during_startup": MEMORY,
+    "enable_group_offload": MEMORY,
+    "ramtorch": MEMORY,
+    "fuse_optimizer": MEMORY,
+    "musubi_blocks_to_swap": MEMORY,
+    "gradient_checkpointing_interval": MEMORY,
+    "dataloader_prefetch": Unneeded("data.init_args.num_workers"),
+    "push_to_hub": HUB,
+    "push_checkpoints_to_hub": HUB,
+    "hub_model_id": HUB,
+    "model_card_private": HUB,
+    "model_card_note": HUB,
+    "model_card_safe_for_work": HUB,
+    "report_to": LOGGER,
+    "tracker_project_name": LOGGER,
+    "tracker_run_name": LOGGER,
+    "logging_dir": LOGGER,
+    "disable_benchmark": Unneeded("the report compares with the base's own images"),
+    "validation_on_startup": Unneeded("images of step 0 are always drawn"),
+    "validation_prompt_library": Missing("validation_prompts lists the prompts"),
+    "user_prompt_library": Missing("validation_prompts lists the prompts"),
+    "validation_disable": Missing("the guard and the report draw; remove them from trainer.callbacks"),
+    "validation_negative_prompt": Missing("lightning sample --negative_prompt has one"),
+    "validation_torch_compile": Missing("torch.compile is not used"),
+    "num_eval_images": Missing("data.init_args.validation_split holds images out for val_loss"),
+    "lora_init_type": Missing("a LoRA begins at zero"),
+    "init_lora": Missing("a training begins at a new LoRA; --resume continues one"),
+    "lycoris_config": Missing("it is no LoRA; a LoRA is trained instead"),
+    "flux_lora_target": Missing("lora_targets chooses layers by their kind"),
+    "peft_lora_target_modules": Missing("lora_targets chooses layers by their kind"),
+    "controlnet": Missing("configs/controlnet_canny.yaml trains one"),
+    "noise_offset": Take("model.noise_offset", float),
+    "offset_noise": Unneeded("noise_offset says it"),
+    "input_perturbation": IDEA,
+    "use_soft_min_snr": IDEA,
+    "webhook_config": LOGGER,
+    "trust_remote_code": Missing("no code of a model is run"),
+}
+PREFIXES: dict[str, Rule] = {
+    "gradient_checkpointing_": MEMORY,
+    "musubi_": MEMORY,
+    "offload_": MEMORY,
+    "vae_": CACHE,
+    "text_": CACHE,
+    "metadata_": CACHE,
+    "image_processing_": CACHE,
+    "optimizer_": Missing("the optimizer steps where the weights are"),
+    "nsfw_": Missing("images are not judged"),
+    "delete_": Missing("nothing of yours is deleted"),
+    "post_": Missing("no scripts are run"),
+    "parquet_": Missing("captions are read from metadata.jsonl or files"),
+    "assistant_lora_": Missing("distilled models are refused; train on their base"),
+    "layersync_": IDEA,
+    "nextlat_": IDEA,
+    "xm_": IDEA,
+    "mixflow_": IDEA,
+    "internal_guidance_": IDEA,
+    "diff2flow_": IDEA,
+    "twinflow_": IDEA,
+    "distillation_": IDEA,
+    "refiner_training": IDEA,
+    "input_perturbation": IDEA,
+    "freeze_encoder_": IDEA,
+    "audio_": Missing("images have no sound"),
+    "disk_low_": Unneeded("a full disk ends the run with a snapshot before it"),
+    "debug_": LOGGER,
+    "print_": LOGGER,
+    "tracker_": LOGGER,
+    "webhook_": LOGGER,
+    "main_process_": DEVICE,
+    "machine_": DEVICE,
+    "num_machines": DEVICE,
+    "accelerate_": DEVICE,
+    "context_parallel_": DEVICE,
+    "validation_": SAMPLES,
+    "aspect_bucket_": Unneeded("buckets are made by sides of 64 pixels"),
+    "ema_": Missing("the average is a plain one"),
+    "lr_": Missing("set model.lr_scheduler to a class for its own arguments"),
+    "checkpoint": Missing("checkpointing_steps says when"),
+    "crepa_": IDEA,
+    "urepa_": IDEA,
+    "irepa_": IDEA,
+    "timestep_bias_": IDEA,
+    "scheduled_sampling_": IDEA,
+    "flow_": IDEA,
+    "flux_": IDEA,
+    "group_offload_": MEMORY,
+    "ramtorch_": MEMORY,
+    "fsdp_": Missing("strategy zero_3 shards the weights"),
+    "dynamo_": Missing("torch.compile is not used"),
+    "sdnq_": Unneeded("base_quantization packs the base"),
+    "pretrained_": Missing("the base's own parts are loaded"),
+    "eval_": Missing("validation_split gives val_loss"),
+    "num_process": DEVICE,
+}
+"""Rules of keys that begin so, where a key has none of its own."""
+BACKEND: dict[str, Rule] = {
+    "repeats": Unneeded("num_repeats says it"),
+    "resolution": Take("data.resolution", as_int),
+    "caption_column": Take("data.caption_column"),
+    "image_column": Take("data.image_column"),
+    "dataset_name": Take("data.dataset_name"),
+}
+
+
+def read(given: dict[str, Any], found: Imported) -> None:
+    """Take all keys of the file, and those of the data backend file that it names where that is there."""
+    keys = {str(key).removeprefix("--"): _value(value) for key, value in given.items()}
+    family = keys.get("model_family")
+    flavour = str(keys.get("model_flavour") or "")
+    if flavour == "turbo" or flavour.endswith("schnell"):
+        found.missing("model_flavour", f"{flavour} is distilled; its base is trained instead")
+    common.take_base(
+        found,
+        "pretrained_model_name_or_path",
+        keys.get("pretrained_model_name_or_path"),
+        str(family) if family else None,
+    )
+    _take_kind(keys, found)
+    common.take_optimizer(found, "optimizer", keys.get("optimizer"), _optimizer_options(keys), "adamw_bf16")
+    common.take_schedule(found, "lr_scheduler", keys.get("lr_scheduler"), "constant_with_warmup")
+    common.take_precision(found, "mixed_precision", keys.get("mixed_precision"), "bf16")
+    if keys.get("max_train_steps"):
+        found.take("max_train_steps", "model.max_train_steps", as_int(keys["max_train_steps"]))
+    if keys.get("lr_warmup_steps"):
+        common.take_warmup(found, "lr_warmup_steps", keys["lr_warmup_steps"])
+    kind = common.quantization_of(str(keys.get("base_model_precision") or ""))
+    if kind is not None:
+        found.take("base_model_precision", "model.base_quantization", kind, str(keys["base_model_precision"]))
+    common.take_checkpointing(found, "gradient_checkpointing", keys.get("gradient_checkpointing"), True)
+    _take_objective(keys, found)
+    output = str(keys.get("output_dir") or "output/models")
+    folder, _, last = output.rstrip("/\\").replace("\\", "/").rpartition("/")
+    common.take_name(found, "output_dir", last or found.path.stem, folder or None)
+    if keys.get("validation_prompt"):
+        common.take_prompts(found, "validation_prompt", [keys["validation_prompt"]], None)
+    if keys.get("validation_resolution"):
+        side = as_int(str(keys["validation_resolution"]).partition(",")[0].casefold().partition("x")[0])
+        found.take("validation_resolution", "model.sample_resolution", side)
+    if keys.get("resolution"):
+        found.take("resolution", "data.resolution", _side(keys["resolution"], str(keys.get("resolution_type") or "")))
+    if keys.get("num_train_epochs") == 0:
+        keys.pop("num_train_epochs")
+        found.lines.append("num_train_epochs: off: max_train_steps ends the run")
+    done = {
+        "model_family",
+        "model_flavour",
+        "pretrained_model_name_or_path",
+        "model_type",
+        "lora_type",
+        "lora_rank",
+        "lora_alpha",
+        "optimizer",
+        "optimizer_config",
+        "lr_scheduler",
+        "mixed_precision",
+        "max_train_steps",
+        "lr_warmup_steps",
+        "base_model_precision",
+        "gradient_checkpointing",
+        "flow_schedule_shift",
+        "flow_use_uniform_schedule",
+        "flow_schedule_auto_shift",
+        "output_dir",
+        "validation_prompt",
+        "resolution",
+        "validation_resolution",
+        "data_backend_config",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "adam_weight_decay",
+        "optimizer_beta1",
+        "optimizer_beta2",
+        "prediction_type",
+        "loss_type",
+    }
+    prefixed = {
+        key: next(rule for start, rule in PREFIXES.items() if key.startswith(start))
+        for key in keys
+        if any(key.startswith(start) for start in PREFIXES)
+    }
+    found.answer(keys, prefixed | RULES, done)
+    _take_backend(keys.get("data_backend_config"), found)
+    for place, value in {
+        "model.learning_rate": 4e-7,
+        "data.train_batch_size": 4,
+        "trainer.gradient_clip_val": 2.0,
+        "data.resolution": 1024,
+    }.items():
+        found.default(place, value)
+
+
+def _value(value: Any) -> Any:
+    """A value that the file may write as text: true, 0.1."""
+    return {"true": True, "false": False}.get(value.casefold(), value) if isinstance(value, str) else value
+
+
+def _side(value: Any, kind: str) -> int:
+    """The side in pixels of a resolution, which `resolution_type: area` gives in megapixels."""
+    number = float(value)
+    return round(number**0.5 * 1000 / 64) * 64 if kind == "area" or number < 16 else as_int(number)
+
+
+def _take_kind(keys: dict[str, Any], found: Imported) -> None:
+    kind = str(keys.get("model_type") or "full")
+    found.is_full = kind == "full"
+    if found.is_full:
+        return
+    if str(keys.get("lora_type") or "standard") != "standard":
+        found.missing("lora_type", f"{keys['lora_type']} is no plain LoRA; a LoRA is trained instead")
+    if keys.get("lora_rank"):
+        found.take("lora_rank", "model.rank", as_int(keys["lora_rank"]))
+    found.default("model.rank", 16)
+    if keys.get("lora_alpha"):
+        found.take("lora_alpha", "model.lora_alpha", float(keys["lora_alpha"]))
+    found.values["model.lora_targets"] = (["attention"], "the layers that SimpleTuner adapts")
+
+
+def _optimizer_options(keys: dict[str, Any]) -> dict[str, Any]:
+    given = keys.get("optimizer_config")
+    texts = given.split(",") if isinstance(given, str) else []
+    options = dict(given) if isinstance(given, dict) else common.parsed_options(texts)
+    names = {
+        "adam_weight_decay": "weight_decay",
+        "adam_epsilon": "eps",
+        "adam_beta1": "beta1",
+        "adam_beta2": "beta2",
+        "optimizer_beta1": "beta1",
+        "optimizer_beta2": "beta2",
+    }
+    return options | {name: float(keys[key]) for key, name in names.items() if keys.get(key) is not None}
+
+
+def _take_objective(keys: dict[str, Any], found: Imported) -> None:
+    if keys.get("flow_schedule_auto_shift"):
+        found.take("flow_schedule_auto_shift", "model.flow_shift", "auto")
+    elif keys.get("flow_schedule_shift"):
+        found.take("flow_schedule_shift", "model.flow_shift", float(keys["flow_schedule_shift"]))
+    if keys.get("flow_use_uniform_schedule"):
+        found.take("flow_use_uniform_schedule", "model.timestep_sampling", "uniform")
+    if keys.get("prediction_type") in ("epsilon", "v_prediction", "sample"):
+        found.take("prediction_type", "model.prediction_type", keys["prediction_type"])
+    if keys.get("loss_type") in ("l2", "huber", "smooth_l1"):
+        found.take("loss_type", "model.loss_type", keys["loss_type"])
+
+
+def _take_backend(name: Any, found: Imported) -> None:
+    """Take the images' folders of the data backend file."""
+    if not name:
+        return
+    places = [found.path.parent / str(name), found.path.parent / Path(str(name)).name, Path(str(name))]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        found.missing("data_backend_config", f"{name} is not there; set data.init_args.train_data_dir, or copy it")
+        return
+    try:
+        backends = json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}; correct it") from error
+    images = [
+        each
+        for each in backends
+        if isinstance(each, dict) and each.get("dataset_type", "image") == "image" and not each.get("disabled")
+    ]
+    local = [each for each in images if each.get("instance_data_dir")]
+    repeats = [as_int(each.get("repeats") or 0) + 1 for each in local]  # SimpleTuner counts what comes on top
+    common.take_folders(
+        found,
+        "instance_data_dir",
+        [(str(each["instance_data_dir"]), count) for each, count in zip(local, repeats, strict=True)],
+    )
+    for each in images[:1]:
+        if each.get("resolution"):
+            side = _side(each["resolution"], str(each.get("resolution_type") or ""))
+            found.take("data_backend.resolution", "data.resolution", side)
+        if each.get("instance_prompt") and (each.get("only_instance_prompt") or each.get("prepend_instance_prompt")):
+            found.take("data_backend.instance_prompt", "data.trigger_word", each["instance_prompt"])
+        strategy = each.get("caption_strategy")
+        if strategy in ("filename", "instanceprompt"):
+            how = "filename" if strategy == "filename" else "trigger"
+            if how == "filename" or found.value("data.trigger_word"):
+                found.take("data_backend.caption_strategy", "data.missing_captions", how)
+        if each.get("crop") and each.get("crop_aspect", "square") == "square":
+            found.take("data_backend.crop_aspect", "data.enable_bucket", False)
+        if each.get("type") not in (None, "local"):
+            found.missing(
+                "data_backend.type", f"{each['type']}: set data.init_args.dataset_name, or copy the images here"
+            )
