@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_no_memory_names_a_smaller_batch(
         (["photos", "--model", "photos"], "--model photos cannot be loaded: it is no image-to-text model"),
         (
             ["photos", "--model", "no/such"],
-            "--model no/such cannot be loaded: neither a folder of that name nor the hub",
+            "--model no/such cannot be loaded: HF_HUB_OFFLINE is set, and it is neither",
         ),
         (["photos", "--device", "vulcan"], "--device vulcan is no device; this machine has "),
         (["photos", "--trigger_word", "Ã"], "--trigger_word is 'Ã', which looks like text that was read in a wrong"),
@@ -160,6 +161,7 @@ def test_what_cannot_be_captioned_is_one_sentence(
 ) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     said = command("caption", *arguments)
     assert said.code == 1 and len(said.errors) == 1 and sentence in said.err, said.err
     assert caption(folder) == {}

@@ -107,7 +107,8 @@ def read_file(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"{path} cannot be read ({reason}); give the other program's config file") from error
     try:
         if path.suffix.lower() == ".toml":
             return tomllib.loads(text)
