@@ -6,7 +6,11 @@ import contextlib
 import io
 import os
 import struct
+import subprocess
+import sys
+import tomllib
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,3 +291,46 @@ def test_more_than_twenty_rejected_files_are_counted_and_shortened(tools, make, 
         (folder / f"bad{number:02}.png").write_bytes(b"")
     report = make().report()
     assert "25 rejected" in report and "and 5 more" in report
+
+
+# Formats of phones ---------------------------------------------------------------------------------------------------
+
+HEIC_HEAD = b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic" + bytes(64)
+WITHOUT_HEIC = """
+import sys
+sys.modules["pillow_heif"] = None  # as where the extra is not installed
+from lightning_aigc.cli import main
+main(["init", sys.argv[1], "-o", sys.argv[2]])
+"""
+
+
+def photograph() -> Image.Image:
+    ramp = np.linspace(0, 255, 64, dtype=np.uint8)
+    return Image.fromarray(np.stack(np.broadcast_arrays(ramp[:, None], ramp[None], np.uint8(90)), -1))
+
+
+@pytest.mark.parametrize("suffix", [".avif", ".heic", ""])
+def test_a_picture_of_a_phone_is_read(tools, make, folder, suffix):
+    if suffix == ".avif":
+        kind = "AVIF"
+    else:
+        pytest.importorskip("pillow_heif", reason="pip install 'lightning_aigc[heic]'")
+        kind = "HEIF"
+    photograph().save(folder / f"mug{suffix}", kind, quality=90)
+    (folder / "mug.txt").write_text("a mug")
+    assert make().data_report.images_used == 1
+    found, alpha = load_picture(folder / f"mug{suffix}")
+    assert alpha is None and found.size == (64, 64)
+    assert np.abs(np.asarray(found).astype(int) - np.asarray(photograph())).mean() < 8
+
+
+def test_without_the_extra_a_heic_picture_names_it(folder, tmp_path):
+    (folder / "mug.heic").write_bytes(HEIC_HEAD)
+    (folder / "mug.txt").write_text("a mug")
+    words = [sys.executable, "-c", WITHOUT_HEIC, str(folder), str(tmp_path / "my.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and line.startswith("error: ")
+    assert "a HEIC image, which needs an extra: pip install 'lightning_aigc[heic]'" in line
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert any(package.startswith("pillow-heif") for package in project["optional-dependencies"]["heic"])

@@ -135,7 +135,7 @@ def test_a_broken_chart_and_a_request_are_seen(tmp_path: Path, browser: Chromium
     (tmp_path / "bad.html").write_text(
         '<body><div class="chart" data-drawn="no"></div><div style="width:3000px">wide</div>'
         '<div class="wide" style="width:90px;overflow-x:auto"><table><tr><td style="white-space:nowrap">a cell too wide'
-        '<tr><td style="max-width:50px;overflow-wrap:anywhere">unbelievable</table></div>'
+        '</table></div><h1 style="width:50px;overflow-wrap:anywhere">unbelievable</h1>'
         '<img src="http://example.org/a.png"><script>console.error("wrong"); missing()</script>'
     )
     seen = browser.open(tmp_path / "bad.html", 390)

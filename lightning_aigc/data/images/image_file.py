@@ -14,7 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+import PIL
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 MIN_SIDE_PIXELS = 8
 THUMBNAIL_SIDE = 8
@@ -28,6 +29,19 @@ PICTURE_SUFFIXES = frozenset(
     )
 )
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\x00*", b"BM")
+
+_AVIF_BRANDS = (b"avif", b"avis")
+_HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
+"""What a file of a phone says at its byte 8, after `ftyp`."""
+
+try:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    DECODERS = f"{PIL.__version__}+heif {pillow_heif.__version__}"
+except ImportError:  # lightning_aigc[heic] brings it
+    DECODERS = PIL.__version__
+"""Versions of what decodes images: another may read a file that this one rejects."""
 
 _limit_lock = threading.Lock()
 _limit_users = 0
@@ -55,6 +69,7 @@ def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
 
     Raises: PictureRejectedError with the reason, and no other exception.
     """
+    content = b""
     try:
         content = _read_regular_file(path)
         with pillow_limits_lifted(), Image.open(io.BytesIO(content)) as image:
@@ -68,7 +83,7 @@ def inspect_picture(path: Path, max_image_pixels: int) -> PictureInfo:
     except PictureRejectedError:
         raise
     except Exception as error:  # a decoder may raise anything on bytes that it did not expect
-        raise PictureRejectedError(_reason(error)) from error
+        raise PictureRejectedError(_missing_decoder(content[:12]) or _reason(error)) from error
     return PictureInfo(width, height, sha256(content).hexdigest(), notes, thumbnail)
 
 
@@ -124,7 +139,8 @@ def looks_like_a_picture(path: Path) -> bool:
             head = file.read(16)
     except OSError:
         return False
-    return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP")
+    is_of_phone = head[4:8] == b"ftyp" and head[8:12] in _AVIF_BRANDS + _HEIC_BRANDS
+    return head.startswith(_SIGNATURES) or (head[:4] == b"RIFF" and head[8:12] == b"WEBP") or is_of_phone
 
 
 @contextmanager
@@ -220,6 +236,17 @@ def _eight_bits(values_HW: np.ndarray, mode: str) -> np.ndarray:
     elif low >= 0 and high <= 65535:
         low, high = 0.0, 65535.0
     return np.rint((values - low) * (255.0 / max(high - low, 1e-12))).astype(np.uint8)
+
+
+def _missing_decoder(head: bytes) -> str | None:
+    """The package that a file needs, by its first 12 bytes; None for one that Pillow reads here."""
+    if head[4:8] != b"ftyp":
+        return None
+    if head[8:12] in _AVIF_BRANDS and not features.check("avif"):
+        return "an AVIF image, which Pillow reads from version 11.3 on: pip install -U pillow"
+    if head[8:12] in _HEIC_BRANDS and ".heic" not in Image.registered_extensions():
+        return "a HEIC image, which needs an extra: pip install 'lightning_aigc[heic]'"
+    return None
 
 
 def _reason(error: Exception) -> str:

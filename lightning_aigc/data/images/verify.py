@@ -13,11 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import PIL
-
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.data.cache.resources import cpu_cores
-from lightning_aigc.data.images.image_file import PictureInfo, PictureRejectedError, inspect_picture
+from lightning_aigc.data.images.image_file import DECODERS, PictureInfo, PictureRejectedError, inspect_picture
 
 _FORMAT = 3
 _RECENT_NS = 100_000_000  # a file written this close to the check may change again within one clock tick
@@ -30,7 +28,7 @@ class PictureVerifier:
 
     def __init__(self, folder: Path, cache_dir: Path, max_image_pixels: int) -> None:
         self.max_image_pixels = max_image_pixels
-        key = f"{os.fspath(folder.absolute())}|{max_image_pixels}|{_FORMAT}|{PIL.__version__}"
+        key = f"{os.fspath(folder.absolute())}|{max_image_pixels}|{_FORMAT}|{DECODERS}"
         self.memory_file = cache_dir / "pictures" / f"{sha256(os.fsencode(key)).hexdigest()[:32]}.json"
         self._memory = self._load()
         self.written_bytes = 0
