@@ -115,7 +115,7 @@ def precision_of(row: Row) -> dict[str, Any]:
     if row["memory"] == "stock":
         return {"precision": row["precision"]}
     memory = {"kept": 0.7} if row["memory"] == "budget" else row["memory"]
-    options = {"precision": row["precision"], "memory": memory}
+    options = {"precision": row["precision"], "memory": memory, "graph": row["graph"]}
     return {"plugins": {"class_path": "FusedBackwardPrecision", "init_args": options}}
 
 

@@ -16,6 +16,7 @@ FACTORS: dict[str, list[Any]] = {
     "strategy": ["auto", "ddp", "npu_sparse", "npu_sparse_local", "zero_1", "zero_2", "zero_3"],
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
     "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
+    "graph": [False, True],
     "base": ["whole", "int8", "nf4", "budget"],
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
     "rate": ["constant", "cosine", "adaptive", "plateau"],
@@ -66,6 +67,7 @@ def refused() -> Iterator[Row]:
 
 def without_effect() -> Iterator[Row]:
     """Pairs that no config can spell: the second option has no argument in the first one's class."""
+    yield {"memory": "stock", "graph": True}
     for method in CONTROL:
         yield {"method": method, "text_encoder": True}
     for method in (*CONTROL, "full"):
