@@ -48,7 +48,7 @@ def render_run_page(record: RunRecord, renewed_every_s: float | None = None) -> 
     verdict = judge(record)
     parts = [
         heading(record.name, verdict.tone, verdict.sentence),
-        note(f"This page renews itself every {renewed_every_s:g} s while the run goes on.") if renewed_every_s else "",
+        note(f"This page renews itself every {renewed_every_s:g} s until the run ends.") if renewed_every_s else "",
         facts_strip(cost(record)),
         *(note(text) for text in record.notes),
         section("Before and after", pictures_html([p for p in record.pictures if not p.is_other])),

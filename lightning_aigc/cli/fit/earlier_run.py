@@ -18,7 +18,7 @@ LISTED = 3
 def refuse_earlier_run(trainer: Trainer) -> None:
     """Raise ConfigError, with what to type instead, where the run's folder has results or snapshots."""
     root = Path(trainer.default_root_dir)
-    pages = [REPORT_FILE] if (root / SUMMARY_FILE).is_file() else []  # a run that goes on has a page too
+    pages = [REPORT_FILE] if (root / SUMMARY_FILE).is_file() else []  # an unfinished run has a page too
     found = [*pages, *sorted(path.name for path in root.glob("*.safetensors"))]
     newest = next(iter(find_snapshots(snapshot_folder(trainer))), None)
     if not found and newest is None:
