@@ -48,7 +48,7 @@ def test_a_record_of_nothing_is_a_page_without_charts() -> None:
     assert "Not scored" in page and "<script" not in page and len(page) < 10_000
 
 
-def test_only_the_page_of_a_run_that_goes_on_renews_itself(tmp_path: Path) -> None:
+def test_only_the_page_of_an_unfinished_run_renews_itself(tmp_path: Path) -> None:
     made = full_record(tmp_path)
     assert "location.reload" not in render_run_page(made)
     page = render_run_page(made, renewed_every_s=20)

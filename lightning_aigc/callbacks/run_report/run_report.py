@@ -45,7 +45,7 @@ from lightning_aigc.report.summary import summary_of, summary_table
 
 REPORT_FILE = "report.html"
 RENEWED_EVERY_S = 20.0
-"""Seconds between the reloads of an open page, until the run ends."""
+"""Seconds after which an open page of an unfinished run is loaded again."""
 REFERENCE_IMAGES = 64
 """Training images that CLIP-I compares with."""
 

@@ -32,7 +32,7 @@ _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"II*\x00", b"MM\
 
 _AVIF_BRANDS = (b"avif", b"avis")
 _HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1")
-"""What a file of a phone says at its byte 8, after `ftyp`."""
+"""Bytes 8 to 12 of a file of a phone, after `ftyp`."""
 
 try:
     import pillow_heif
