@@ -42,7 +42,7 @@ def test_two_runs_become_a_table_a_page_and_a_picture(
         assert f"- {name}: {summary['verdict']}" in lines
     assert "| `model.init_args.rank` | 2 | 4 |" in lines
     assert not [line for line in lines if "default_root_dir" in line]
-    page = files[0].read_text()
+    page = files[0].read_text().replace("<wbr>", "")  # where a key may break
     assert "small" in page and "model.init_args.rank" in page and page.count("data:image/") >= 3
     assert files[2].read_bytes().startswith(b"\x89PNG")
     single = command("report", tmp_path / "small", "-o", tmp_path / "again.html")

@@ -12,7 +12,7 @@ from lightning_aigc.callbacks.health.alerts.alerts import Alert, Level
 from lightning_aigc.callbacks.health.history.norm_history import MOST_LOOKS, NormHistory
 from lightning_aigc.callbacks.health.page import MOST_ROWS, render_health_page
 
-VOID = {"meta", "link", "br", "img"}
+VOID = {"meta", "link", "br", "img", "wbr"}
 
 
 class Balance(HTMLParser):
@@ -70,7 +70,7 @@ def test_names_are_escaped() -> None:
 
 def test_an_alert_that_got_worse_is_one_row_at_its_worst_and_a_mark_for_each_level() -> None:
     page = render_health_page("run", [alert(10, "info"), alert(20, "warning"), alert(100, "error")], record(), {})
-    assert page.count("<code>a.weight</code>") == 1
+    assert page.replace("<wbr>", "").count("<code>a.weight</code>") == 1
     assert "(since step 10)" in page
     (timeline,) = [spec for spec in specs(page) if "encoding" in spec]
     assert [row["level"] for row in rows(timeline)] == ["info", "warning", "error"]

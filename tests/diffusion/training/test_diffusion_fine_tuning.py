@@ -98,8 +98,9 @@ def test_the_saved_folder_draws_what_the_run_drew(folder: str, tmp_path: Path) -
     assert index["_class_name"] == json.loads((Path(folder) / "model_index.json").read_text())["_class_name"]
     optional = {name: None for name in module.loaded().family.optional_folders if not (written / name).is_dir()}
     pipeline = DiffusionPipeline.from_pretrained(written, **optional)
-    saved = safetensors.torch.load_file(single)
-    assert same(saved, {name: tensor for name, tensor in pipeline.transformer.state_dict().items() if name in saved})
+    saved, transformer = safetensors.torch.load_file(single), pipeline.transformer.state_dict()
+    if not module.loaded().family.original_names:  # else diffusion/pipeline/test_transformer_names.py
+        assert same(saved, {name: tensor for name, tensor in transformer.items() if name in saved})
 
 
 def test_text_encoders_that_left_memory_are_in_the_folder(sd3: str, tmp_path: Path) -> None:

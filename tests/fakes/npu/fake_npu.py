@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from fakes.npu.npu_streams import NpuEvent, NpuStream
+from fakes.recorded_graphs import RecordedGraph, recording
 
 CAST_TO_HALF = (
     *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "conv2d", "convolution"),
@@ -72,6 +73,19 @@ class NpuGradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
 
+class NpuGraph:
+    """A graph, whose operators a CPU runs again."""
+
+    recorded: RecordedGraph | None = None
+
+    def replay(self) -> None:
+        assert self.recorded is not None, "nothing was recorded"
+        self.recorded.replay()
+
+    def reset(self) -> None:
+        self.recorded = None
+
+
 class NpuModule(types.ModuleType):
     """The fake `torch.npu`: two devices, of which one is current."""
 
@@ -82,6 +96,7 @@ class NpuModule(types.ModuleType):
     total = 64 * 2**30
     Stream = NpuStream
     Event = NpuEvent
+    NPUGraph = NpuGraph
     amp = types.SimpleNamespace(GradScaler=NpuGradScaler)
     _default_stream = _current_stream = NpuStream.__new__(NpuStream)
 
@@ -183,6 +198,23 @@ class NpuModule(types.ModuleType):
             yield
         finally:
             self._current_stream = before
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
+    @contextlib.contextmanager
+    def graph(
+        self,
+        npu_graph: NpuGraph,
+        pool: Any = None,
+        stream: NpuStream | None = None,
+        capture_error_mode: str = "global",
+    ) -> Iterator[None]:
+        """Record what runs inside on CPU tensors."""
+        assert capture_error_mode in ("global", "thread_local", "relaxed")
+        with self.stream(stream), recording() as recorder:
+            yield
+        npu_graph.recorded = RecordedGraph(recorder)
 
 
 class NpuTensor(torch.Tensor):

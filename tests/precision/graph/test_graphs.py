@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fakes.models import tiny_transformers as tiny
+from fakes.npu.fake_npu import NpuModule
 from fakes.recorded_graphs import RecordedGraphs
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.blocks import mmdit
 from lightning_aigc.precision.context import without_graphs
+from lightning_aigc.precision.graph.captured_call import DeviceGraphs
 from lightning_aigc.precision.graph.graphed_root import EAGER_CALLS, MOST_GRAPHS, GraphedRoot
 from lightning_aigc.quantization import frozen
 
@@ -390,6 +392,22 @@ def test_on_a_cpu_the_model_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFi
         run.plugin.record_graphs(run.model, torch.device("cpu"))
     assert "graph=True: cpu has no graphs; the model runs eagerly" in caplog.text
     assert run.plugin._graphed == []
+
+
+def test_the_devices_own_functions_are_called_as_torch_npu_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the fake NPU, whose graphs record the CPU tensors that run in them."""
+    monkeypatch.setattr(torch, "get_device_module", lambda _: NpuModule("torch.npu"))
+    monkeypatch.setattr(NpuModule, "Stream", staticmethod(lambda _: NpuModule._default_stream))
+    graphs = DeviceGraphs(torch.device("privateuseone"))
+    x, weight = torch.ones(3), torch.tensor([1.0, 2.0, 3.0])
+    graphs.warm_up(lambda: x * weight)
+    graph, y = graphs.record(lambda: (x * weight).sum(), graphs.pool())
+    x.fill_(2.0)
+    graph.replay()
+    assert y == 12.0
+    graph.reset()
+    with pytest.raises(AssertionError, match="nothing was recorded"):
+        graph.replay()
 
 
 def test_wrong_arguments_are_refused() -> None:
