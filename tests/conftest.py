@@ -53,3 +53,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.freeze)
+
+
+LONGEST = (
+    "test_golden", "test_exact_snapshot", "test_families", "test_stable_diffusion_lora", "test_graphs",
+    "test_config_errors", "test_faults", "test_replaced_forwards", "test_configs", "test_ranks_agree", "test_fit",
+    "test_embedded_model", "test_reader", "test_validation", "test_hub", "test_sharded_results", "test_half_precision",
+    "test_bytes", "test_base_quantization",
+)  # fmt: skip
+"""Modules of a minute and more, which run first: a last one would keep a core while the others have nothing to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))  # stable: a module's tests stay in their order
