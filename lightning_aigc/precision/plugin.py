@@ -188,8 +188,7 @@ class FusedBackwardPrecision(Precision):
             rank_zero_info(f"graph=True: {device.type} has no graphs; the model runs eagerly")
             return
         graphs = graphs or DeviceGraphs(device)
-        grad_dtype = torch.float16 if self.precision == "bf16-forward-fp16-backward" else None
-        self._graphed = [GraphedRoot(root, graphs, grad_dtype) for root in graph_roots(module)]
+        self._graphed = [GraphedRoot(root, graphs) for root in graph_roots(module)]
 
     def _remove_graphs(self) -> None:
         for graphed in self._graphed:

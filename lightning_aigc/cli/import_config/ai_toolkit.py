@@ -9,6 +9,9 @@ from typing import Any
 
 from lightning_aigc.cli.import_config import common
 from lightning_aigc.cli.import_config.imported import (
+    HUB,
+    MEMORY,
+    OBJECTIVE,
     Imported,
     Missing,
     Rule,
@@ -22,8 +25,6 @@ from lightning_aigc.errors import ConfigError
 
 NAME = "ai-toolkit"
 BOTH_KINDS = ["attention", "feed_forward"]
-OTHER_IDEA = Missing("the objective is the family's own")
-MEMORY = Unneeded("trainer.plugins.init_args.memory, and base_quantization, save memory")
 RULES: dict[str, Rule] = {
     "trigger_word": Take("data.trigger_word"),
     "device": Unneeded("trainer.accelerator and trainer.devices choose it"),
@@ -41,7 +42,7 @@ RULES: dict[str, Rule] = {
     "save.max_step_saves_to_keep": Take("model.checkpoints_total_limit", as_int),
     "save.dtype": Unneeded("a LoRA is written in float16 or its own dtype"),
     "save.save_format": Unneeded("results are .safetensors"),
-    "save.*": Unneeded("lightning export RUN --to hub --push OWNER/NAME publishes a run"),
+    "save.*": HUB,
     "train.batch_size": Take("data.train_batch_size", as_int),
     "train.steps": Take("model.max_train_steps", as_int),
     "train.gradient_accumulation_steps": Take("trainer.accumulate_grad_batches", as_int),
@@ -76,7 +77,7 @@ RULES: dict[str, Rule] = {
     "train.linear_timesteps2": Missing("timestep_sampling has uniform, logit_normal and mode"),
     "train.content_or_style": Missing("timestep_sampling has uniform, logit_normal and mode"),
     "train.bypass_guidance_embedding": Missing("training_guidance is what the transformer is told"),
-    "train.*": OTHER_IDEA,
+    "train.*": OBJECTIVE,
     "model.quantize_te": Unneeded("base_quantization packs the text encoders too"),
     "model.qtype_te": Unneeded("base_quantization packs the text encoders too"),
     "model.dtype": Unneeded("base_dtype: auto follows the precision"),

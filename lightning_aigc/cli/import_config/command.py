@@ -201,7 +201,7 @@ def as_yaml(found: Imported) -> str:
     config = read_shipped(template)
     callbacks = config["trainer"]["callbacks"]
     config["trainer"]["callbacks"] = [each for each in callbacks if each["class_path"] != "AdaptiveLR"]
-    _settle(found)
+    _set_dependent_values(found)
     guard = "trainer.callbacks.CLIPConvergenceGuard.stop"
     choices = [Choice(full_place(place), value, str(reason)) for place, (value, reason) in found.values.items()]
     choices.append(Choice(guard, False, "the other program does not stop early; true stops at the best images"))
@@ -256,7 +256,7 @@ def _leave_out_what_the_family_lacks(found: Imported) -> None:
         found.values["model.lora_targets"] = ([each for each in targets if each != "convolutions"], reason)
 
 
-def _settle(found: Imported) -> None:
+def _set_dependent_values(found: Imported) -> None:
     """Set what other values decide: prompts, the end of the run, caches."""
     word = found.value("data.trigger_word")
     if not found.value("model.validation_prompts"):

@@ -60,6 +60,12 @@ class Missing:
 
 Rule = Take | Unneeded | Missing
 
+MEMORY = Unneeded("trainer.plugins.init_args.memory, and base_quantization, save memory")
+HUB = Unneeded("lightning export RUN --to hub --push OWNER/NAME publishes a run")
+LOGGER = Unneeded("report.html and TensorBoard have the curves; trainer.logger adds others")
+SNAPSHOT = Unneeded("snapshots every checkpointing_steps steps: --resume continues from the newest")
+OBJECTIVE = Missing("the objective is the family's own")
+
 
 @dataclass
 class Imported:

@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli.import_config import common
-from lightning_aigc.cli.import_config.imported import Imported, Missing, Rule, Take, Unneeded, as_bool, as_int
+from lightning_aigc.cli.import_config.imported import (
+    HUB,
+    LOGGER,
+    MEMORY,
+    OBJECTIVE,
+    SNAPSHOT,
+    Imported,
+    Missing,
+    Rule,
+    Take,
+    Unneeded,
+    as_bool,
+    as_int,
+)
 from lightning_aigc.errors import ConfigError
 
 NAME = "sd-scripts"
-MEMORY = Unneeded("trainer.plugins.init_args.memory, and base_quantization, save memory")
 ATTENTION = Unneeded("attention is torch's own")
-HUB = Unneeded("lightning export RUN --to hub --push OWNER/NAME publishes a run")
-LOGGER = Unneeded("report.html and TensorBoard have the curves; trainer.logger adds others")
-SNAPSHOT = Unneeded("snapshots every checkpointing_steps steps: --resume continues from the newest")
 PARTS = Unneeded("a diffusers folder holds all parts of the model")
-IDEA = Missing("the objective is the family's own")
 IMAGES = Missing("images are cropped and mirrored only")
 TAGS = Missing("captions are shuffled and dropped as a whole")
 DDP = Unneeded("trainer.strategy starts the ranks")
@@ -170,25 +178,25 @@ RULES: dict[str, Rule] = {
     "clip_l_dropout_rate": TAGS,
     "clip_g_dropout_rate": TAGS,
     "t5_dropout_rate": TAGS,
-    "pos_emb_random_crop_rate": IDEA,
-    "enable_scaled_pos_embed": IDEA,
+    "pos_emb_random_crop_rate": OBJECTIVE,
+    "enable_scaled_pos_embed": OBJECTIVE,
     "model_prediction_type": Unneeded("the objective is the family's own"),
     "sigmoid_scale": Unneeded("logit_std says it"),
     "weighting_scheme": Unneeded("timestep_sampling says it"),
     "training_shift": Take("model.flow_shift", float),
-    "multires_noise_iterations": IDEA,
-    "multires_noise_discount": IDEA,
-    "ip_noise_gamma": IDEA,
-    "ip_noise_gamma_random_strength": IDEA,
-    "perlin_noise": IDEA,
-    "adaptive_noise_scale": IDEA,
-    "noise_offset_random_strength": IDEA,
-    "min_timestep": IDEA,
-    "max_timestep": IDEA,
-    "huber_schedule": IDEA,
-    "huber_scale": IDEA,
-    "scale_v_pred_loss_like_noise_pred": IDEA,
-    "v_pred_like_loss": IDEA,
+    "multires_noise_iterations": OBJECTIVE,
+    "multires_noise_discount": OBJECTIVE,
+    "ip_noise_gamma": OBJECTIVE,
+    "ip_noise_gamma_random_strength": OBJECTIVE,
+    "perlin_noise": OBJECTIVE,
+    "adaptive_noise_scale": OBJECTIVE,
+    "noise_offset_random_strength": OBJECTIVE,
+    "min_timestep": OBJECTIVE,
+    "max_timestep": OBJECTIVE,
+    "huber_schedule": OBJECTIVE,
+    "huber_scale": OBJECTIVE,
+    "scale_v_pred_loss_like_noise_pred": OBJECTIVE,
+    "v_pred_like_loss": OBJECTIVE,
     "lr_scheduler_type": Missing("set model.lr_scheduler to a class"),
     "lr_scheduler_args": Missing("set model.lr_scheduler to a class"),
     "lr_scheduler_num_cycles": Missing("set model.lr_scheduler to a class"),

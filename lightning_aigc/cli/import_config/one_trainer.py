@@ -11,6 +11,10 @@ from typing import Any
 
 from lightning_aigc.cli.import_config import common
 from lightning_aigc.cli.import_config.imported import (
+    LOGGER,
+    MEMORY,
+    OBJECTIVE,
+    SNAPSHOT,
     Imported,
     Missing,
     Rule,
@@ -37,13 +41,9 @@ MODELS = {
     "QWEN": "qwen_image",
     "Z_IMAGE": "z_image",
 }
-MEMORY = Unneeded("trainer.plugins.init_args.memory, and base_quantization, save memory")
 WINDOW = Unneeded("belongs to the program's window")
-BACKUP = Unneeded("snapshots every checkpointing_steps steps: --resume continues from the newest")
-LOGGER = Unneeded("report.html and TensorBoard have the curves; trainer.logger adds others")
 DEVICE = Unneeded("trainer.accelerator, devices and strategy choose it")
 PART = Missing("the parts of a model are chosen by its family")
-IDEA = Missing("the objective is the family's own")
 OTHER_METHOD = Unneeded("belongs to another method than LoRA")
 RULES: dict[str, Rule] = {
     "learning_rate": Take("model.learning_rate", float),
@@ -112,20 +112,20 @@ RULES: dict[str, Rule] = {
     "loss_scaler": Missing("the loss is a mean over the batch"),
     "loss_weight_strength": Unneeded("snr_gamma says it"),
     "mse_strength": Unneeded("loss_type says it"),
-    "mae_strength": IDEA,
-    "log_cosh_strength": IDEA,
+    "mae_strength": OBJECTIVE,
+    "log_cosh_strength": OBJECTIVE,
     "huber_strength": Unneeded("loss_type says it"),
     "vb_loss_strength": Unneeded("images' models have no variational part"),
-    "generalized_offset_noise": IDEA,
-    "perturbation_noise_weight": IDEA,
-    "min_noising_strength": IDEA,
-    "max_noising_strength": IDEA,
+    "generalized_offset_noise": OBJECTIVE,
+    "perturbation_noise_weight": OBJECTIVE,
+    "min_noising_strength": OBJECTIVE,
+    "max_noising_strength": OBJECTIVE,
     "timestep_shift": Unneeded("flow_shift says it"),
     "masked_training": Missing("set data.init_args.mask_dir to the folder of the masks"),
     "unmasked_probability": Missing("a mask says what is learned"),
     "unmasked_weight": Missing("grey in a mask is its weight"),
-    "normalize_masked_area_loss": IDEA,
-    "masked_prior_preservation_weight": IDEA,
+    "normalize_masked_area_loss": OBJECTIVE,
+    "masked_prior_preservation_weight": OBJECTIVE,
     "custom_conditioning_image": Missing("conditions belong to DiffusionControlNet"),
     "layer_filter": Missing("lora_targets chooses layers by their kind"),
     "layer_filter_regex": Unneeded("belongs to layer_filter"),
@@ -150,14 +150,14 @@ RULES: dict[str, Rule] = {
     "sample_video_format": WINDOW,
     "sample_audio_format": WINDOW,
     "non_ema_sampling": Unneeded("samples use the average where there is one"),
-    "backup_after": BACKUP,
-    "backup_after_unit": BACKUP,
-    "rolling_backup": BACKUP,
-    "rolling_backup_count": BACKUP,
-    "backup_before_save": BACKUP,
+    "backup_after": SNAPSHOT,
+    "backup_after_unit": SNAPSHOT,
+    "rolling_backup": SNAPSHOT,
+    "rolling_backup_count": SNAPSHOT,
+    "backup_before_save": SNAPSHOT,
     "save_every": Unneeded("checkpointing_steps says when"),
     "save_every_unit": Unneeded("checkpointing_steps says when"),
-    "save_skip_first": BACKUP,
+    "save_skip_first": SNAPSHOT,
     "save_filename_prefix": WINDOW,
     "text_encoder_layer_skip": Missing("the last layer is read, as the base was trained"),
     "text_encoder_2_layer_skip": Missing("the last layer is read, as the base was trained"),

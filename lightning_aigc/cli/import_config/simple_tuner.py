@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli.import_config import common
-from lightning_aigc.cli.import_config.imported import Imported, Missing, Rule, Take, Unneeded, as_bool, as_int
+from lightning_aigc.cli.import_config.imported import (
+    HUB,
+    LOGGER,
+    MEMORY,
+    OBJECTIVE,
+    Imported,
+    Missing,
+    Rule,
+    Take,
+    Unneeded,
+    as_bool,
+    as_int,
+)
 from lightning_aigc.errors import ConfigError
 
 NAME = "SimpleTuner"
-MEMORY = Unneeded("trainer.plugins.init_args.memory, and base_quantization, save memory")
-HUB = Unneeded("lightning export RUN --to hub --push OWNER/NAME publishes a run")
-LOGGER = Unneeded("report.html and TensorBoard have the curves; trainer.logger adds others")
 CACHE = Unneeded("data.init_args.cache_dir holds the caches")
 DEVICE = Unneeded("trainer.devices, num_nodes and strategy start the ranks")
-IDEA = Missing("the objective is the family's own")
 SAMPLES = Missing("samples are drawn alike in every check")
 LAYERS = Missing("lora_targets chooses layers by their kind")
 IMAGES = Missing("resolution and buckets say how images are cut")
@@ -37,12 +45,12 @@ RULES: dict[str, Rule] = {
     "keep_vae_loaded": MEMORY,
     "fully_unload_text_encoder": MEMORY,
     "unet_attention_slice": MEMORY,
-    "disable_segmented_timestep_sampling": IDEA,
-    "inference_scheduler_timestep_spacing": IDEA,
-    "training_scheduler_timestep_spacing": IDEA,
-    "layer_freeze_strategy": IDEA,
-    "masked_loss_probability": IDEA,
-    "diffusion_blocks_config": IDEA,
+    "disable_segmented_timestep_sampling": OBJECTIVE,
+    "inference_scheduler_timestep_spacing": OBJECTIVE,
+    "training_scheduler_timestep_spacing": OBJECTIVE,
+    "layer_freeze_strategy": OBJECTIVE,
+    "masked_loss_probability": OBJECTIVE,
+    "diffusion_blocks_config": OBJECTIVE,
     "init_lokr_norm": LAYERS,
     "init_lora_ema": LAYERS,
     "init_lora_step": LAYERS,
@@ -80,12 +88,12 @@ RULES: dict[str, Rule] = {
     "disable_assistant_lora": Unneeded("distilled models are refused"),
     "sageattention_usage": Unneeded("attention is torch's own"),
     "dataloader_prefetch_qlen": Unneeded("data.init_args.num_workers"),
-    "tread_config": IDEA,
-    "sla_config": IDEA,
-    "snr_weight": IDEA,
-    "soft_min_snr_sigma_data": IDEA,
-    "huber_schedule": IDEA,
-    "noise_offset_probability": IDEA,
+    "tread_config": OBJECTIVE,
+    "sla_config": OBJECTIVE,
+    "snr_weight": OBJECTIVE,
+    "soft_min_snr_sigma_data": OBJECTIVE,
+    "huber_schedule": OBJECTIVE,
+    "noise_offset_probability": OBJECTIVE,
     "prodigy_steps": Missing("Prodigy finds its rate in every step"),
     "allow_dataset_oversubscription": Unneeded("num_repeats repeats images"),
     "seed_for_each_device": Unneeded("each rank has its own noise"),
@@ -187,8 +195,8 @@ RULES: dict[str, Rule] = {
     "controlnet": Missing("configs/controlnet_canny.yaml trains one"),
     "noise_offset": Take("model.noise_offset", float),
     "offset_noise": Unneeded("noise_offset says it"),
-    "input_perturbation": IDEA,
-    "use_soft_min_snr": IDEA,
+    "input_perturbation": OBJECTIVE,
+    "use_soft_min_snr": OBJECTIVE,
     "webhook_config": LOGGER,
     "trust_remote_code": Missing("no code of a model is run"),
 }
@@ -206,17 +214,17 @@ PREFIXES: dict[str, Rule] = {
     "post_": Missing("no scripts are run"),
     "parquet_": Missing("captions are read from metadata.jsonl or files"),
     "assistant_lora_": Missing("distilled models are refused; train on their base"),
-    "layersync_": IDEA,
-    "nextlat_": IDEA,
-    "xm_": IDEA,
-    "mixflow_": IDEA,
-    "internal_guidance_": IDEA,
-    "diff2flow_": IDEA,
-    "twinflow_": IDEA,
-    "distillation_": IDEA,
-    "refiner_training": IDEA,
-    "input_perturbation": IDEA,
-    "freeze_encoder_": IDEA,
+    "layersync_": OBJECTIVE,
+    "nextlat_": OBJECTIVE,
+    "xm_": OBJECTIVE,
+    "mixflow_": OBJECTIVE,
+    "internal_guidance_": OBJECTIVE,
+    "diff2flow_": OBJECTIVE,
+    "twinflow_": OBJECTIVE,
+    "distillation_": OBJECTIVE,
+    "refiner_training": OBJECTIVE,
+    "input_perturbation": OBJECTIVE,
+    "freeze_encoder_": OBJECTIVE,
     "audio_": Missing("images have no sound"),
     "disk_low_": Unneeded("a full disk ends the run with a snapshot before it"),
     "debug_": LOGGER,
@@ -233,13 +241,13 @@ PREFIXES: dict[str, Rule] = {
     "ema_": Missing("the average is a plain one"),
     "lr_": Missing("set model.lr_scheduler to a class for its own arguments"),
     "checkpoint": Missing("checkpointing_steps says when"),
-    "crepa_": IDEA,
-    "urepa_": IDEA,
-    "irepa_": IDEA,
-    "timestep_bias_": IDEA,
-    "scheduled_sampling_": IDEA,
-    "flow_": IDEA,
-    "flux_": IDEA,
+    "crepa_": OBJECTIVE,
+    "urepa_": OBJECTIVE,
+    "irepa_": OBJECTIVE,
+    "timestep_bias_": OBJECTIVE,
+    "scheduled_sampling_": OBJECTIVE,
+    "flow_": OBJECTIVE,
+    "flux_": OBJECTIVE,
     "group_offload_": MEMORY,
     "ramtorch_": MEMORY,
     "fsdp_": Missing("strategy zero_3 shards the weights"),

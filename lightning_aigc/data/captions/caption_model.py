@@ -83,15 +83,10 @@ class CaptionModel:
         return self.processor(images=list(images), return_tensors="pt", **text_N)
 
 
-def is_offline() -> bool:
-    """Whether the hub may not be asked."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
 def _not_loaded(name: str, error: Exception) -> str:
     """The sentence for a model that cannot be loaded, without the hub's own text."""
+    from huggingface_hub import is_offline_mode
+
     text = str(error)
     if "trust_remote_code" in text:
         reason = "its code lies with its weights and is not run; give a model that transformers has itself"
@@ -99,7 +94,7 @@ def _not_loaded(name: str, error: Exception) -> str:
         reason = "there is too little memory for it; give a smaller model"
     elif isinstance(error, ImportError):
         reason = f"a package that it needs is missing ({text.strip().splitlines()[0]})"
-    elif isinstance(error, OSError) and is_offline():
+    elif isinstance(error, OSError) and is_offline_mode():
         reason = "HF_HUB_OFFLINE is set, and it is neither a folder nor in the hub's cache; unset it, or give a folder"
     elif isinstance(error, OSError):
         reason = "neither a folder of that name nor the hub has it; give the folder of a model that you downloaded"

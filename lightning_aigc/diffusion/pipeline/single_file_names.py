@@ -121,9 +121,8 @@ def open_clip_tensors(tensors: Mapping[str, DeferredTensor]) -> Iterator[tuple[s
         found = QKV.match(plain)
         if found:
             three = [tensors[name.replace("q_proj", f"{letter}_proj")] for letter in "qkv"]
-            shape = (3 * tensor.shape[0], *tensor.shape[1:])
             new = f"{found[1].replace('encoder.layers', 'transformer.resblocks')}attn.in_proj_{found[2]}"
-            yield new, DeferredTensor(shape, tensor.dtype, _joined(three))
+            yield new, _concatenated(three)
         elif "self_attn.k_proj" in plain or "self_attn.v_proj" in plain:
             continue
         elif plain == "text_projection.weight":
@@ -140,10 +139,6 @@ def _layer(kind: str, rest: str) -> str:
         return f"1.{rest}"
     ours = next(key for key in RESNET if rest.startswith(f"{key}."))
     return f"0.{RESNET[ours]}{rest.removeprefix(ours)}"
-
-
-def _joined(three: list[DeferredTensor]) -> Callable[[], Tensor]:
-    return lambda: torch.cat([each.make() for each in three])
 
 
 def _transposed(tensor: DeferredTensor) -> Callable[[], Tensor]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_aigc.precision.memory.saved_tensors import tensors_in
+
 T = TypeVar("T")
 
 
@@ -68,15 +70,15 @@ class DeviceGraphs:
 Key = tuple[Any, ...]
 
 
-def key_of(module: nn.Module, args: Any, kwargs: Any, grad_dtype: torch.dtype | None) -> Key:
+def key_of(module: nn.Module, args: Any, kwargs: Any) -> Key:
     """All that decides which operators a call runs, apart from the module's own state.
 
     Raises: TypeError for an argument that cannot be compared.
     """
     leaves, structure = tree_flatten((args, kwargs))
-    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    device = next((tensor.device.type for tensor in tensors_in(leaves)), "cpu")
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    key = (structure, module.training, autocast, grad_dtype, *map(_described, leaves))
+    key = (structure, module.training, autocast, *map(_described, leaves))
     hash(key)
     return key
 
@@ -140,7 +142,7 @@ class CapturedCall:
         gradient_strides: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         leaves, structure = tree_flatten((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = tensors_in(leaves)
         self._held = [_memory_like(x) for x in given]
         self.inputs = [
             held.expand(x.shape).requires_grad_(x.requires_grad) for held, x in zip(self._held, given, strict=True)
@@ -148,14 +150,12 @@ class CapturedCall:
         self.copy_inputs(given)
         self.buffer = buffer
         self._gradient_strides = gradient_strides
-        self.forward, self.backward, self.result_leaves, self.result_structure = self._record(
-            forward, leaves, structure, graphs, pool
-        )
+        self.forward, self.backward = self._record(forward, leaves, structure, graphs, pool)
         self.waiting: weakref.ref[_Waiting] | None = None
 
     def _record(
         self, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec, graphs: Graphs, pool: Any
-    ) -> tuple[Any, Any, list[Any], TreeSpec]:
+    ) -> tuple[Graph, Graph]:
         static = iter(self.inputs)
         merged = [next(static) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_args, static_kwargs = tree_unflatten(merged, structure)
@@ -193,15 +193,15 @@ class CapturedCall:
             backward_graph, self.input_gradients = graphs.record(
                 lambda: backward_of(self.outputs, self.output_gradients), pool
             )
-        result_leaves, result_structure = tree_flatten(result)
         self.outputs = [y.detach() for y in self.outputs]
-        result_leaves = [x.detach() if isinstance(x, Tensor) else x for x in result_leaves]
-        self.is_output = [isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(result)[0]]
-        return forward_graph, backward_graph, result_leaves, result_structure
+        made, self.result_structure = tree_flatten(result)
+        self.is_output = [isinstance(x, Tensor) and x.requires_grad for x in made]
+        self.result_leaves = [x.detach() if isinstance(x, Tensor) else x for x in made]
+        return forward_graph, backward_graph
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """The module's result for other tensors of the same shapes."""
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         outputs = iter(_replay(self, len(tensors), *tensors, *self.buffer.trained))
         leaves = [
             next(outputs) if is_output else leaf.clone() if isinstance(leaf, Tensor) else leaf
@@ -293,7 +293,7 @@ def note_gradient_strides(result: Any, strides: dict[int, tuple[int, ...]]) -> N
 
 
 def _differentiable(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors_in(result) if tensor.requires_grad]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_aigc.precision.context import current
@@ -26,6 +25,8 @@ from lightning_aigc.precision.graph.captured_call import (
     key_of,
     note_gradient_strides,
 )
+from lightning_aigc.precision.memory.recompute import has_active_dropout
+from lightning_aigc.precision.memory.saved_tensors import tensors_in
 from lightning_aigc.sharding.local_parts import original_class
 
 EAGER_CALLS = 2
@@ -60,7 +61,6 @@ class GraphedRoot:
 
     root: nn.Module
     graphs: Graphs
-    grad_dtype: torch.dtype | None = None
     entries: OrderedDict[Key, _Entry] = field(default_factory=OrderedDict)
     reason: str | None = None
     """Reason why the module runs eagerly."""
@@ -115,7 +115,7 @@ class GraphedRoot:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         try:
-            key = key_of(self.root, args, kwargs, self.grad_dtype)
+            key = key_of(self.root, args, kwargs)
         except TypeError:
             return None
         entry = self.entries.setdefault(key, _Entry())
@@ -148,8 +148,9 @@ class GraphedRoot:
             )
         if self._is_full and len(self._captured()) >= MOST_GRAPHS:
             return
-        shapes = _shapes_of(args, kwargs)
-        if "cpu" in _devices_of(args, kwargs) and self._is_on_accelerator():
+        tensors = tensors_in((args, kwargs))
+        shapes = str([*tensors[0].shape])
+        if any(tensor.device.type == "cpu" for tensor in tensors) and self._is_on_accelerator():
             self._refuse(entry, shapes, "an input is in host memory")
             return
         if self._buffer is None:
@@ -208,18 +209,6 @@ def graph_roots(model: nn.Module) -> Iterator[nn.Module]:
         yield from graph_roots(child)
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-
-
-def _devices_of(args: Any, kwargs: Any) -> set[str]:
-    return {tensor.device.type for tensor in _tensors(args, kwargs)}
-
-
-def _shapes_of(args: Any, kwargs: Any) -> str:
-    return str([*_tensors(args, kwargs)[0].shape])
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -270,11 +259,10 @@ def reason_against(root: nn.Module) -> str | None:
     """The reason why no graph of this module can be right, with what to do; None if there is none."""
     if "forward" in root.__dict__ and not hasattr(root.__dict__["forward"], "__wrapped_by_graph__"):
         return "its forward was replaced"
-    for module in root.modules():
-        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-            return "a dropout draws random numbers in it; set lora_dropout: 0"
-        if getattr(module, "gradient_checkpointing", False):
-            return "gradient_checkpointing reads random states; use memory: max in its place"
+    if has_active_dropout(root):
+        return "a dropout draws random numbers in it; set lora_dropout: 0"
+    if any(getattr(module, "gradient_checkpointing", False) for module in root.modules()):
+        return "gradient_checkpointing reads random states; use memory: max in its place"
     for parameter in root.parameters():
         if isinstance(parameter, DTensor):
             return "its weights are sharded, and move at each step; use a strategy that does not shard"

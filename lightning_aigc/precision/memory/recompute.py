@@ -50,7 +50,7 @@ def checkpoint_block(
         first, again = around or (contextlib.nullcontext(), contextlib.nullcontext())
         return RecomputeRun(saved, False, offloads, first), RecomputeRun(saved, True, offloads, again)
 
-    if _has_active_dropout(module):
+    if has_active_dropout(module):
         with save_on_host() if offloads else contextlib.nullcontext():  # inside, checkpoint's own hooks hold
             result: Tensor = checkpoint(
                 block, *inputs, use_reentrant=False, context_fn=contexts, determinism_check="none",
@@ -167,7 +167,7 @@ def _refuse(_: object) -> Tensor:
     raise AssertionError("a recomputed block's graph is not used")
 
 
-def _has_active_dropout(module: nn.Module) -> bool:
+def has_active_dropout(module: nn.Module) -> bool:
     """Whether a dropout in this block is active, for example that of a LoRA on a convolution."""
     stack = [module]
     while stack:  # every call of a block comes here: `modules()` takes several times as long
