@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,9 @@ def test_without_a_network_the_command_that_downloads_is_named(monkeypatch: pyte
     said = refusal("stable-diffusion-v1-5/stable-diffusion-v1-5")
     assert "HF_HUB_OFFLINE=1 forbids the download" in said
     (command,) = re.findall(r"run: (hf download \S+);", said)
-    help_page = subprocess.run([*command.split()[:2], "--help"], capture_output=True, text=True, check=True)
+    program, verb, _ = command.split()
+    beside_python = Path(sys.executable).with_name(program)  # an environment that is used need not be on PATH
+    help_page = subprocess.run([beside_python, verb, "--help"], capture_output=True, text=True, check=True)
     assert "REPO_ID" in help_page.stdout
 
 
