@@ -5,7 +5,7 @@ Importing this package registers "npu" and "npu_sparse" with Lightning once Ligh
 
 from lightning_aigc._pytorch_lightning import register_refusals
 from lightning_aigc._registration import when_imported
-from lightning_aigc._torchvision_import import declare_missing_operators
+from lightning_aigc._third_party_imports import declare_missing_operators
 
 when_imported(
     "torch", declare_missing_operators

@@ -14,7 +14,7 @@ PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_k
 
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
-    {"errors", "atomic_file", "protocols", "_registration", "_torchvision_import"},
+    {"errors", "atomic_file", "protocols", "_registration", "_third_party_imports"},
     {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_pytorch_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
@@ -113,7 +113,7 @@ def test_ops_build_on_simpler_ops_only(path: Path) -> None:
 
 def test_importing_the_package_mends_torchvision_and_registers_names_only() -> None:
     imported = {name for name in imports_of(PACKAGE / "__init__.py") if name.startswith(TOP)}
-    at_once = {"_torchvision_import", "_registration", "_pytorch_lightning"}
+    at_once = {"_third_party_imports", "_registration", "_pytorch_lightning"}
     once_lightning_is_imported = {"accelerators", "strategies"}  # they register "npu" and "npu_sparse"
     assert {name.split(".")[1] for name in imported} <= at_once | once_lightning_is_imported
 

@@ -8,6 +8,8 @@ import re
 import warnings
 from pathlib import Path
 
+from lightning_aigc._registration import when_imported
+
 IGNORED_WARNINGS = (
     ".*does not have many workers.*",  # ImageCaptionData set them from the machine
     ".*GPU available but not used.*",
@@ -31,7 +33,7 @@ LEFT_OUT = re.compile(
 )
 """Log messages of other packages that are not printed."""
 _PROCESSES = re.compile(r"distributed_backend=(\w+)\s.*Starting with (\d+) processes", re.DOTALL)
-LIBRARIES = ("lightning", "lightning.pytorch", "lightning.fabric", "diffusers", "transformers")
+LIGHTNING = ("lightning", "lightning.pytorch", "lightning.fabric")
 
 
 def quiet_known_warnings() -> None:
@@ -42,15 +44,30 @@ def quiet_known_warnings() -> None:
 
 def tidy_console() -> None:
     """Leave known messages out, and print warnings as one line; after Lightning is imported, which sets its own."""
-    from diffusers.utils.logging import get_logger as get_diffusers_logger
-    from transformers.utils.logging import get_logger as get_transformers_logger
+    _filter_handlers(*LIGHTNING)
+    when_imported("diffusers", _filter_diffusers)
+    when_imported("transformers", _filter_transformers)
+    warnings.formatwarning = format_warning
 
-    get_diffusers_logger("diffusers")  # each makes its package's handler
-    get_transformers_logger("transformers")
-    for handler in {handler for name in LIBRARIES for handler in logging.getLogger(name).handlers}:
+
+def _filter_diffusers() -> None:
+    from diffusers.utils.logging import get_logger
+
+    get_logger("diffusers")  # makes its handler
+    _filter_handlers("diffusers")
+
+
+def _filter_transformers() -> None:
+    from transformers.utils.logging import get_logger
+
+    get_logger("transformers")
+    _filter_handlers("transformers")
+
+
+def _filter_handlers(*loggers: str) -> None:
+    for handler in (handler for name in loggers for handler in logging.getLogger(name).handlers):
         if _is_printed not in handler.filters:
             handler.addFilter(_is_printed)
-    warnings.formatwarning = format_warning
 
 
 def format_warning(

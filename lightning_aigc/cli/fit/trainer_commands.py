@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_aigc._third_party_imports import delay_torchmetrics
 from lightning_aigc.cli.fit.config_errors import first_sentence
 from lightning_aigc.cli.fit.console import quiet_known_warnings, tidy_console
 from lightning_aigc.errors import UserError
@@ -33,6 +34,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
     except Exception as error:  # torch loads torch_npu, which may raise anything without CANN
         print(f"error: torch does not start ({error.__cause__ or error}); ask `lightning doctor`", file=sys.stderr)
         return 1
+    delay_torchmetrics()
     with _garbage_left_alone():
         from lightning.fabric.utilities.distributed import _destroy_dist_connection
         from lightning.fabric.utilities.exceptions import MisconfigurationException

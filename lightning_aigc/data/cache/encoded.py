@@ -6,9 +6,9 @@ Shapes: N entries, F flips (1 or 2), C latent channels, h w latent pixels, B bat
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-import diffusers
 import numpy as np
 import torch
 from torch import Tensor, nn, stack
@@ -25,7 +25,7 @@ from lightning_aigc.data.cache.encoder import Encoder, MakesConditions, autoenco
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
 from lightning_aigc.errors import DataError
 
-_DIFFUSERS = ".".join(diffusers.__version__.split(".")[:2])
+_DIFFUSERS = ".".join(version("diffusers").split(".")[:2])
 
 
 class EncodedTensors:

@@ -30,7 +30,7 @@ ALWAYS = (
 )
 OF_A_TRAINING = (
     r"2 processes, joined by gloo",
-    r"run: \S+ \(images in samples/, scored images in guard/, open run/report.html",
+    r"run: \S+ \(images in samples/, scored images in guard/, open \S+/run/report.html, which renews itself\)",
     r"live: tensorboard --logdir ",
     r"model: [\d.]+ [kM] of [\d.]+ [kM] parameters are trained",
     r"warning: (learning rate: 0.02 is above|1 of 2 validation_prompts have more than 10 tokens)",
