@@ -51,6 +51,14 @@ class DeclaresSnapshotArguments(Protocol):
     snapshot_ignored_arguments: frozenset[str]
 
 
+@runtime_checkable
+class HasConfigText(Protocol):
+    """A SaveConfigCallback that keeps the YAML it writes, which takes the parser 0.1 s to make."""
+
+    @property
+    def text(self) -> str: ...
+
+
 def training_config(trainer: Trainer, module: LightningModule, data: Any = None) -> dict[str, Any]:
     """The configuration that decides the training, by dotted key: the CLI's, or else that of the objects themselves."""
     data = data or getattr(trainer, "datamodule", None)
@@ -61,7 +69,11 @@ def training_config(trainer: Trainer, module: LightningModule, data: Any = None)
     }
     written = next((c for c in trainer.callbacks if isinstance(c, SaveConfigCallback)), None)  # type: ignore[attr-defined]
     if written is not None:
-        config = yaml.safe_load(written.parser.dump(written.config, skip_none=False))
+        if isinstance(written, HasConfigText):
+            text = written.text
+        else:
+            text = written.parser.dump(written.config, skip_none=False, format="yaml")
+        config = yaml.safe_load(text)
         return relevant(redact(config), ignored)
     found: dict[str, Any] = {
         "trainer": {name: getattr(trainer, name) for name in TRAINER_KEYS if hasattr(trainer, name)},

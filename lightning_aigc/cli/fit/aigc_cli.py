@@ -7,11 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 import yaml
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -83,15 +85,25 @@ class SaveConfig(SaveConfigCallback):
             shared[key] = redact(value, key.rpartition(".")[2])
         shared.overwrite = False  # the saved config describes the run, not how it was started
         super().__init__(parser, shared, *args, **kwargs)
+        self.save_to_log_dir = False  # save_config below writes there
+
+    @cached_property
+    def text(self) -> str:
+        """The config as YAML, made once: the parser has validated it, and a dump with its checks takes 0.1 s."""
+        return str(self.parser.dump(self.config, skip_none=False, skip_check=True, format="yaml"))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # validate would replace the run's config.yaml by one that fit cannot read
+            log_dir = trainer.log_dir  # asked of every rank: rank 0 sends it to the others
+            self._folders = dict.fromkeys((str(trainer.default_root_dir), str(log_dir or trainer.default_root_dir)))
             super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        root = Path(trainer.default_root_dir)
-        root.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, str(root / "config.yaml"), skip_none=False, overwrite=True, multifile=False)
+        for folder in self._folders:
+            files = get_filesystem(folder)
+            files.makedirs(folder, exist_ok=True)
+            with files.open(f"{folder}/config.yaml", "w", encoding="utf-8") as file:
+                file.write(self.text)
 
 
 class CompareRanks(Callback):
@@ -126,7 +138,6 @@ class AIGCCLI(LightningCLI):
             # docs/architecture.md, decision 13: the automatic key binds parameters before the LoRA exists.
             auto_configure_optimizers=False,
             save_config_callback=SaveConfig,
-            save_config_kwargs={"overwrite": True},
             **kwargs,
         )
 
@@ -235,6 +246,16 @@ class AIGCCLI(LightningCLI):
 
         A larger max_train_steps would then be ignored. The module refuses a checkpoint that does not fit the config.
         """
+
+    def _dump_config(self) -> None:
+        """As Lightning's, without the checks that the parser has made: a quarter of the time."""
+        if not hasattr(self, "config_dump"):
+            text = self.parser.dump(
+                self.config, skip_link_targets=False, skip_none=False, skip_check=True, format="yaml"
+            )
+            self.config_dump = yaml.safe_load(text)
+            if "subcommand" in self.config:
+                self.config_dump = self.config_dump[self.config.subcommand]
 
     def instantiate_classes(self) -> None:
         try:
