@@ -1,4 +1,4 @@
-"""Imports of other packages: torchvision beside a torch without CUDA, torchmetrics without its metrics."""
+"""Imports of other packages: torchvision with a torch without CUDA, torchmetrics without its metrics."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.data.advice import advice_on
 from lightning_aigc.data.advice.dataset_summary import material_of_run
 from lightning_aigc.data.cache.cache import check_writable
@@ -76,7 +77,7 @@ class ImageCaptionData(LightningDataModule):
             file name (`filename`), an empty caption (`empty`) or the trigger word alone (`trigger`).
         cache_latents: Run the VAE once per image and keep the result on disk.
         cache_text_embeddings: Run the text encoder once per caption and keep the result on disk.
-        cache_dir: Folder of the caches, by default `.cache/lightning_aigc` in the home folder.
+        cache_dir: Folder of the caches, by default `lightning_aigc` in $XDG_CACHE_HOME or else ~/.cache.
         class_data_dir: Folder of ordinary images of the class, for prior preservation. `embedded:prior` ships.
         class_prompt: Caption of class images that have none.
         prior_ratio: Class images for each user image, over the training; a small ratio leaves some batches without.
@@ -160,7 +161,7 @@ class ImageCaptionData(LightningDataModule):
         self.train_batch_size = train_batch_size
         self.options = ItemOptions(**{f.name: given[f.name] for f in fields(ItemOptions)})
         self._given = given
-        self.cache_dir = Path(cache_dir or "~/.cache/lightning_aigc").expanduser().absolute()
+        self.cache_dir = Path(cache_dir or cache_folder()).expanduser().absolute()
         self.prior_ratio = prior_ratio
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         cached = (self.cache_dir, cache_latents, cache_text_embeddings, train_batch_size)

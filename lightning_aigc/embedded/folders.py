@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.errors import DataError
 
 PREFIX = "embedded:"
@@ -37,7 +38,7 @@ def embedded_names() -> list[str]:
 
 
 def resolve(path: str) -> Path:
-    """Resolve a path argument: `embedded:NAME` is a folder in `cache_folder()`; other paths only expand `~`.
+    """Resolve a path argument: `embedded:NAME` is a folder in `folder_of_sets()`; other paths only expand `~`.
 
     The first use of a name unpacks its archive; a process checks each file of a name once. Where the cache cannot be
     written, a folder for temporary files serves, with a warning.
@@ -56,18 +57,14 @@ def resolve(path: str) -> Path:
     return _resolved[name]
 
 
-def cache_folder() -> Path:
-    """Parent of the unpacked folders: `lightning_aigc/embedded` in `$XDG_CACHE_HOME`, by default `~/.cache`.
-
-    Raises: RuntimeError if there is no home folder.
-    """
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one is invalid, by the XDG specification
-    return (given if given.is_absolute() else Path.home() / ".cache") / "lightning_aigc" / "embedded"
+def folder_of_sets() -> Path:
+    """Parent of the unpacked folders. Raises: RuntimeError if there is no home folder."""
+    return cache_folder() / "embedded"
 
 
 def _unpack_where_possible(name: str) -> Path:
     try:
-        return unpack(name, cache_folder())
+        return unpack(name, folder_of_sets())
     except (OSError, RuntimeError) as error:
         reason = str(error)
     advice = "set XDG_CACHE_HOME to a folder that can be written"

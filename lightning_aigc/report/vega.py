@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.report.theme import as_light, chart_config
 
@@ -69,11 +72,22 @@ def scripts() -> tuple[str, str]:
 
 @functools.cache
 def bundle() -> str:
-    """Vega, Vega-Lite and vega-embed as one script that needs no network."""
+    """Vega, Vega-Lite and vega-embed as one script that needs no network.
+
+    Making it takes 1.5 s, so it is kept in the cache folder, by the version of vl-convert.
+    """
+    file = None
+    with contextlib.suppress(OSError, RuntimeError):  # no home folder, or none that can be read and written
+        file = cache_folder() / f"vega-{version('vl-convert-python')}.js"
+        return file.read_text(encoding="utf-8")
     import vl_convert
 
     script: str = vl_convert.javascript_bundle(None)  # type: ignore[arg-type]  # the default, of vega-embed
-    return script.replace("</script", "<\\/script")
+    script = script.replace("</script", "<\\/script")
+    if file is not None:
+        with contextlib.suppress(OSError), atomic_file(file) as out:
+            out.write(script.encode())
+    return script
 
 
 def check_picture(file: Path) -> None:

@@ -16,8 +16,7 @@ import yaml
 
 from lightning_aigc.cli import OWN_VERBS, TRAINER_VERBS
 from lightning_aigc.cli.class_source import REQUIRED, arguments_of
-from lightning_aigc.cli.fit.options import OPTIONS
-from lightning_aigc.cli.fit.short_help import GROUPS, known_arguments, short_help
+from lightning_aigc.cli.fit.short_help import GROUPS, OPTIONS, known_arguments, short_help
 from lightning_aigc.cli.init.base import SHORT
 from lightning_aigc.cli.init.command import short_names
 from lightning_aigc.data import ImageCaptionData

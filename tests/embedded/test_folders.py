@@ -79,7 +79,7 @@ def test_the_cache_is_in_the_home_folder_where_xdg_names_no_absolute_path(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", given)
-    assert folders.cache_folder() == tmp_path / ".cache" / "lightning_aigc" / "embedded"
+    assert folders.folder_of_sets() == tmp_path / ".cache" / "lightning_aigc" / "embedded"
 
 
 def test_the_second_use_writes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_k
 
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
-    {"errors", "atomic_file", "protocols", "_registration", "_third_party_imports"},
+    {"errors", "atomic_file", "cache_folder", "protocols", "_registration", "_third_party_imports"},
     {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_pytorch_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},

@@ -33,9 +33,9 @@ from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config
 from lightning_aigc.cli.fit.earlier_run import refuse_earlier_run
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
-from lightning_aigc.cli.fit.options import OPTIONS
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
 from lightning_aigc.cli.fit.rank_errors import end_started_ranks, share_errors
+from lightning_aigc.cli.fit.short_help import OPTIONS
 from lightning_aigc.cli.fit.start_lines import StartLines
 from lightning_aigc.cli.fit.traceback_file import bug_within
 from lightning_aigc.cli.fit.trainer_values import check_trainer_values

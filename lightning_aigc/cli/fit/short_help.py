@@ -7,10 +7,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_aigc.cli.class_source import REQUIRED, Argument, arguments_of
-from lightning_aigc.cli.fit.options import OPTIONS
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--threads": {"type": int | None, "default": None, "help": "CPU threads for torch; unset keeps torch's default."},
+    "--dry_run": {
+        "action": "store_true",
+        "help": "Report data, buckets, parameters and memory, run one real step, write nothing but the caches.",
+    },
+    "--resume": {
+        "action": "store_true",
+        "help": "Resume from the newest complete snapshot in trainer.default_root_dir; start anew if there is none.",
+    },
+    "--overwrite": {
+        "action": "store_true",
+        "help": "Train anew in the folder of an earlier run, and replace its results.",
+    },
+}
+"""Options next to Lightning's own: arguments of `add_argument` by name."""
 DATA, MODEL, TRAINER = "data.init_args", "model.init_args", "trainer"
 CLASSES: dict[str, Sequence[str]] = {
     DATA: ["lightning_aigc.data.image_caption_data.ImageCaptionData"],

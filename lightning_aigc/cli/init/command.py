@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 from lightning_aigc.atomic_file import write_text
+from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.cli.class_source import class_values, source_of
 from lightning_aigc.cli.init.card_sizes import CARDS
 from lightning_aigc.errors import ConfigError
 
-CACHE = "~/.cache/lightning_aigc"
 """ImageCaptionData's default for cache_dir: training finds there what this verb has checked."""
 LISTED = 5
 SHOWN = (
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     base = find_base(args.base)
     card = find_card(args.card, base.family)
     values = values_for(base.family, card)
-    look = inspect_folder(args.folder, Path(CACHE).expanduser())
+    look = inspect_folder(args.folder, cache_folder())
     config = read_shipped(values.template)
     pictures_a_step = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
     choices = choose(look, base, card, values, pictures_a_step, args.trigger_word, name)

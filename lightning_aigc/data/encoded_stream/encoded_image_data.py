@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.data.cache.encoder import Encoder, can_cache_captions, frozen_text_setting
 from lightning_aigc.data.cache.resources import loader_settings
 from lightning_aigc.data.encoded_stream.manifest import COMMON, REFERENCES, Manifest, join, read_manifest
@@ -38,7 +39,8 @@ class EncodedImageData(LightningDataModule):
         caption_dropout_rate: Share of captions replaced by the empty caption.
         shuffle_window: Entries of a rank within which the order is random; shards are shuffled whole.
         on_bad_shard: At a missing or damaged shard: stop, or skip to the next good one with a warning.
-        cache_dir: Folder for shards fetched from another address; ~/.cache/lightning_aigc when unset.
+        cache_dir: Folder for shards fetched from another address; by default `lightning_aigc` in $XDG_CACHE_HOME
+            or else ~/.cache.
         cache_limit_gb: Most that this folder may take; unset keeps all.
         storage_options: Arguments of the fsspec file system, such as keys.
         num_workers: Loader processes; unset chooses by the machine.
@@ -79,7 +81,7 @@ class EncodedImageData(LightningDataModule):
         self.shards_dir, self.validation_shards_dir = shards_dir, validation_shards_dir
         self.train_batch_size, self.shuffle_window, self.seed = train_batch_size, shuffle_window, seed
         self.random_flip, self.caption_dropout_rate, self.on_bad_shard = random_flip, caption_dropout_rate, on_bad_shard
-        self.cache_dir = Path(cache_dir or "~/.cache/lightning_aigc").expanduser().absolute() / "shards"
+        self.cache_dir = Path(cache_dir or cache_folder()).expanduser().absolute() / "shards"
         self.cache_limit_gb, self.storage_options = cache_limit_gb, storage_options
         self.num_workers, self.pin_memory, self.prefetch_factor = num_workers, pin_memory, prefetch_factor
         self._manifests: dict[str, Manifest] = {}

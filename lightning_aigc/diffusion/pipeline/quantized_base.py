@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.objectives import SeededNoise
@@ -157,10 +158,6 @@ MIN_NUMBERS = 100_000_000
 """Numbers of a base from which packing takes longer than reading the cache."""
 
 
-def default_folder() -> Path:
-    return Path.home() / ".cache" / "lightning_aigc" / "packed"
-
-
 class PackedCache:
     """Packs layers, or reads the weights that an earlier run packed from the same numbers.
 
@@ -208,7 +205,7 @@ def content_key(weight: Tensor, kind: Format) -> str:
 def packing_for(layers: Iterable[Layer]) -> Packing | None:
     """Return the cache's `pack`, or None for layers that are too small for the cache to be faster."""
     numbers = sum(layer.weight.numel() for layer in layers)
-    return PackedCache(default_folder()).pack if numbers >= MIN_NUMBERS else None
+    return PackedCache(cache_folder() / "packed").pack if numbers >= MIN_NUMBERS else None
 
 
 IMAGES = 8

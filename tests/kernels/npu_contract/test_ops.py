@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_aigc_kernels import Stream
+from lightning_aigc_kernels import AttentionStream
 from lightning_aigc_kernels.joint_attention import op as joint_attention
 from lightning_aigc_kernels.lora_attention import core
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
@@ -158,10 +158,10 @@ def test_the_pse_is_added_before_the_scale_and_stays_finite() -> None:
 def test_joint_attention_takes_the_fused_op_forward_and_backward_and_no_complex_number() -> None:
     angles = torch.empty(S, E // 2, device="npu:0")
     bias = torch.empty(B, T, device="npu:0")
-    text = Stream(
+    text = AttentionStream(
         *(half(B, T, H * E).detach() for _ in range(3)), half(E).detach(), half(E).detach(), key_bias=bias
     )  # fmt: skip
-    picture = Stream(*(half(B, S, H * E).detach() for _ in range(3)), half(E).detach(), None, angles, angles)
+    picture = AttentionStream(*(half(B, S, H * E).detach() for _ in range(3)), half(E).detach(), None, angles, angles)
     tensors, given = pack((*text, *picture))
     options = H, 1e-6, True, torch.float16
     with Recorder() as calls:
