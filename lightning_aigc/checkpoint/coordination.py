@@ -106,6 +106,11 @@ def _lock(file: int, directory: Path) -> None:
         lock_now(file)
     except BlockingIOError:
         owner = _read(directory / NAME)
+        if (owner.get("pid"), owner.get("host")) == (os.getpid(), socket.gethostname()):
+            raise SnapshotError(
+                f"two ExactSnapshots of this process write into {directory}; leave one of them out of"
+                " trainer.callbacks, or set a `directory` of its own"
+            ) from None
         raise SnapshotError(
             f"{directory} is in use by process {owner.get('pid', '?')} on {owner.get('host', '?')}: two runs cannot "
             "write snapshots into one folder; wait for that run, stop it, or give this one another folder"

@@ -24,7 +24,7 @@ _DEFAULT_WEIGHTS = {
     "ViT-H-14": "laion2b_s32b_b79k",
 }
 _REMEDY = (
-    "Offline, give `model` a folder with open_clip_config.json and weights, or `embedded:clip`, "
+    "offline, give `model` a folder with open_clip_config.json and weights, or `embedded:clip`, "
     "or `pretrained` a weights file"
 )
 
@@ -75,7 +75,7 @@ class CLIPModel:
             architecture = "state_dict" in str(error) or "size mismatch" in str(error)
             hint = f"the weights are of another architecture than {name}" if architecture else _REMEDY
             raise ModelError(
-                f"cannot load CLIP with model={name!r}, pretrained={pretrained!r}: {reason}. {hint}"
+                f"cannot load CLIP with model={name!r}, pretrained={pretrained!r}: {reason}; {hint}"
             ) from error
         self.model.eval().requires_grad_(False).float().to(device)
         self.preprocessing: dict[str, Any] = dict(self.model.visual.preprocess_cfg)
@@ -177,4 +177,5 @@ def _locate(open_clip: Any, name: str, pretrained: str | None) -> tuple[str, Pat
     if folder.is_dir():
         raise ModelError(f"got model={name!r}, a folder without open_clip_config.json; {_REMEDY}")
     near = difflib.get_close_matches(name, open_clip.list_models(), n=3, cutoff=0.5)
-    raise ModelError(f"got model={name!r}, neither a folder nor an open_clip model (near: {near}); {_REMEDY}")
+    known = f"; did you mean {near[0]}?" if near else ""
+    raise ModelError(f"got model={name!r}, neither a folder nor an open_clip model{known}; {_REMEDY}")

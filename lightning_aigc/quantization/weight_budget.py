@@ -59,14 +59,17 @@ def choose_formats(
     if target_bytes >= unquantized:
         raise ConfigError(
             f"base_quantization: {{target_mib: {target_bytes / MIB:g}}} quantizes nothing: these weights fit in full"
-            f" precision, in {unquantized / MIB:.4g} MiB; leave base_quantization unset, or ask for less"
+            f" precision, in {unquantized / MIB:.4g} MiB; leave base_quantization unset, or ask for"
+            f" less than {unquantized / MIB:.4g}"
         )
     picks = choose([[cost for _, cost in costs] for costs in options], target_bytes - other_bytes)
     if picks is None:
         least = other_bytes + sum(min(nbytes for _, (nbytes, _) in costs) for costs in options)
+        digits = 1 if least >= MIB else 4  # a small base has its whole range within a tenth
+        wanted = math.ceil(10**digits * least / MIB) / 10**digits
         raise ConfigError(
             f"base_quantization: {{target_mib: {target_bytes / MIB:g}}} cannot be met: with every weight in 4 bits the"
-            f" base has {least / MIB:.4g} MiB; ask for {math.ceil(10 * least / MIB) / 10:g} or more"
+            f" base has {least / MIB:.4g} MiB; ask for {wanted:g} or more"
         )
     return [costs[pick][0] for costs, pick in zip(options, picks, strict=True)]
 

@@ -205,7 +205,7 @@ def test_models_that_cannot_be_had_name_argument_and_remedy(
 
     monkeypatch.setattr("open_clip.factory.download_pretrained", offline)
     for model, pretrained, message in (
-        ("ViT-B-33", None, r"model='ViT-B-33'.*near: \['ViT-B-32"),
+        ("ViT-B-33", None, r"model='ViT-B-33'.*did you mean ViT-B-32\?"),
         ("ViT-B-32", "opnai", r"pretrained='opnai'.*openai"),
         ("ViT-B-32", "openai", r"cannot be reached.*embedded:clip"),
         ("ViT-B-32", None, r"laion2b_s34b_b79k.*cannot be reached"),

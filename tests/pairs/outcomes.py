@@ -108,7 +108,7 @@ def check_result(row: Row, base: Path, root: Path) -> None:
         kind = getattr(diffusers, _controlnet_class(row["family"]))
         controlnet = kind.from_pretrained(root / "zorp")
         assert _largest(_zero_weights(controlnet)) > 0, "the ControlNet's zero layers did not move"
-        pipeline_kind = getattr(diffusers, FAMILIES[row["family"]].controlnet_pipeline)
+        pipeline_kind = getattr(diffusers, FAMILIES[row["family"]].control.pipeline)
         pipeline = pipeline_kind.from_pretrained(base, **optional, controlnet=controlnet)
         name = "image" if row["family"] in U_NETS else "control_image"
         extra[name] = torch.rand(1, 3, SIDE, SIDE)

@@ -50,8 +50,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
     except UserError as error:
         return _refused(_without_worker_traceback(str(error)))
     except MisconfigurationException as error:
-        hint = "; zero_3 shards on a CPU too" if "`fsdp`" in str(error) and "requires a GPU" in str(error) else ""
-        return _refused(first_sentence(str(error)) + hint)
+        return _refused(first_sentence(str(error)))
     except (pickle.UnpicklingError, EOFError) as error:
         return _refused(f"the checkpoint of ckpt_path cannot be read ({type(error).__name__}); give another")
     except OSError as error:

@@ -24,12 +24,37 @@ def check_trainer_values(trainer: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"trainer.accumulate_grad_batches must be at least 1, got {trainer.get('accumulate_grad_batches')}"
         )
-    _check_strategy(trainer.get("strategy"))
+    if (trainer.get("gradient_clip_val") or 0) < 0:
+        raise ConfigError(
+            f"trainer.gradient_clip_val must be above 0, got {trainer['gradient_clip_val']}; set"
+            " trainer.gradient_clip_val: null to clip nothing"
+        )
+    _check_precision(trainer)
+    strategy = trainer.get("strategy")
+    _check_strategy(strategy)
     accelerator = trainer.get("accelerator")
     if isinstance(accelerator, str):
         kind = _kind_of(accelerator)
+        if kind == "cpu" and isinstance(strategy, str) and strategy.startswith("fsdp"):
+            raise ConfigError(
+                f"trainer.strategy: {strategy} takes GPUs, and this run is on the CPU; set"
+                " trainer.strategy: zero_3, which shards there too"
+            )
         if kind in (*GPUS, "cpu"):  # NPUs have an error of their own
             _check_devices(trainer.get("devices"), kind)
+
+
+def _check_precision(trainer: Mapping[str, Any]) -> None:
+    """Refuse a precision next to the plugin that sets one: Lightning would ask to choose, and not say how."""
+    precision, plugins = trainer.get("precision"), trainer.get("plugins")
+    for at, plugin in enumerate(plugins if isinstance(plugins, list) else [plugins]):
+        name = str(plugin.get("class_path", "")).rpartition(".")[2] if isinstance(plugin, Mapping) else ""
+        if precision is not None and name == "FusedBackwardPrecision":
+            place = f"trainer.plugins[{at}]" if isinstance(plugins, list) else "trainer.plugins"
+            raise ConfigError(
+                f"trainer.precision: {precision} and the plugin {name} both set the precision; set"
+                f" {place}.init_args.precision: {precision}, and trainer.precision: null"
+            )
 
 
 def _check_strategy(strategy: Any) -> None:

@@ -56,6 +56,104 @@ def remedies(sentence: str) -> list[tuple[str, str]]:
     return found
 
 
+PLUGIN, OPTIMIZER = "--trainer.plugins.init_args", "--model.init_args.optimizer"
+WHILE_BUILDING: dict[str, tuple[list[str], dict[str, list[str]]]] = {
+    "a schedule without an end": (
+        ["--model.init_args.max_train_steps=null", "--model.init_args.lr_scheduler=cosine"],
+        {"set model.init_args.max_train_steps": ["--model.init_args.max_train_steps=1"]},
+    ),
+    "no signal where noise is predicted": (
+        ["--model.init_args.zero_terminal_snr=true"],
+        {"set model.init_args.prediction_type: v_prediction": ["--model.init_args.prediction_type=v_prediction"]},
+    ),
+    "every image held out": (
+        ["--data.init_args.validation_split=0.999"],
+        {
+            "use a smaller share": ["--data.init_args.validation_split=0.2"],
+            "or data.init_args.validation_data_dir": ["--data.init_args.validation_data_dir=PHOTOS", "-split"],
+        },
+    ),
+    "a schedule for an optimizer with its own": (
+        [OPTIMIZER + "={class_path: schedulefree.AdamWScheduleFree}", "--model.init_args.lr_scheduler=cosine"],
+        {
+            "set model.init_args.lr_scheduler: constant and lr_warmup_steps: 0": [
+                "--model.init_args.lr_scheduler=constant",
+                "--model.init_args.lr_warmup_steps=0",
+            ]
+        },
+    ),
+    "a norm of gradients that are gone": (
+        [
+            "--model=DiffusionFineTuning",
+            "--model.init_args.optimizer_in_backward=true",
+            "--trainer.gradient_clip_val=1",
+        ],
+        {
+            "use 0": ["--trainer.gradient_clip_val=0"],
+            "or set optimizer_in_backward: false": ["--model.init_args.optimizer_in_backward=false"],
+        },
+    ),
+    "weights that are packed and trained": (
+        ["--model=DiffusionFineTuning", "--model.init_args.base_quantization=int8"],
+        {
+            "leave it unset": ["--model.init_args.base_quantization=null"],
+            "or train a LoRA on a packed base with DiffusionLoRA": ["--model=DiffusionLoRA"],
+        },
+    ),
+    "a budget that packs nothing": (
+        ["--model.init_args.base_quantization={target_mib: 100000}"],
+        {
+            "leave base_quantization unset": ["--model.init_args.base_quantization=null"],
+            "or ask for less than 0.2667": ["--model.init_args.base_quantization={target_mib: 0.26}"],
+        },
+    ),
+    "two budgets": (
+        [PLUGIN + ".memory={kept: 0.18, peak_gb: 6}"],
+        {
+            "{kept: 0.18}": [PLUGIN + ".memory={kept: 0.18}"],
+            "or {peak_gb: 6}": [PLUGIN + ".memory={peak_gb: 6}"],
+        },
+    ),
+    "two precisions": (
+        ["--trainer.precision=bf16-mixed"],
+        {
+            "set trainer.plugins.init_args.precision: bf16-mixed, and trainer.precision: null": [
+                PLUGIN + ".precision=bf16-mixed",
+                "--trainer.precision=null",
+            ]
+        },
+    ),
+    "a negative limit of the norm": (
+        ["--trainer.gradient_clip_val=-1"],
+        {"set trainer.gradient_clip_val: null": ["--trainer.gradient_clip_val=null"]},
+    ),
+    "captions of another ending": (
+        ["--data.init_args.caption_extension=.cap"],
+        {"Set data.init_args.caption_extension to .txt": ["--data.init_args.caption_extension=.txt"]},
+    ),
+    "a judge that is not here": (
+        [
+            "--trainer.callbacks+=CLIPConvergenceGuard",
+            "--trainer.callbacks.prompts=[a zorp cup]",
+            "--trainer.callbacks.clip_model=nonsense",
+        ],
+        {"or `embedded:clip`": ["--trainer.callbacks.clip_model=embedded:clip"]},
+    ),
+    "two snapshots of a run": (
+        ["--trainer.callbacks+=ExactSnapshot", "--trainer.callbacks+=ExactSnapshot"],
+        {"leave one of them out": ["--trainer.callbacks+=ExactSnapshot", "-ExactSnapshot"]},
+    ),
+    "a base that is not here": (
+        ["--model.init_args.pretrained_model_name_or_path=nobody/nothing"],
+        {"embedded:sd needs no download": ["--model.init_args.pretrained_model_name_or_path=embedded:sd"]},
+    ),
+}
+"""Mistakes that are seen once models and images are read: what was typed, and for each remedy how it is typed.
+
+`-word` takes out what was typed with this word in it.
+"""
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_remedy_of_an_error_can_be_typed_and_ends_it(
     mistake: str,
@@ -80,6 +178,30 @@ def test_the_remedy_of_an_error_can_be_typed_and_ends_it(
     for key, value in proposed:  # as a user edits the line
         others = [argument for argument in MISTAKES[mistake] if not argument.startswith(f"--{key}=")]
         build(tmp_path / "my.yaml", *others, f"--{key}={value}")
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(m, marks=pytest.mark.long if at >= 5 else ()) for at, m in enumerate(WHILE_BUILDING)]
+)
+def test_the_remedies_of_an_error_from_models_or_images_end_it(
+    command: Command, mistake: str, quick_config: dict[str, Any], photos: Path, tmp_path: Path
+) -> None:
+    quick_config["trainer"] |= {"default_root_dir": str(tmp_path / "run"), "gradient_clip_val": None}
+    quick_config["model"]["init_args"] |= {"max_train_steps": 1, "validation_prompts": []}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(quick_config))
+    typed, remedies_typed = WHILE_BUILDING[mistake]
+    said = command("fit", "-c", tmp_path / "my.yaml", *typed)
+    assert said.code == 1 and len(said.errors) == 1
+    for remedy, given in remedies_typed.items():
+        assert remedy in said.errors[0]
+        instead = [argument.replace("PHOTOS", str(photos)) for argument in given]
+        dropped = [argument.removeprefix("-") for argument in instead if not argument.startswith("--")]
+        keys = {argument.partition("=")[0] for argument in instead} - {"--trainer.callbacks+"}
+        kept = [a for a in typed if a.partition("=")[0] not in keys and not any(word in a for word in dropped)]
+        classes = [a for a in instead if a.startswith("--model=")]
+        added = [a for a in instead if a.startswith("--") and a not in classes]
+        ended = command("fit", "-c", tmp_path / "my.yaml", *classes, *kept, *added, "--overwrite")
+        assert ended.code == 0, (remedy, ended.err)
 
 
 @pytest.mark.parametrize(
