@@ -23,6 +23,7 @@ from lightning_aigc.cluster.workload import (
     Job,
     Links,
     Shape,
+    slowest_of,
 )
 from lightning_aigc.errors import ConfigError
 
@@ -111,7 +112,7 @@ def sent_bytes(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
     """Return the bytes that a rank sends in a step: inside its node, and between nodes."""
     payload = payload_bytes(mode, job)
     if nodes_first(mode, shape):
-        return ring_factor(shape.devices) * FP32_BYTES * job.trainable, ring_factor(
+        return ring_factor(shape.devices) * job.node_bytes * job.trainable, ring_factor(
             shape.nodes
         ) * payload / shape.devices
     flat = ring_factor(shape.ranks) * payload
@@ -133,7 +134,7 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
     inside_steps = 2 * (shape.devices - 1) if local else 0
     between_steps = 2 * (shape.nodes - 1) if between else 0
     inside = local / links.local_Bps + rounds * inside_steps * links.latency_local_s
-    between_s = shape.devices * between / (links.between_Bps * PAYLOAD_SHARE[job.device])
+    between_s = shape.devices * between / (links.slowest_between_Bps(shape.nodes) * PAYLOAD_SHARE[job.device])
     wire = inside + between_s + rounds * between_steps * links.latency_between_s
     compressed = mode not in EXACT_MODES and shape.ranks > 1
     compression = 0.0
@@ -152,7 +153,7 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         busy -= unhidden
         started, of_backward = _share_that_hides(mode, job, shape)
         exposed = busy - min(started * busy, min(job.overlap_share, of_backward) * job.backward_s) + unhidden
-    step = job.compute_s + exposed
+    step = job.compute_s * (1 + job.spread * slowest_of(shape.ranks)) + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
 
 
@@ -169,6 +170,42 @@ def _share_that_hides(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
         return until_last, until_last
     before = 1 if nodes_first(mode, shape) else 0
     return sum(max(0.0, full - 1 - before - hop) for hop in range(HOPS)) / (HOPS * full), 1 - 1 / full
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run whose step was timed, from which other sizes of it are predicted."""
+
+    shape: Shape
+    batch: float
+    """Samples of a card in a step."""
+    step_s: float
+
+
+def job_of(measured: Measured, mode: str, job: Job, links: Links, batch: float) -> Job:
+    """Return `job` with the times of a step of `batch` samples a card, from those of the measured run.
+
+    What a step takes apart from traffic is `fixed_s` and a time for each sample, which is what the measured step
+    leaves for it. Raises: ConfigError if the fixed part and the traffic already take longer than the measured step.
+    """
+
+    def timed(sample_s: float, samples: float) -> Job:
+        seconds = sample_s * samples
+        return replace(job, forward_s=seconds * (1 - BACKWARD_SHARE), backward_s=seconds * BACKWARD_SHARE)
+
+    def measured_step(sample_s: float) -> float:
+        return predict(mode, timed(sample_s, measured.batch), measured.shape, links).step_s
+
+    low, high = 1e-9, measured.step_s / measured.batch
+    if measured_step(low) > measured.step_s:
+        raise ConfigError(
+            f"a measured step of {measured.step_s:g} s on {measured.shape.ranks} cards is shorter than its traffic and"
+            " optimizer alone are modelled; look at the links, the trained parameters and the mode"
+        )
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if measured_step(middle) >= measured.step_s else (middle, high)
+    return timed(high, batch)
 
 
 def memory_bytes(mode: str, job: Job, shape: Shape) -> dict[str, float]:
@@ -200,11 +237,11 @@ def step_time_for_efficiency(mode: str, job: Job, shape: Shape, links: Links, ef
 
     Raises: ConfigError for an efficiency outside (0, 1).
     """
-    share = job.backward_s / job.compute_s
 
     def reached(seconds: float) -> float:
-        timed = replace(job, forward_s=seconds * (1 - share), backward_s=seconds * share)
-        return predict(mode, timed, shape, links).efficiency
+        scale = seconds / job.compute_s
+        parts = {name: getattr(job, name) * scale for name in ("forward_s", "backward_s", "fixed_s")}
+        return predict(mode, replace(job, **parts), shape, links).efficiency
 
     return _least(reached, efficiency, 1e-6, 86_400.0)
 

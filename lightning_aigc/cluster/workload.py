@@ -6,6 +6,7 @@ Needs no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from lightning_aigc.errors import ConfigError
 
@@ -19,6 +20,19 @@ backward run, fitted by benchmarks/gradient_sync/plan_error.py; the cards' is de
 PAYLOAD_SHARE = {"cpu": 1448 / 1538, "cuda": 1.0, "npu": 1.0}
 """Share of the bytes on a link between nodes that are gradients. Gloo's TCP has 1448 bytes in an Ethernet frame, which
 takes as long as 1538 with headers, preamble and gap (RFC 9293, RFC 7323, IEEE 802.3); what cards add is taken as 0."""
+
+
+CARD_SPREAD, LINK_SPREAD = 0.025, 0.05
+"""Spread of a card's step and of a node's bandwidth where nobody has measured them. The first brings the model to
+within 3 points of FLUX.1 on 32 to 128 B200 (benchmarks/gradient_sync/published_scaling.py); the second is assumed."""
+
+
+def slowest_of(count: int) -> float:
+    """Expected largest of so many draws of a standard normal distribution: 0 for one, 3.0 for 384.
+
+    Source: Blom, Statistical Estimates and Transformed Beta-Variables, 1958.
+    """
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 MOST_PARAMETERS = 1e15
@@ -49,6 +63,12 @@ class Job:
     """0 if the transport takes its time from backward, like gloo on cores that are all busy."""
     device: str = "npu"
     """Device that compresses: npu, cuda or cpu."""
+    fixed_s: float = 0.0
+    """Seconds of a step that no batch size changes, such as the optimizer's, and in which nothing travels."""
+    spread: float = 0.0
+    """Standard deviation of a card's step, as a share of it: all ranks wait for the slowest."""
+    node_bytes: float = FP32_BYTES
+    """Bytes of a gradient entry inside a node, where nodes reduce first."""
 
     def __post_init__(self) -> None:
         if not 0 < self.trainable <= MOST_PARAMETERS:
@@ -66,6 +86,8 @@ class Job:
             raise ConfigError(f"a step must take time, got forward {self.forward_s} s and backward {self.backward_s} s")
         if not 0 <= self.sparsity < 1:
             raise ConfigError(f"sparsity must be in [0, 1), got {self.sparsity}")
+        if self.fixed_s < 0 or not 0 <= self.spread < 1:
+            raise ConfigError(f"fixed_s must be 0 or more and spread in [0, 1), got {self.fixed_s} and {self.spread}")
         if not 0 <= self.overlap_share <= 1:
             raise ConfigError(f"overlap_share must be in [0, 1], got {self.overlap_share}")
         if self.local_steps < 1:
@@ -78,7 +100,7 @@ class Job:
     @property
     def compute_s(self) -> float:
         """Seconds of a step without communication."""
-        return self.forward_s + self.backward_s
+        return self.forward_s + self.backward_s + self.fixed_s
 
     @property
     def compressible(self) -> float:
@@ -97,10 +119,18 @@ class Links:
     """Bandwidth of a node, which its cards share."""
     latency_local_s: float = 5e-6
     latency_between_s: float = 30e-6
+    spread: float = 0.0
+    """Standard deviation of a node's bandwidth to others, as a share of it: links that others use too."""
 
     def __post_init__(self) -> None:
         if min(self.local_Bps, self.between_Bps) <= 0 or min(self.latency_local_s, self.latency_between_s) < 0:
             raise ConfigError(f"bandwidths must be above 0 and latencies at least 0, got {self}")
+        if not 0 <= self.spread < 1:
+            raise ConfigError(f"the spread of a link must be in [0, 1), got {self.spread}")
+
+    def slowest_between_Bps(self, nodes: int) -> float:  # noqa: N802  bytes a second, as the unit is written
+        """Expected bandwidth of the slowest of so many nodes, which a collective waits for; a tenth at least."""
+        return self.between_Bps * max(0.1, 1 - self.spread * slowest_of(nodes))
 
 
 @dataclass(frozen=True)

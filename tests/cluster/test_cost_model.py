@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
+from benchmarks.gradient_sync import published_scaling
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.cost_model import memory_bytes, predict, sent_bytes
 from lightning_aigc.cluster.modes import FLAT_MODES, MODES, QUANTIZED_MODES, Mode
@@ -262,6 +265,39 @@ def test_the_step_time_for_an_efficiency_reaches_it_just_so() -> None:
     assert step is not None
     longer = replace(SD15, forward_s=step / 3, backward_s=2 * step / 3)
     assert predict("dense", longer, shape, LINKS).efficiency == pytest.approx(0.927)
+
+
+def test_a_step_waits_for_the_slowest_card_and_link() -> None:
+    draws = np.random.default_rng(0).standard_normal((4000, 384)).max(axis=1)
+    assert cost_model.slowest_of(384) == pytest.approx(draws.mean(), rel=0.01) and cost_model.slowest_of(1) == 0
+    shape = Shape(48, 8)
+    even, uneven = (predict("dense", replace(SD15, spread=spread), shape, LINKS) for spread in (0.0, 0.025))
+    assert uneven.step_s - even.step_s == pytest.approx(0.025 * cost_model.slowest_of(384) * SD15.compute_s)
+    shared = replace(LINKS, spread=0.05)
+    slow = LINKS.between_Bps * (1 - 0.05 * cost_model.slowest_of(48))
+    assert predict("dense", SD15, shape, shared) == predict("dense", SD15, shape, replace(LINKS, between_Bps=slow))
+    assert predict("dense", replace(SD15, spread=0.1), Shape(1, 1), LINKS).efficiency == 1
+
+
+@pytest.mark.parametrize("mode", ["dense", "int8", "local"])
+def test_a_measured_step_is_predicted_from_itself_and_smaller_batches_cost_more_a_sample(mode: str) -> None:
+    given = replace(SD15, fixed_s=0.01, spread=0.02)
+    run = cost_model.Measured(Shape(2, 8), 32, 2.5)
+    again = cost_model.job_of(run, mode, given, LINKS, 32)
+    assert predict(mode, again, run.shape, LINKS).step_s == pytest.approx(2.5)
+    smaller = predict(mode, cost_model.job_of(run, mode, given, LINKS, 8), run.shape, LINKS)
+    assert 2.5 / 4 < smaller.step_s < 2.5
+    with pytest.raises(ConfigError, match="shorter than its traffic"):
+        cost_model.job_of(replace(run, step_s=1e-3), mode, given, LINKS, 32)
+
+
+def test_published_runs_are_predicted_from_the_smallest_of_them() -> None:
+    found = [row for row in published_scaling.rows() if not row["splits_layers"]]
+    assert len(found) == 9
+    for row in found:
+        assert abs(row["error_points"]) <= (3 if row["batch"] == row["from_batch"] else 8), row
+    kept = [json.loads(line) for line in published_scaling.FILE.read_text(encoding="utf-8").splitlines()]
+    assert [row | {"date": None} for row in kept] == [row | {"date": None} for row in published_scaling.rows()]
 
 
 def test_no_link_mends_a_latency_that_is_too_long() -> None:
