@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -57,7 +59,7 @@ class CLIPModel:
         is_named = ":" not in source
         try:
             # open_clip initialises at random before it loads weights; the caller's random state stays.
-            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _root_logger_silent():
                 warnings.filterwarnings("ignore", "QuickGELU mismatch")
                 self.model: Any = open_clip.create_model(
                     source,
@@ -113,6 +115,18 @@ class CLIPModel:
 
 
 _HELD: weakref.WeakValueDictionary[tuple[str, str | None, torch.device], CLIPModel] = weakref.WeakValueDictionary()
+
+
+@contextlib.contextmanager
+def _root_logger_silent() -> Iterator[None]:
+    """Leave out what open_clip logs to the root logger before it raises: the error says the same."""
+    root = logging.getLogger()
+    silent = logging.Filter("nobody")  # lets no record of the root logger pass
+    root.addFilter(silent)
+    try:
+        yield
+    finally:
+        root.removeFilter(silent)
 
 
 def preprocess(images_N3HW: Tensor, config: dict[str, Any]) -> Tensor:
