@@ -90,7 +90,7 @@ class SaveConfig(SaveConfigCallback):
     @cached_property
     def text(self) -> str:
         """The config as YAML, made once: the parser has validated it, and a dump with its checks takes 0.1 s."""
-        return str(self.parser.dump(self.config, skip_none=False, skip_check=True, format="yaml"))
+        return str(self.parser.dump(self.config, skip_none=False, skip_validation=True, format="yaml"))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # validate would replace the run's config.yaml by one that fit cannot read
@@ -251,7 +251,7 @@ class AIGCCLI(LightningCLI):
         """As Lightning's, without the checks that the parser has made: a quarter of the time."""
         if not hasattr(self, "config_dump"):
             text = self.parser.dump(
-                self.config, skip_link_targets=False, skip_none=False, skip_check=True, format="yaml"
+                self.config, skip_link_targets=False, skip_none=False, skip_validation=True, format="yaml"
             )
             self.config_dump = yaml.safe_load(text)
             if "subcommand" in self.config:

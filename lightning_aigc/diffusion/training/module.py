@@ -51,6 +51,7 @@ from lightning_aigc.diffusion.training import optimization
 from lightning_aigc.diffusion.training.averaging import averaged, follow_shards, is_schedule_free, loaded_averages
 from lightning_aigc.diffusion.training.default_callbacks import default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.training.method import Method
+from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
 from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
@@ -75,7 +76,8 @@ class DiffusionTraining(LightningModule):
         method: The choice of the trained weights: `LoRA`, `FullFineTuning` or `ControlNet`.
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a short name such as sd15, a single
             `.safetensors` checkpoint, `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
-        optimizer: Any optimizer by class path; AdamW by default.
+        optimizer: adamw, adamw8bit, sgd, lion, came, adafactor, muon, prodigy, schedulefree or sgdschedulefree, each
+            with its usual rate unless `learning_rate` is set; or any optimizer by class path. AdamW by default.
         lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
             cosine, cosine_with_restarts, polynomial. A ReduceLROnPlateau reads its `monitor` (loss, if it has none)
             every `validation_steps`.
@@ -103,7 +105,7 @@ class DiffusionTraining(LightningModule):
         self,
         method: Method,
         pretrained_model_name_or_path: str,
-        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
+        optimizer: OptimizerCallable | str = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
         lr_scheduler: str | LRSchedulerCallable = "constant",
         **kwargs: Any,
     ) -> None:
@@ -112,7 +114,8 @@ class DiffusionTraining(LightningModule):
         source = full_name(pretrained_model_name_or_path)
         self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)
         self.save_hyperparameters(method.options | asdict(self.settings))
-        self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
+        self.build_optimizer = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+        self.build_lr_scheduler = lr_scheduler
         self.snapshot_ignored_arguments = IGNORED_ON_RESUME | method.ignored_on_resume
         self.validation_prompts, self.output_name = list(self.settings.validation_prompts), self.settings.output_name
         self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
