@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
+from lightning_aigc.diffusion.training.preservation import Preservation
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 
 
@@ -44,6 +45,11 @@ class Method(ABC):
     def trains_half_weights(self) -> bool:
         """Whether the trained weights follow the precision to bfloat16, because their steps round stochastically."""
         return False
+
+    @property
+    def preservation(self) -> Preservation | None:
+        """The part of the loss that holds the base's predictions; None for no such part."""
+        return None
 
     def check(self, settings: TrainingSettings, family: Family | None) -> None:  # noqa: B027  a hook
         """Check the options before weights are read; the family is None for a hub id, and is checked after loading.

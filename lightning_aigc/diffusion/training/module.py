@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Self
@@ -152,17 +152,26 @@ class DiffusionTraining(LightningModule):
             timesteps_B = objective.draw_timesteps(latents_BCHW)
             noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
             condition = self.encoders.condition(batch, with_gradients=bool(self.text_encoders))
-            predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
+            preservation, held = self.method.preservation, None
+            if preservation is None:
+                predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
+            else:
+                predicted_BCHW, held = preservation.predict(self, noisy_BCHW, timesteps_B, condition, batch)
             target_BCHW = objective.target(latents_BCHW, noise_BCHW, timesteps_B)
             mask_B1HW = batch.get("mask")
             loss_B = example_losses(predicted_BCHW, target_BCHW, settings.loss_type, settings.huber_c, mask_B1HW)
-            loss_B = loss_B * objective.weights(timesteps_B)
+            weights_B = objective.weights(timesteps_B)
+            loss_B = loss_B * weights_B
+            preserved_loss = None if held is None else held.loss(settings.loss_type, settings.huber_c, weights_B)
         self.last_example_losses, self.last_timesteps = loss_B.detach(), timesteps_B.long()
         loss, user_loss, prior_loss = with_prior(loss_B, batch.get("is_prior"), settings.prior_loss_weight)
         if prior_loss is not None:
             self.log("prior_loss", prior_loss.detach())
         self.log("loss", user_loss.detach(), prog_bar=True, batch_size=len(loss_B))
-        return loss
+        if preserved_loss is None:
+            return loss
+        self.log("preserved_loss", preserved_loss.detach())
+        return loss + preserved_loss
 
     def predict(
         self, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: dict[str, Tensor], batch: dict[str, Any]
@@ -176,6 +185,16 @@ class DiffusionTraining(LightningModule):
     def half_precision(self) -> AbstractContextManager[None]:
         """Autocast for bf16-true, where the trained weights are float32."""
         return computed_in_half(self._trainer, self.device, keeps_half=self.method.trains_half_weights)
+
+    def caption_maker(self, trigger_word: str | None, drops_captions: bool) -> Callable[[str], str] | None:
+        """protocols.PreservesCaptions: the function from a caption to the one that preservation holds."""
+        preservation = self.method.preservation
+        return None if preservation is None else preservation.caption_maker(trigger_word, drops_captions)
+
+    def report_entries(self) -> dict[str, Any]:
+        """The kind and the weight of the preservation, for the run's page."""
+        preservation = self.method.preservation
+        return {} if preservation is None else {"figures": preservation.figures()}
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:
