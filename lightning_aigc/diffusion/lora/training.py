@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -15,7 +15,8 @@ from torch import nn
 from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.diffusion.families import Components, Family, TransformerFamily
 from lightning_aigc.diffusion.families.unet_lora import LoRATarget, unet_lora_config
-from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lora
+from lightning_aigc.diffusion.lora.continued import continue_from
+from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lokr, save_lora
 from lightning_aigc.diffusion.lora.metadata import hash_base_model
 from lightning_aigc.diffusion.pipeline.saved_schedule import scheduler_json
 from lightning_aigc.diffusion.setting_checks import check_at_least_one, check_positive, check_share
@@ -25,6 +26,8 @@ from lightning_aigc.diffusion.training.preservation import Preservation, Preserv
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ModelError
+
+LoRAType = Literal["lora", "lokr"]
 
 
 @dataclass
@@ -38,6 +41,9 @@ class LoRA(Method):
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     lora_targets: Sequence[LoRATarget] = ("attention",)
+    lora_type: LoRAType = "lora"
+    lokr_factor: int = 8
+    lora_from: str | None = None
     use_dora: bool = False
     use_rslora: bool = False
     train_text_encoder: bool = False
@@ -63,6 +69,7 @@ class LoRA(Method):
         check_positive(self, "lora_alpha", "text_encoder_lr")
         check_share(self, "lora_dropout")
         self._check_preservation()
+        self._check_type()
         unet_lora_config(self.lora_targets, self.rank, self.alpha)
         if self.use_dora and settings.base_quantization is not None:
             raise ConfigError(
@@ -76,6 +83,25 @@ class LoRA(Method):
                         f"model.init_args.{name}: {getattr(self, name)} is for Stable Diffusion 1.x, 2.x and SDXL, and"
                         f" this is {family.title}; remove it"
                     )
+
+    def _check_type(self) -> None:
+        if self.lora_from is not None and not Path(self.lora_from).expanduser().is_file():
+            raise ModelError(f"model.init_args.lora_from: there is no file {self.lora_from}; give a LoRA .safetensors")
+        if self.lora_from is not None and self.use_dora:
+            raise ModelError("model.init_args.lora_from continues a plain LoRA or a LoKr; set use_dora: false")
+        if self.lora_type == "lora":
+            return
+        if self.lokr_factor < 2:
+            raise ModelError(
+                f"model.init_args.lokr_factor must be at least 2, got {self.lokr_factor}; 4 to 16 is usual"
+            )
+        for name in ("use_dora", "use_rslora", "lora_dropout", "train_text_encoder"):
+            value = getattr(self, name)
+            if value:
+                raise ModelError(
+                    f"model.init_args.{name}: {value} is an option of LoRA, and lora_type is lokr; remove it, or set"
+                    " model.init_args.lora_type: lora"
+                )
 
     def _check_preservation(self) -> None:
         check_positive(self, "preserve_weight", "preserve_share")
@@ -102,14 +128,26 @@ class LoRA(Method):
             "rank": self.rank, "alpha": self.alpha, "dropout": self.lora_dropout, "use_dora": self.use_dora,
             "use_rslora": self.use_rslora,
         }  # fmt: skip
-        family = components.family
-        components.denoiser.add_adapter(family.lora_config(components, self.lora_targets, **options))
+        family, denoiser = components.family, components.denoiser
+        if self.lora_from is not None:
+            continue_from(
+                Path(self.lora_from).expanduser(), components, lora_type=self.lora_type, dropout=self.lora_dropout,
+                trains_text_encoder=self.train_text_encoder,
+            )  # fmt: skip
+        else:
+            config = family.lora_config(components, self.lora_targets, **options)
+            if self.lora_type == "lokr":
+                from lightning_aigc.diffusion.lora.lokr_layers import add_lokr, target_modules
+
+                add_lokr(denoiser, target_modules(denoiser, config), self.rank, self.alpha, self.lokr_factor)
+            else:
+                denoiser.add_adapter(config)
         if not self.train_text_encoder:
             return {}
         targets = [t for t in self.lora_targets if t != "convolutions"] or ["attention"]
         unread_names = family.unread_names(components)
         for name, encoder in components.named_networks().items():
-            if name == family.denoiser_name:
+            if name == family.denoiser_name or "default" in getattr(encoder, "peft_config", {}):
                 continue
             unread = [module for module, _ in encoder.named_modules() if f"{name}.{module}.weight" in unread_names]
             config = unet_lora_config(targets, is_text_encoder=True, unread=unread, **options)
@@ -135,6 +173,11 @@ class DiffusionLoRA(DiffusionTraining):
         lora_alpha: Scale of the LoRA's output is `lora_alpha / rank`; unset means equal to the rank.
         lora_dropout: Share of a LoRA layer's inputs that are dropped while training.
         lora_targets: The denoiser's layers to adapt: attention, feed_forward, for U-Nets convolutions.
+        lora_type: lora, or lokr, a Kronecker product of a small matrix and one that `rank` makes low-rank where it is
+            less than half of that matrix's longer side (docs/diffusion_transformers.md).
+        lokr_factor: Side of the small matrix of a LoKr; it divides the sides of all layers.
+        lora_from: A LoRA or LoKr file to begin with, in any layout that `lightning export` reads; its ranks, scales and
+            layers replace `rank`, `lora_alpha`, `lokr_factor` and `lora_targets`.
         use_dora: Learn magnitudes separately from directions (DoRA); U-Nets only.
         use_rslora: Scale by `alpha / sqrt(rank)`, steadier at high ranks (rsLoRA).
         train_text_encoder: Adapt the text encoders too; U-Nets only.
@@ -161,6 +204,9 @@ class DiffusionLoRA(DiffusionTraining):
         lora_alpha: float | None = None,
         lora_dropout: float = 0.0,
         lora_targets: Sequence[LoRATarget] = ("attention",),
+        lora_type: LoRAType = "lora",
+        lokr_factor: int = 8,
+        lora_from: str | None = None,
         use_dora: bool = False,
         use_rslora: bool = False,
         train_text_encoder: bool = False,
@@ -176,6 +222,9 @@ class DiffusionLoRA(DiffusionTraining):
             lora_alpha=lora_alpha,
             lora_dropout=lora_dropout,
             lora_targets=lora_targets,
+            lora_type=lora_type,
+            lokr_factor=lokr_factor,
+            lora_from=lora_from,
             use_dora=use_dora,
             use_rslora=use_rslora,
             train_text_encoder=train_text_encoder,
@@ -192,7 +241,8 @@ class DiffusionLoRA(DiffusionTraining):
 
         For U-Nets it is one file that diffusers, ComfyUI and A1111 load. With DoRA this file is for ComfyUI only, and
         `.diffusers.safetensors` next to it for diffusers and merging. For transformers it has diffusers' layout, and
-        `.comfyui.safetensors` next to it the original model's names, where these differ.
+        `.comfyui.safetensors` next to it the original model's names, where these differ. A LoKr is one file that
+        diffusers and ComfyUI load.
 
         Args:
             path: Of the file.
@@ -202,6 +252,9 @@ class DiffusionLoRA(DiffusionTraining):
         family = components.family
         described = LoRAMetadata(**(self._facts(components) | metadata))
         with self.averaged_weights():
+            if self.method.lora_type == "lokr":
+                save_lokr(path, family.denoiser_name, components.denoiser, described)
+                return
             if isinstance(family, TransformerFamily):
                 save_lora(path, transformer=components.denoiser, metadata=described, layout="diffusers")
                 if family.original_layers:

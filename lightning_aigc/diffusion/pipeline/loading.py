@@ -337,7 +337,7 @@ def fingerprint(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "lokr_" in name:
             continue
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if not isinstance(parameter, DTensor):
