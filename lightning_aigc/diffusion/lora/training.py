@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_aigc.callbacks import SaveLoRA
@@ -18,6 +20,7 @@ from lightning_aigc.diffusion.families.unet_lora import LoRATarget, unet_lora_co
 from lightning_aigc.diffusion.lora.continued import continue_from
 from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lokr, save_lora
 from lightning_aigc.diffusion.lora.metadata import hash_base_model
+from lightning_aigc.diffusion.lora.training_adapter import TrainingAdapter
 from lightning_aigc.diffusion.pipeline.saved_schedule import scheduler_json
 from lightning_aigc.diffusion.setting_checks import check_at_least_one, check_positive, check_share
 from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
@@ -44,6 +47,7 @@ class LoRA(Method):
     lora_type: LoRAType = "lora"
     lokr_factor: int = 8
     lora_from: str | None = None
+    training_adapter: str | None = None
     use_dora: bool = False
     use_rslora: bool = False
     train_text_encoder: bool = False
@@ -52,6 +56,35 @@ class LoRA(Method):
     class_word: str | None = None
     preserve_weight: float = 1.0
     preserve_share: float = 1.0
+
+    adapter: TrainingAdapter | None = field(default=None, init=False)
+    """The training adapter in the base's weights."""
+
+    @property
+    def takes_distilled(self) -> bool:
+        return self.training_adapter is not None
+
+    @property
+    def base_digest(self) -> str | None:
+        return None if self.adapter is None else self.adapter.digest
+
+    def base_was_packed(self) -> None:
+        if self.adapter is not None:
+            self.adapter.pack()
+
+    def sampling_base(self) -> AbstractContextManager[None]:
+        return super().sampling_base() if self.adapter is None else self.adapter.removed()
+
+    def sampling_choices(self, settings: TrainingSettings, family: Family) -> tuple[int, float]:
+        """A few-step base draws with its own steps and guidance, unless the settings have others than the defaults."""
+        steps, scale = super().sampling_choices(settings, family)
+        if self.training_adapter is None:
+            return steps, scale
+        unset = {each.name: each.default for each in fields(TrainingSettings)}
+        return (
+            family.few_steps if steps == unset["num_inference_steps"] else steps,
+            family.few_step_guidance if scale == unset["guidance_scale"] else scale,
+        )
 
     @property
     def preservation(self) -> Preservation | None:
@@ -129,6 +162,13 @@ class LoRA(Method):
             "use_rslora": self.use_rslora,
         }  # fmt: skip
         family, denoiser = components.family, components.denoiser
+        if self.training_adapter is not None:
+            if family.distilled_reason(Path(settings.pretrained_model_name_or_path).name, ()) is None:
+                rank_zero_warn(
+                    f"model.init_args.training_adapter is for few-step models, and {components.source} is none by its"
+                    " name; remove it unless the adapter was made for this model"
+                )
+            self.adapter = TrainingAdapter(self.training_adapter, components)
         if self.lora_from is not None:
             continue_from(
                 Path(self.lora_from).expanduser(), components, lora_type=self.lora_type, dropout=self.lora_dropout,
@@ -178,6 +218,8 @@ class DiffusionLoRA(DiffusionTraining):
         lokr_factor: Side of the small matrix of a LoKr; it divides the sides of all layers.
         lora_from: A LoRA or LoKr file to begin with, in any layout that `lightning export` reads; its ranks, scales and
             layers replace `rank`, `lora_alpha`, `lokr_factor` and `lora_targets`.
+        training_adapter: A LoRA file, or owner/name/file.safetensors of the hub, that is part of the base in training
+            and absent in samples and files, for few-step bases such as Z-Image-Turbo and FLUX.1 schnell.
         use_dora: Learn magnitudes separately from directions (DoRA); U-Nets only.
         use_rslora: Scale by `alpha / sqrt(rank)`, steadier at high ranks (rsLoRA).
         train_text_encoder: Adapt the text encoders too; U-Nets only.
@@ -207,6 +249,7 @@ class DiffusionLoRA(DiffusionTraining):
         lora_type: LoRAType = "lora",
         lokr_factor: int = 8,
         lora_from: str | None = None,
+        training_adapter: str | None = None,
         use_dora: bool = False,
         use_rslora: bool = False,
         train_text_encoder: bool = False,
@@ -225,6 +268,7 @@ class DiffusionLoRA(DiffusionTraining):
             lora_type=lora_type,
             lokr_factor=lokr_factor,
             lora_from=lora_from,
+            training_adapter=training_adapter,
             use_dora=use_dora,
             use_rslora=use_rslora,
             train_text_encoder=train_text_encoder,

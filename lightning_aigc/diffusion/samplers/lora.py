@@ -108,6 +108,7 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
         vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
         revision=arguments.get("revision"),
         variant=arguments.get("variant"),
+        takes_distilled=arguments.get("training_adapter") is not None,
     )
     config = components.scheduler_config
     if components.family.is_flow:

@@ -5,8 +5,10 @@ Legend: B batch, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -45,6 +47,27 @@ class Method(ABC):
     def trains_half_weights(self) -> bool:
         """Whether the trained weights follow the precision to bfloat16, because their steps round stochastically."""
         return False
+
+    @property
+    def takes_distilled(self) -> bool:
+        """Whether a few-step base can be trained."""
+        return False
+
+    @property
+    def base_digest(self) -> str | None:
+        """Hash of what the method adds to the base's weights for the training; None for nothing."""
+        return None
+
+    def base_was_packed(self) -> None:  # noqa: B027  a hook
+        """Follow `base_quantization`, which has packed the network's frozen weights."""
+
+    def sampling_base(self) -> AbstractContextManager[None]:
+        """Compute with the base as users have it until the block ends."""
+        return contextlib.nullcontext()
+
+    def sampling_choices(self, settings: TrainingSettings, family: Family) -> tuple[int, float]:
+        """Denoising steps and guidance scale of a sample."""
+        return settings.num_inference_steps, settings.guidance_scale
 
     @property
     def preservation(self) -> Preservation | None:

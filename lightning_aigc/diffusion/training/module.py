@@ -68,6 +68,9 @@ from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
 
+ADAPTER_KEY = "training_adapter"
+"""Checkpoint entry with the hash of the training adapter's file."""
+
 
 class DiffusionTraining(LightningModule):
     """Trains a diffusion pipeline: loss, optimizer, averages, checkpoints, samples and callbacks.
@@ -132,7 +135,7 @@ class DiffusionTraining(LightningModule):
         self.sampling_limit = TimeLimit(self.settings.sample_time_limit_s)
         self._validation = ValidationSchedule(self.settings.validation_steps)
         self._loaded_optimizers: list[Any] = []
-        family = check_source(source, method.families, method.hint)
+        family = check_source(source, method.families, method.hint, takes_distilled=method.takes_distilled)
         if isinstance(lr_scheduler, str):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
@@ -267,6 +270,7 @@ class DiffusionTraining(LightningModule):
             self.packed_base = pack_base(
                 components, settings.base_quantization, skip, self._calibration_outputs, trainer
             )
+            self.method.base_was_packed()
             ignore_in_ddp(self)
             rank_zero_info(f"base: {self.packed_base.summary()}; trained weights are not quantized")
         if settings.use_ema:
@@ -299,6 +303,7 @@ class DiffusionTraining(LightningModule):
             revision=settings.revision,
             variant=settings.variant,
             only=only,
+            takes_distilled=self.method.takes_distilled,
         )
 
     def _load_text_encoders(self) -> Components:
@@ -309,7 +314,8 @@ class DiffusionTraining(LightningModule):
 
     def _family(self) -> Family:
         settings, method = self.settings, self.method
-        return find_family(settings.pretrained_model_name_or_path, method.families, settings.revision, method.hint)
+        source, takes = settings.pretrained_model_name_or_path, method.takes_distilled
+        return find_family(source, method.families, settings.revision, method.hint, takes_distilled=takes)
 
     def frozen_dtype(self) -> torch.dtype:
         """Dtype of the frozen denoiser and text encoders, from `base_dtype`."""
@@ -483,15 +489,16 @@ class DiffusionTraining(LightningModule):
         if len(prompts) != len(seeds):
             raise ModelError(f"sample needs one seed per prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
         components, settings = self.loaded(), self.settings
-        with self.averaged_weights():
+        steps, scale = self.method.sampling_choices(settings, components.family)
+        with self.averaged_weights(), self.method.sampling_base():
             return generate(
                 components,
                 self.sampling_config(),
                 list(prompts),
                 list(seeds),
                 device=self.device,
-                num_inference_steps=num_inference_steps or settings.num_inference_steps,
-                guidance_scale=settings.guidance_scale if guidance_scale is None else guidance_scale,
+                num_inference_steps=num_inference_steps or steps,
+                guidance_scale=scale if guidance_scale is None else guidance_scale,
                 batch_size=batch_size,
                 time_limit=self.sampling_limit,
                 control=control,
@@ -529,11 +536,18 @@ class DiffusionTraining(LightningModule):
             checkpoint["ema"] = self.ema.state_dict()
         if self.packed_base is not None:
             checkpoint[CHECKPOINT_KEY] = checkpoint_entry(self.packed_base)
+        if self.method.base_digest is not None:
+            checkpoint[ADAPTER_KEY] = self.method.base_digest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.loaded()
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         check_trained_weights(checkpoint["state_dict"], trained, self.method.same_weights_advice)
+        if checkpoint.get(ADAPTER_KEY) != self.method.base_digest:
+            raise ModelError(
+                "the checkpoint was trained with another training adapter, or without one; give the"
+                " model.init_args.training_adapter that it was trained with"
+            )
         check_same_base(checkpoint, self.packed_base)
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])
