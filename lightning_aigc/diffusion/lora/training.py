@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
@@ -22,6 +22,7 @@ from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lokr, save_lor
 from lightning_aigc.diffusion.lora.metadata import hash_base_model
 from lightning_aigc.diffusion.lora.training_adapter import TrainingAdapter
 from lightning_aigc.diffusion.pipeline.saved_schedule import scheduler_json
+from lightning_aigc.diffusion.pipeline.streamed_base import BaseLocation, check_base_location, check_run, stream_base
 from lightning_aigc.diffusion.setting_checks import check_at_least_one, check_positive, check_share
 from lightning_aigc.diffusion.training.method import Method, recompute_text_encoders
 from lightning_aigc.diffusion.training.module import DiffusionTraining
@@ -29,6 +30,7 @@ from lightning_aigc.diffusion.training.preservation import Preservation, Preserv
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ConfigError, ModelError
+from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks
 
 LoRAType = Literal["lora", "lokr"]
 
@@ -40,6 +42,7 @@ class LoRA(Method):
     same_weights_advice: ClassVar[str] = (
         "use the rank, lora_targets, use_dora and train_text_encoder that it was trained with"
     )
+    ignored_on_resume: ClassVar[frozenset[str]] = frozenset(("base_location",))
     rank: int = 16
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
@@ -48,6 +51,7 @@ class LoRA(Method):
     lokr_factor: int = 8
     lora_from: str | None = None
     training_adapter: str | None = None
+    base_location: BaseLocation | None = None
     use_dora: bool = False
     use_rslora: bool = False
     train_text_encoder: bool = False
@@ -59,10 +63,16 @@ class LoRA(Method):
 
     adapter: TrainingAdapter | None = field(default=None, init=False)
     """The training adapter in the base's weights."""
+    streamed: StreamedBlocks | None = field(default=None, init=False)
+    """The blocks that wait in host memory."""
 
     @property
     def takes_distilled(self) -> bool:
         return self.training_adapter is not None
+
+    @property
+    def streams_base(self) -> bool:
+        return self.streamed is not None
 
     @property
     def base_digest(self) -> str | None:
@@ -71,6 +81,14 @@ class LoRA(Method):
     def base_was_packed(self) -> None:
         if self.adapter is not None:
             self.adapter.pack()
+
+    def place_base(self, module: LightningModule, components: Components, settings: TrainingSettings) -> None:
+        trainer = module._trainer
+        if self.base_location is None or trainer is None:
+            return
+        check_base_location(self.base_location, components.family)
+        check_run(trainer, gradient_checkpointing=settings.gradient_checkpointing, dropout=self.lora_dropout)
+        self.streamed = stream_base(module, components, self.base_location, trainer.strategy.root_device)
 
     def sampling_base(self) -> AbstractContextManager[None]:
         return super().sampling_base() if self.adapter is None else self.adapter.removed()
@@ -103,6 +121,12 @@ class LoRA(Method):
         check_share(self, "lora_dropout")
         self._check_preservation()
         self._check_type()
+        check_base_location(self.base_location, family)
+        if self.base_location is not None and self.training_adapter is not None:
+            raise ConfigError(
+                "model.init_args.base_location streams weights that training_adapter exchanges for samples; leave one"
+                " unset, or set model.init_args.base_quantization: int8 for less memory"
+            )
         unet_lora_config(self.lora_targets, self.rank, self.alpha)
         if self.use_dora and settings.base_quantization is not None:
             raise ConfigError(
@@ -218,6 +242,8 @@ class DiffusionLoRA(DiffusionTraining):
         lokr_factor: Side of the small matrix of a LoKr; it divides the sides of all layers.
         lora_from: A LoRA or LoKr file to begin with, in any layout that `lightning export` reads; its ranks, scales and
             layers replace `rank`, `lora_alpha`, `lokr_factor` and `lora_targets`.
+        base_location: Frozen blocks of a transformer wait in host memory and are copied when they run: `{device: 0.6}`
+            keeps this share of them on the device, fit as many as fit.
         training_adapter: A LoRA file, or owner/name/file.safetensors of the hub, that is part of the base in training
             and absent in samples and files, for few-step bases such as Z-Image-Turbo and FLUX.1 schnell.
         use_dora: Learn magnitudes separately from directions (DoRA); U-Nets only.
@@ -250,6 +276,7 @@ class DiffusionLoRA(DiffusionTraining):
         lokr_factor: int = 8,
         lora_from: str | None = None,
         training_adapter: str | None = None,
+        base_location: BaseLocation | None = None,
         use_dora: bool = False,
         use_rslora: bool = False,
         train_text_encoder: bool = False,
@@ -269,6 +296,7 @@ class DiffusionLoRA(DiffusionTraining):
             lokr_factor=lokr_factor,
             lora_from=lora_from,
             training_adapter=training_adapter,
+            base_location=base_location,
             use_dora=use_dora,
             use_rslora=use_rslora,
             train_text_encoder=train_text_encoder,

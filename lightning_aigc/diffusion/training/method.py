@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -54,12 +54,20 @@ class Method(ABC):
         return False
 
     @property
+    def streams_base(self) -> bool:
+        """Whether a part of the base waits in host memory."""
+        return False
+
+    @property
     def base_digest(self) -> str | None:
         """Hash of what the method adds to the base's weights for the training; None for nothing."""
         return None
 
     def base_was_packed(self) -> None:  # noqa: B027  a hook
         """Follow `base_quantization`, which has packed the network's frozen weights."""
+
+    def place_base(self, module: LightningModule, components: Components, settings: TrainingSettings) -> None:  # noqa: B027
+        """Place the base's weights once all layers are there and before the module moves to its device."""
 
     def sampling_base(self) -> AbstractContextManager[None]:
         """Compute with the base as users have it until the block ends."""

@@ -5,6 +5,7 @@ Legend: B batch, C channels, H and W latent height and width, N images.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -273,6 +274,7 @@ class DiffusionTraining(LightningModule):
             self.method.base_was_packed()
             ignore_in_ddp(self)
             rank_zero_info(f"base: {self.packed_base.summary()}; trained weights are not quantized")
+        self.method.place_base(self, components, settings)
         if settings.use_ema:
             from diffusers.training_utils import EMAModel
 
@@ -326,6 +328,8 @@ class DiffusionTraining(LightningModule):
     def full_precision_base(self) -> AbstractContextManager[None]:
         """Compute with the base in full precision, read from its source, until the block ends."""
         components = self.loaded()
+        if self.method.streams_base:  # it would not fit in full precision
+            return contextlib.nullcontext()
         half: PipelineHalf | None = None if components.stored_texts is None else "without_text_encoders"
         return with_full_precision(components, self.load_half(half))
 
