@@ -1,7 +1,7 @@
 """Add LoKr and LoHa layers to a network by peft, with a LoKr forward that keeps no weight-sized tensor.
 
 peft multiplies by the whole Kronecker product, a tensor of the weight's size that autograd keeps for each layer: 16 GiB
-for the attention of FLUX.1. The factors one after the other give the same output.
+for the attention of FLUX.1. The factors in turn give the same output.
 
 Legend: L K rows and M N columns of the two factors.
 """

@@ -56,7 +56,7 @@ class Preservation:
 
     kind: Preserve
     class_word: str | None = None
-    """Word in place of the trigger word; empty leaves it out."""
+    """Word instead of the trigger word; empty leaves it out."""
     weight: float = 1.0
     share: float = 1.0
     """Share of a batch's examples that are held, each counted 1 / share times."""
@@ -143,7 +143,7 @@ class Preservation:
 
 @dataclass(frozen=True)
 class Held:
-    """What is held of one batch."""
+    """The predictions that are held of one batch."""
 
     predicted: Tensor
     """[K, C, H, W], with gradients."""
@@ -152,7 +152,7 @@ class Held:
     """Rows [K] of the batch."""
     weight: float
     outside: Tensor | None = None
-    """Where the base's prediction is held; None is everywhere."""
+    """Mask [K, 1, H, W] of the pixels that are held; None is all."""
 
     def loss(self, loss_type: LossType, huber_c: float, weights_B: Tensor) -> Tensor | None:
         """The mean distance to the base's prediction, weighted; None for a batch of class images alone."""
@@ -163,7 +163,7 @@ class Held:
 
 
 def class_caption(caption: str, trigger_word: str, class_word: str) -> str:
-    """The caption with the class word in place of each trigger word; case and punctuation do not matter.
+    """The caption with the class word instead of each trigger word; case and punctuation do not matter.
 
     Raises: ModelError for a caption without the trigger word, which would be held back as it is taught.
 

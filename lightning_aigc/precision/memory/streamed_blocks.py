@@ -29,7 +29,7 @@ FEWEST_NUMBERS = 4096
 """Numbers of a weight below which it stays on the device."""
 SLOTS = 2
 CALL = "_compiled_call_impl"
-"""Attribute of a module that torch calls in place of its own call, where it is set; hooks and `forward` stay."""
+"""Attribute of a module that torch calls instead of its own call, where it is set; hooks and `forward` stay."""
 
 
 class HostBlock:
