@@ -280,7 +280,7 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 def fitting_share(blocks: Sequence[nn.Module], free_bytes: float, other_bytes: float) -> float:
-    """The share of the blocks that fits into a device's free memory, with the slots, beside `other_bytes`."""
+    """The share of the blocks that fits into a device's free memory, with the slots, next to `other_bytes`."""
     sizes = [sum(_stored_bytes(p) for p in block.parameters() if not p.requires_grad) for block in blocks]
     room = free_bytes - other_bytes
     return 1.0 if room >= sum(sizes) else max(0.0, (room - SLOTS * max(sizes)) / sum(sizes))
