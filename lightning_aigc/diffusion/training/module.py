@@ -109,7 +109,7 @@ class DiffusionTraining(LightningModule):
         self,
         method: Method,
         pretrained_model_name_or_path: str,
-        optimizer: OptimizerCallable | str = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
+        optimizer: OptimizerCallable | str = "adamw",
         lr_scheduler: str | LRSchedulerCallable = "constant",
         **kwargs: Any,
     ) -> None:
