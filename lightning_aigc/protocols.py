@@ -61,6 +61,15 @@ class CachesCaptions(Protocol):
 
 
 @runtime_checkable
+class PreservesCaptions(Protocol):
+    """A module whose loss holds what its base predicts for other captions than the batch's."""
+
+    def caption_maker(self, trigger_word: str | None, drops_captions: bool) -> Callable[[str], str] | None:
+        """Return the picklable function from a training caption to the one that is held; None where none is."""
+        ...
+
+
+@runtime_checkable
 class HasPackedBase(Protocol):
     """Keeps its frozen weights in few bits."""
 

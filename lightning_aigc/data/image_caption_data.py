@@ -34,6 +34,7 @@ from lightning_aigc.data.loader.validation import NOTHING_HELD_OUT, validation_l
 from lightning_aigc.data.report.findings import DataCheckError
 from lightning_aigc.data.report.report import DataReport
 from lightning_aigc.errors import DataError
+from lightning_aigc.protocols import PreservesCaptions
 
 
 class ImageCaptionData(LightningDataModule):
@@ -244,9 +245,11 @@ class ImageCaptionData(LightningDataModule):
         if self.caches.are_missing:
             raise DataError("the caches are not filled yet: call prepare(encoder) before loader()")
         self._sampler = self._make_sampler(index, rank, world_size)
+        caches = self.caches
         dataset = BatchDataset(
-            index.samples, self.options, self._sampler, index.has_masks, self.caches.latents, self.caches.embeddings
-        )
+            index.samples, self.options, self._sampler, index.has_masks, caches.latents, caches.embeddings,
+            caches.preserved,
+        )  # fmt: skip
         settings = self._loader_settings(self.caches, len(self._sampler), world_size)
         return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)
 
@@ -336,6 +339,10 @@ class ImageCaptionData(LightningDataModule):
                 raise
             self._report = index.report
             self._complete_report(index)
+            module = getattr(self.trainer, "lightning_module", None)
+            if isinstance(module, PreservesCaptions):
+                options = self.options
+                self.caches.preserved = module.caption_maker(options.trigger_word, options.caption_dropout_rate > 0)
             self._index = index
         return self._index
 

@@ -27,6 +27,7 @@ from lightning_aigc_kernels.packed_weight import Format, PackedWeight, packed_by
 
 MEANING = {
     "int8": "int8",
+    "fp8": "fp8",
     "nf4": "nf4: linears NF4, convolutions int8",
     "nf4-all": "nf4-all: linears and convolutions NF4",
 }
@@ -92,9 +93,10 @@ def quantize_frozen_(
 
     Args:
         module: A LightningModule or any other module; a submodule to quantize only that one.
-        kind: int8: all int8, 8.5 bits a number; nf4: linears NF4, 4.5 bits, and convolutions int8;
-            nf4-all: both NF4. `{"target_mib": 1500}`: each weight in the format, or in full precision, with which all
-            frozen weights and buffers together fit these MiB and the outputs change least.
+        kind: int8: all int8, 8.5 bits a number; fp8: all float8 in as many bits, exact for weights that were float8;
+            nf4: linears NF4, 4.5 bits, and convolutions int8; nf4-all: both NF4. `{"target_mib": 1500}`: each weight in
+            the format, or in full precision, with which all frozen weights and buffers together fit these MiB and the
+            outputs change least.
         skip: Name patterns of layers that stay in full precision, as in FusedBackwardPrecision's `protect`; unset skips
             the first and last convolution and the embeddings of a U-Net.
         outputs: For a budget, some outputs of the module for typical inputs, computed with gradients on. Pass a

@@ -17,11 +17,12 @@ from lightning_aigc_kernels.packed_weight import Format, PackedWeight
 from lightning_aigc_kernels.protection import GradientProtection, named_modules
 
 MIB = 2**20
-Kind = Literal["int8", "nf4", "nf4-all"]
+Kind = Literal["int8", "fp8", "nf4", "nf4-all"]
 BaseQuantization = Kind | dict[str, float]
 """A kind, or a budget such as `{"target_mib": 1500}`."""
 FORMATS: dict[str, tuple[Format, Format]] = {
     "int8": ("int8", "int8"),
+    "fp8": ("fp8", "fp8"),
     "nf4": ("nf4", "int8"),
     "nf4-all": ("nf4", "nf4"),
 }

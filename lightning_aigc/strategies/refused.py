@@ -28,8 +28,14 @@ def refuse_optimizers(label: str, optimizers: Sequence[Optimizer], *, shares: bo
         elif shares and any({"d", "k"} <= group.keys() for group in optimizer.param_groups):
             why = "estimates its rate from all parameters, and each rank would estimate another from its share"
             instead = "strategy ddp or npu_sparse, or AdamW"
-        elif cuts and "adafactor" in name.lower():
+        elif cuts and ("adafactor" in name.lower() or name == "CAME"):
             why = "factors each gradient by rows and columns, which are cut over the ranks here"
+            instead = "strategy zero_1, or AdamW"
+        elif cuts and name == "Muon":
+            why = "turns each gradient as a whole matrix, whose rows are cut over the ranks here"
+            instead = "strategy zero_1, or AdamW"
+        elif cuts and type(optimizer).__module__.startswith("bitsandbytes"):
+            why = "steps by kernels that read no cut tensors"
             instead = "strategy zero_1, or AdamW"
         elif shares and not cuts and any("train_mode" in group for group in optimizer.param_groups):
             why = "swaps its average in and out of the weights, and a rank has that of its share"

@@ -17,6 +17,8 @@ from clients.shapes import make_denoiser, original
 from fakes.models.lora_models import TEXT, adapt
 from fakes.models.pipelines import assemble, make_text_encoder
 from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lokr
+from lightning_aigc.diffusion.lora.lokr_layers import add_lokr
 from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.diffusion.pipeline.saving import save_single_file, save_transformer
 from lightning_aigc.diffusion.pipeline.single_file_names import unet_names
@@ -53,6 +55,32 @@ def test_a_lora_file_gives_the_trained_weights(
     patcher = load_denoiser(comfy, layout_of(comfy, family, base))
     found = with_lora(comfy, patcher, path)
     assert largest_error(found, layout_of(comfy, family, base), layout_of(comfy, family, trained)) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [64, 2])
+@pytest.mark.parametrize("family", sorted({family for family, _ in FILES}))
+def test_a_lokr_file_gives_the_trained_weights(comfy: Any, tmp_path: Path, family: str, rank: int) -> None:
+    model = make_denoiser(family).requires_grad_(False)
+    base = base_state(model)
+    ends = ("to_q", "to_k", "to_v", "to_out.0")
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.endswith(ends)]
+    add_lokr(model, names, rank, 3.0, 2)
+    torch.manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lokr_" in name:
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    trained = dict(base)
+    for name in names:
+        layer = model.get_submodule(name)
+        trained[f"{name}.weight"] = base[f"{name}.weight"] + layer.get_delta_weight("default").detach()
+    of_flow = family if family in TRANSFORMERS else None
+    component = "unet" if family in UNETS else "transformer"
+    path = save_lokr(tmp_path / "mug.safetensors", component, model, LoRAMetadata(base_model=of_flow), torch.float32)
+    patcher = load_denoiser(comfy, layout_of(comfy, family, base))
+    found = with_lora(comfy, patcher, path)
+    assert (
+        largest_error(found, layout_of(comfy, family, base), layout_of(comfy, family, trained)) < 1e-5
+    )  # of the change, rounded in the sum
 
 
 def with_lora(comfy: Any, patcher: Any, path: Path) -> dict[str, Tensor]:

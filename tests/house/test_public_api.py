@@ -63,7 +63,7 @@ DEFINED = {
     "lightning_aigc.protocols": [
         "CachesCaptions", "CountsTokens", "DescribesTrainingData", "HasExampleBatch", "HasHeldOutBatches",
         "HasOutputName", "HasPackedBase", "HasReferenceImages", "HasShardedTensors", "HasSnapshotState",
-        "HasValidationPrompts", "ProtectsGradients", "SavesLoRA", "SavesModel", "SupportsSampling",
+        "HasValidationPrompts", "PreservesCaptions", "ProtectsGradients", "SavesLoRA", "SavesModel", "SupportsSampling",
     ],
 }  # fmt: skip
 """The public classes and functions of modules that are typed by their own name."""

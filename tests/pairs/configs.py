@@ -83,6 +83,10 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
         model["sample_resolution"] = SIDE
     if is_lora or row["method"] == "controlnet_lora":
         model["rank"] = 4
+    if is_lora and row["preserve"] != "none":
+        model["preserve"] = row["preserve"]
+    if is_lora and row["preserve"] == "class":
+        model["class_word"] = "plain"
     if row["method"] == "dora":
         model["use_dora"] = True
     if row["method"] in CONTROL:

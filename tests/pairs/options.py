@@ -17,7 +17,8 @@ FACTORS: dict[str, list[Any]] = {
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
     "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
     "graph": [False, True],
-    "base": ["whole", "int8", "nf4", "budget"],
+    "base": ["whole", "int8", "fp8", "nf4", "budget"],
+    "preserve": ["none", "class", "blank"],
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
     "rate": ["constant", "cosine", "adaptive", "plateau"],
     "caches": ["none", "latents", "both"],
@@ -60,7 +61,10 @@ def refused() -> Iterator[Row]:
         yield {"strategy": strategy, "optimizer": "Adafactor"}
         yield {"strategy": strategy, "precision": "16-mixed"}
     yield from ({"method": method, "source": "shards"} for method in CONTROL)
-    for base in ("int8", "nf4", "budget"):
+    for preserve in ("class", "blank"):
+        yield {"preserve": preserve, "text_encoder": True}
+        yield {"preserve": preserve, "source": "shards"}
+    for base in ("int8", "fp8", "nf4", "budget"):
         yield {"method": "dora", "base": base}
         yield {"method": "full", "base": base}
 
@@ -71,6 +75,7 @@ def without_effect() -> Iterator[Row]:
     for method in CONTROL:
         yield {"method": method, "text_encoder": True}
     for method in (*CONTROL, "full"):
+        yield from ({"method": method, "preserve": preserve} for preserve in ("class", "blank"))
         yield from ({"method": method, "export": target} for target in ("kohya", "diffusers", "merge"))
     for caches in ("none", "latents"):
         yield {"source": "shards", "caches": caches}  # shards hold both caches

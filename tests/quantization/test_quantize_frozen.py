@@ -126,8 +126,11 @@ def too_small(net: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (pack("nf5"), "must be null, one of int8, nf4, nf4-all, or .target_mib: 1500., got 'nf5'; did you mean 'nf4'"),
-        (pack(4), "must be null, one of int8, nf4, nf4-all, or .target_mib: 1500., got 4"),
+        (
+            pack("nf5"),
+            "must be null, one of int8, fp8, nf4, nf4-all, or .target_mib: 1500., got 'nf5'; did you mean 'nf4'",
+        ),
+        (pack(4), "must be null, one of int8, fp8, nf4, nf4-all, or .target_mib: 1500., got 4"),
         (pack("nf4", ["mid_blok"]), "'mid_blok' covers no frozen layer; close names: mid_block"),
         (pack("nf4", "conv_in"), r"must be a list of name patterns, got 'conv_in'; write \['conv_in'\]"),
         (pack("nf4", [""]), r"must hold name patterns such as 'conv_in', got \[''\]"),

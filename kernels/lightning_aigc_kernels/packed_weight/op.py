@@ -33,7 +33,8 @@ def unpack_weight(packed: Tensor, scales: Tensor, kind: Format, shape: Sequence[
 
 
 def _unpack(packed: Tensor, scales: Tensor, kind: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    flat: Tensor = _implementation(scales, dtype).unpack(packed, scales, kind, dtype)
+    implementation = reference if kind == "fp8" else _implementation(scales, dtype)
+    flat: Tensor = implementation.unpack(packed, scales, kind, dtype)
     return flat[: math.prod(shape)].view(tuple(shape))
 
 

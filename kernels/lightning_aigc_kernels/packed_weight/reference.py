@@ -2,8 +2,9 @@
 
 A block is 64 neighbours of the flattened weight, the last one filled up with zeros, with a float32 scale. `int8` has a
 signed byte per number and value = byte * scale. `nf4` has half a byte, an index into CODES, and value = code * scale;
-a byte holds an even place in its high half and the next place in its low half, as in bitsandbytes. The product is
-computed in float32 and rounded once to the dtype asked for, on every device.
+a byte holds an even place in its high half and the next place in its low half, as in bitsandbytes. `fp8` has a byte per
+number, float8_e4m3fn, and a scale that is a power of two, so that weights which were float8 keep their values. The
+product is computed in float32 and rounded once to the dtype asked for, on every device.
 
 Dimensions: B blocks, S bytes or numbers of a block.
 Source: Dettmers et al., QLoRA, arXiv:2305.14314, section 3 and appendix E.
@@ -18,9 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Format = Literal["int8", "nf4"]
+Format = Literal["int8", "nf4", "fp8"]
 BLOCK = 64
-BYTES_OF_A_BLOCK: dict[Format, int] = {"int8": 64, "nf4": 32}
+BYTES_OF_A_BLOCK: dict[Format, int] = {"int8": 64, "nf4": 32, "fp8": 64}
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_FLOAT8 = 448.0
 CODES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -53,7 +56,7 @@ def pack(weight: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
         largest = part.abs().amax(1)
         if not bool(largest.isfinite().all()):
             raise ValueError("the weight holds NaN or infinity")
-        (_pack_int8 if kind == "int8" else _pack_nf4)(part, largest, packed[some], scales[some])
+        {"int8": _pack_int8, "nf4": _pack_nf4, "fp8": _pack_fp8}[kind](part, largest, packed[some], scales[some])
     return packed, scales
 
 
@@ -63,7 +66,9 @@ def unpack(packed: Tensor, scales: Tensor, kind: Format, dtype: torch.dtype) -> 
     values = flat.view(-1, BLOCK)
     table = _pairs_of(packed.device) if kind == "nf4" else None
     for some in _slices(len(packed)):
-        if table is None:
+        if kind == "fp8":
+            part = packed[some].view(FLOAT8).to(torch.float32)
+        elif table is None:
             part = packed[some].to(torch.float32)
         else:
             # One look-up of eight bytes brings both numbers of a packed byte.
@@ -83,6 +88,13 @@ def _pack_int8(part: Tensor, largest: Tensor, packed: Tensor, scales: Tensor) ->
     # A block of zeros has the scale zero; a block so small that its scale underflows becomes zero too.
     divisor = scales.clamp(min=torch.finfo(torch.float32).tiny)
     packed.copy_((part / divisor[:, None]).round_().clamp_(-127, 127))
+
+
+def _pack_fp8(part: Tensor, largest: Tensor, packed: Tensor, scales: Tensor) -> None:
+    _, exponent = torch.frexp(largest / LARGEST_FLOAT8)  # the least power of two that is not below
+    exponent = exponent - (largest / LARGEST_FLOAT8 == torch.ldexp(torch.full_like(largest, 0.5), exponent)).int()
+    scales.copy_(torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-100)))
+    packed.copy_((part / scales[:, None]).to(FLOAT8).view(torch.uint8))
 
 
 def _pack_nf4(part: Tensor, largest: Tensor, packed: Tensor, scales: Tensor) -> None:

@@ -129,7 +129,8 @@ def _bled(figures: Figures) -> FineTuneFinding | None:
         "bleeding",
         f"prompts without the trigger word grow like the training images too (CLIP-I {plain:+.3f}, "
         f"{plain / trained:.0%} of the trained prompts'): the look bleeds into the class",
-        "data.init_args.trigger_word: a rare word, and data.init_args.class_data_dir",
+        "model.init_args.preserve: class with class_word, or data.init_args.trigger_word: a rare word, and "
+        "data.init_args.class_data_dir",
     )
 
 

@@ -25,7 +25,7 @@ SHARED = ("figures", "result_files", "sheets")
 
 @runtime_checkable
 class AddsToReport(Protocol):
-    """Has results for RunReport's page: callbacks, and strategies."""
+    """Has results for RunReport's page: callbacks, strategies and modules."""
 
     def report_entries(self) -> Mapping[str, Any]:
         """Return fields of `report.record.RunRecord` by name, such as `guard`. Starts no collective."""
@@ -46,7 +46,7 @@ def record_of(trainer: Trainer, pl_module: LightningModule) -> RunRecord:
         date=time.strftime("%Y-%m-%d"),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
-    found: list[Any] = [*trainer.callbacks, trainer.strategy]  # type: ignore[attr-defined]
+    found: list[Any] = [*trainer.callbacks, trainer.strategy, pl_module]  # type: ignore[attr-defined]
     for source in found:
         if isinstance(source, AddsToReport):
             for name, value in source.report_entries().items():

@@ -16,7 +16,7 @@ USUAL = {
     "DAdapt": (1e-2, 10.0, 1.0),
     "SGD": (1e-7, 10.0, 1e-2),
     "Lion": (1e-8, 1e-3, 2e-5),
-    "Muon": (1e-6, 1.0, 2e-2),
+    "Muon": (1e-6, 1.0, 1e-3),
     "": (1e-7, 1e-2, 1e-4),
 }
 """The least rate, the most, and one to begin with, by the beginning of the optimizer's name; the last are for Adam and

@@ -32,6 +32,8 @@ class EncodedCaches:
     """Whether latents of the mirrored images are wanted too."""
     drops_captions: bool = False
     """Whether the empty caption is wanted too."""
+    preserved: Callable[[str], str] | None = None
+    """Function from a caption to another one that is wanted too, for preservation."""
     latents: LatentCache | None = None
     embeddings: EmbeddingCache | None = None
 
@@ -77,6 +79,8 @@ class EncodedCaches:
 
     def _embeddings(self, samples: Sequence[Sample], identity: dict[str, str]) -> EmbeddingCache:
         captions = [sample.caption for sample in samples] + ([""] if self.drops_captions else [])
+        if self.preserved is not None:
+            captions += [self.preserved(sample.caption) for sample in samples if not sample.is_prior]
         return EmbeddingCache(self.folder, captions, identity)
 
     def fill_together(self, trainer: Trainer, samples: Sequence[Sample], report: DataReport, title: str) -> list[str]:

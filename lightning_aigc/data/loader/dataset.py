@@ -6,7 +6,7 @@ Shapes: B batch (user images first, class images after), H W pixels, C latent ch
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class BatchDataset(Dataset[Batch]):
         has_masks: bool = False,
         latents: LatentCache | None = None,
         embeddings: EmbeddingCache | None = None,
+        preserved: Callable[[str], str] | None = None,
     ) -> None:
         self.samples = samples
         self.options = options
@@ -62,6 +63,7 @@ class BatchDataset(Dataset[Batch]):
         self.has_masks = has_masks
         self.latents = latents
         self.embeddings = embeddings
+        self.preserved = preserved
         self._masks: dict[int, NDArray[np.uint8] | None] = {}
         self._conditions: dict[int, NDArray[np.uint8]] = {}
         placements = [sample.placement for sample in samples]
@@ -89,6 +91,13 @@ class BatchDataset(Dataset[Batch]):
             batch |= self.embeddings.batch([self.embeddings.row_of[caption] for caption in captions])
         left_B = torch.where(torch.tensor(flips), self._spare_x[chosen] - left_top[:, 0], left_top[:, 0])
         batch["captions"] = captions
+        if self.preserved is not None:
+            # Of the caption as it is written: a dropped one is taught as the empty caption and held as its class.
+            held = [self.preserved(self.samples[index].caption) for index in plan.samples[: plan.user_count]]
+            batch["preserved_captions"] = held
+            if self.embeddings is not None:
+                entries = self.embeddings.batch([self.embeddings.row_of[caption] for caption in held])
+                batch |= {f"preserved_{name}": value for name, value in entries.items()}
         batch["is_prior"] = torch.arange(len(captions)) >= plan.user_count
         batch["original_size"] = self._original_size[chosen]
         batch["crop_top_left"] = torch.stack([left_top[:, 1], left_B], dim=1)

@@ -154,6 +154,12 @@ class Family(ABC):
     shipped_config: ClassVar[str]
     """The config that `lightning init` starts from, where `cards` has no row."""
     step_memory: ClassVar[StepMemory | None] = None
+    training_adapters: ClassVar[str | None] = None
+    """Hub id with training adapters for a few-step model of this family."""
+    few_steps: ClassVar[int] = 8
+    """Denoising steps of a few-step model of this family."""
+    few_step_guidance: ClassVar[float] = 1.0
+    """Guidance scale that its pipeline computes without a second prediction."""
     is_flow: ClassVar[bool]
     """Whether the family is trained by flow matching; else by DDPM."""
     trains_text_encoders: ClassVar[bool] = False

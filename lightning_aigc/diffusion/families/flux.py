@@ -64,6 +64,8 @@ class Flux(TransformerFamily):
         layers={"num_layers": 4, "num_single_layers": 4},
         path=("controlnet_x_embedder", "controlnet_blocks", "controlnet_single_blocks"),
     )
+    training_adapters = "ostris/FLUX.1-schnell-training-adapter"
+    few_steps = 4
     shipped_config = "flux_qlora_12gb.yaml"
     step_memory = StepMemory("FLUX.1 dev", {None: 25.7, "int8": 15.3, "nf4": 9.8})
     negative_prompt = None

@@ -122,6 +122,8 @@ class ZImage(TransformerFamily):
         "all_final_layer.2-1": "final_layer",
     }
     control = ZImageControl("ZImageControlNetModel", "ZImageControlNetPipeline", layers={"num_layers": 6})
+    training_adapters = "ostris/zimage_turbo_training_adapter"
+    few_step_guidance = 0.0
     shipped_config = "z_image_qlora_8gb.yaml"
     step_memory = StepMemory("Z-Image", {None: 13.9, "int8": 8.5, "nf4": 5.7})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}

@@ -99,7 +99,7 @@ def group(state: Mapping[str, Tensor]) -> list[Entries]:
         match = _SUFFIX.search(key)
         if match is None:
             raise not_lora(state)
-        component, name = _without_prefix(key[: match.start()])
+        component, name = without_prefix(key[: match.start()])
         if old := match["old"]:
             in_text = component in TEXT_ENCODERS
             name += f".{old}_proj" if in_text else {"out": ".to_out.0"}.get(old, f".to_{old}")
@@ -126,12 +126,18 @@ def not_lora(keys: Iterable[str]) -> ModelError:
     )
     if kind == "a whole model":
         remedy = "load it with model.init_args.pretrained_model_name_or_path"
+    elif kind == "OFT":
+        remedy = (
+            "peft, by which adapters are loaded here, turns a layer's inputs and other programs its outputs, so that"
+            " nothing converts it exactly; merge it into its base model by the program that trained it"
+        )
     else:
         remedy = "merge it into its base model by the program that trained it"
     return ModelError(f"got {kind} ({key}), not LoRA weights; wanted plain LoRA or DoRA: {remedy}")
 
 
-def _without_prefix(name: str) -> tuple[str, str]:
+def without_prefix(name: str) -> tuple[str, str]:
+    """The component of a name's prefix, or nothing, and the rest without wrappers."""
     name = _WRAPPERS.sub("", name)
     for prefix, component in PREFIXES.items():
         if name.startswith(prefix):

@@ -22,17 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.diffusion.lora import base_model as base_models
-from lightning_aigc.diffusion.lora import dora_magnitudes, layouts, original_names, reading
+from lightning_aigc.diffusion.lora import dora_magnitudes, layouts, lycoris, original_names, reading
 from lightning_aigc.diffusion.lora import layers as lora_layers
 from lightning_aigc.diffusion.lora import names as lora_names
 from lightning_aigc.diffusion.lora.entries import not_lora
 from lightning_aigc.diffusion.lora.layers import LoRALayer
 from lightning_aigc.diffusion.lora.layouts import ADAPTER_METADATA_KEY
+from lightning_aigc.diffusion.lora.lycoris import FactorLayer
 from lightning_aigc.diffusion.lora.metadata import HASH_KEYS, LoRAMetadata, serialize, write_atomically
 from lightning_aigc.diffusion.lora.names import COMPONENTS, TEXT_ENCODER, TEXT_ENCODER_2, TRANSFORMER, UNET
 from lightning_aigc.errors import ModelError
 
-__all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lora"]
+__all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lokr", "save_lora"]
 
 Layout = Literal["kohya", "diffusers", "other"]
 SDXL_TEXT_WIDTH = 2048
@@ -64,6 +65,45 @@ class LoRAFile:
             layers_per_block=_layers_per_block(self.metadata),
         )
         return dora_magnitudes.from_header(layers, self.metadata)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether it is a LoKr or LoHa, whose layers `factor_layers` returns."""
+        return lycoris.is_lycoris(self.state)
+
+    def factor_layers(self, base_model: str | None = None) -> list[FactorLayer]:
+        """The layers of a LoKr or LoHa. Raises: as `layers`."""
+        per_block = _layers_per_block(self.metadata)
+        return lycoris.read_factors(self.state, self.metadata, base_model=base_model, layers_per_block=per_block)
+
+
+def save_lokr(
+    path: str | Path,
+    component: str,
+    network: nn.Module,
+    metadata: LoRAMetadata,
+    dtype: torch.dtype = torch.float16,
+    adapter_name: str = "default",
+) -> Path:
+    """Write a denoiser's LoKr as one file that ComfyUI and diffusers read; returns its path.
+
+    Raises: ModelError if there is none, a weight is not finite in `dtype`, or the file cannot be written.
+    """
+    found = lycoris.collect(component, network, adapter_name)
+    layers = [lycoris.cast(layer, dtype) for layer in found]
+    base_model = metadata.base_model or _base_model_of(network if component == UNET else None, [])
+    config: Any = getattr(network, "peft_config", {})[adapter_name]
+    arguments = {"algo": "lokr", "factor": str(config.decompose_factor)}
+    header = metadata.to_header(base_model=base_model, rank=config.r, alpha=config.alpha, network_args=arguments)
+    header |= {"format": "pt", "ss_network_module": "lycoris.kohya"} | _unusual_depth(network, base_model)
+    return _write_factors(Path(path), layers, header, "kohya")
+
+
+def _write_factors(path: Path, layers: list[FactorLayer], header: Mapping[str, str], layout: str) -> Path:
+    is_sdxl = base_models.named_base_model(header) == "sdxl"
+    state = lycoris.to_state(layers, layout=layout, sdxl=is_sdxl, layers_per_block=_layers_per_block(header))
+    write_atomically(path, serialize(state, {k: v for k, v in header.items() if k not in HASH_KEYS}))
+    return path
 
 
 def save_lora(
@@ -99,10 +139,7 @@ def save_lora(
     layers = lora_layers.with_transformers_scale_one(layers)
     base_model = metadata.base_model or _base_model_of(unet, layers)
     header = {"format": "pt"} | metadata.to_header(base_model=base_model, **_network_summary(layers))
-    config = getattr(getattr(unet, "_orig_mod", unet), "config", None)
-    layers_per_block = getattr(config, "layers_per_block", lora_names.SDXL_LAYERS_PER_BLOCK)
-    if base_model == "sdxl" and layers_per_block != lora_names.SDXL_LAYERS_PER_BLOCK:
-        header[_LAYERS_PER_BLOCK_KEY] = str(layers_per_block)
+    header |= _unusual_depth(unet, base_model)
     if layout == "kohya":
         layers = lora_layers.with_one_alpha(layers)
     return _write_layers(Path(path), [_cast(layer, dtype) for layer in layers], header, layout)
@@ -145,6 +182,8 @@ def convert(
     file = read_lora(path_in)
     header = file.metadata if base_model is None else {**file.metadata, "ss_base_model_version": base_model}
     try:
+        if file.has_factors:
+            return _write_factors(Path(path_out), file.factor_layers(base_model), header, layout)
         layers = file.layers(base_model)
         if layout == "diffusers":
             layers = lora_layers.with_transformers_scale_one(layers)
@@ -187,7 +226,7 @@ def _write_layers(
 def _layout_of(path: Path, state: Mapping[str, Tensor]) -> Layout:
     if any(key.startswith(("lora_unet_", "lora_te")) for key in state):
         return "kohya"
-    if any("lora" in key or key.startswith("lycoris_") for key in state):
+    if any("lora" in key or key.startswith("lycoris_") for key in state) or lycoris.is_lycoris(state):
         is_diffusers = any(key.startswith(tuple(f"{component}." for component in COMPONENTS)) for key in state)
         return "diffusers" if is_diffusers else "other"
     raise ModelError(f"{path}: {not_lora(state)}")
@@ -229,6 +268,15 @@ def _base_model_of(unet: nn.Module | None, layers: Sequence[LoRALayer]) -> str:
     ):
         return "sdxl"
     return "sd2" if getattr(config, "cross_attention_dim", None) == 1024 else "sd1"
+
+
+def _unusual_depth(unet: nn.Module | None, base_model: str) -> dict[str, str]:
+    """The header's entry for a U-Net of SDXL's kind with another number of layers in a block."""
+    config = getattr(getattr(unet, "_orig_mod", unet), "config", None)
+    layers_per_block = getattr(config, "layers_per_block", lora_names.SDXL_LAYERS_PER_BLOCK)
+    if base_model != "sdxl" or layers_per_block == lora_names.SDXL_LAYERS_PER_BLOCK:
+        return {}
+    return {_LAYERS_PER_BLOCK_KEY: str(layers_per_block)}
 
 
 def _is_sdxl(header: Mapping[str, str], layers: Sequence[LoRALayer]) -> bool:

@@ -43,6 +43,11 @@ class LoRALayer:
     def rank(self) -> int:
         return self.down.shape[0]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the layer's weight; a convolution's kernel is not counted."""
+        return self.up.shape[0], self.down.shape[1]
+
 
 def collect_layers(component: str, model: nn.Module, adapter_name: str = "default") -> list[LoRALayer]:
     """Collect a model's peft LoRA layers; rsLoRA's alpha / sqrt(rank) becomes the equal alpha / rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_aigc.diffusion.lora import base_model as lora_base_model
 from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.diffusion.lora import layouts as lora_layouts
 from lightning_aigc.diffusion.lora.layers import LoRALayer
+from lightning_aigc.diffusion.lora.lycoris import FactorLayer
 from lightning_aigc.diffusion.lora.metadata import serialize, write_atomically
 from lightning_aigc.diffusion.pipeline.loading import quiet_local_loading
 from lightning_aigc.diffusion.pipeline.saved_schedule import merged_scheduler
@@ -50,7 +52,7 @@ def merge_into_pipeline(
         raise ModelError(f"got {pipeline_dir}; wanted a diffusers pipeline folder with model_index.json")
     if base_model is None and lora_base_model.named_base_model(lora.metadata) is None:
         base_model = _family_of(pipeline_dir)
-    layers = lora.layers(base_model)
+    layers = lora.factor_layers(base_model) if lora.has_factors else lora.layers(base_model)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         raise ModelError(f"got output {output_dir}, which already exists; name a new or empty folder")
     try:
@@ -98,8 +100,18 @@ def _family_of(pipeline_dir: Path) -> str | None:
     return next((name for name, family in TRANSFORMERS.items() if family.pipeline == pipeline), None)
 
 
-def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
-    """Load and fuse the LoRA at full strength with diffusers, then interpolate with the base weights."""
+def _fuse(pipeline: Any, found: Sequence[LoRALayer | FactorLayer], strength: float) -> None:
+    """Load and fuse the LoRA at full strength with diffusers, then interpolate with the base weights.
+
+    The change of a LoKr or LoHa is added as it is.
+    """
+    for layer in found:
+        if isinstance(layer, FactorLayer):
+            weight = pipeline.components[layer.component].get_submodule(layer.module).weight
+            weight.data += strength * layer.delta(weight.shape)
+    layers = [layer for layer in found if isinstance(layer, LoRALayer)]
+    if not layers:
+        return
     modules = [pipeline.components[layer.component].get_submodule(_module_name(pipeline, layer)) for layer in layers]
     base: list[Tensor] = [module.weight.detach().clone() for module in modules] if strength != 1.0 else []
     with tempfile.TemporaryDirectory() as folder:
@@ -115,19 +127,20 @@ def _fuse(pipeline: Any, layers: list[LoRALayer], strength: float) -> None:
             module.weight.copy_(torch.lerp(weight, module.weight, strength))
 
 
-def _module_name(pipeline: Any, layer: LoRALayer) -> str:
+def _module_name(pipeline: Any, layer: LoRALayer | FactorLayer) -> str:
     """The layer's module name in this pipeline; CLIP has no inner `text_model` in transformers 5."""
     if hasattr(pipeline.components[layer.component], "text_model"):
         return layer.module
     return layer.module.removeprefix("text_model.")
 
 
-def _check_fit(lora_path: str | Path, layers: list[LoRALayer], pipeline: Any) -> None:
+def _check_fit(lora_path: str | Path, layers: Sequence[LoRALayer | FactorLayer], pipeline: Any) -> None:
     for layer in layers:
         model = pipeline.components.get(layer.component)
         modules = dict(model.named_modules()) if model is not None else {}
         weight = getattr(modules.get(_module_name(pipeline, layer)) if model is not None else None, "weight", None)
-        wanted = (layer.up.shape[0], *layer.down.shape[1:])
+        kernel = layer.down.shape[2:] if isinstance(layer, LoRALayer) else () if weight is None else weight.shape[2:]
+        wanted = (*layer.shape, *kernel)
         if weight is None or tuple(weight.shape) != wanted:
             found = "which the pipeline lacks" if weight is None else f"which is {list(weight.shape)} in the pipeline"
             raise ModelError(

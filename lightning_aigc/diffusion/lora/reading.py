@@ -42,9 +42,7 @@ def read_layers(
             "and write it with save_lora"
         )
     of_denoiser = [each for each in entries if each.component not in TEXT_ENCODERS]
-    family, modules = (
-        _denoiser_modules(of_denoiser, header, base_model, layers_per_block) if of_denoiser else (None, {})
-    )
+    family, modules = denoiser_modules(of_denoiser, header, base_model, layers_per_block) if of_denoiser else (None, {})
     layers: list[LoRALayer] = []
     for each in entries:
         names: tuple[str, ...]
@@ -64,7 +62,7 @@ def read_layers(
     return layers
 
 
-def _denoiser_modules(
+def denoiser_modules(
     entries: Sequence[Entries], header: Mapping[str, str], base_model: str | None, layers_per_block: int
 ) -> tuple[TransformerFamily | None, Modules]:
     """The family, None for a U-Net, and the modules of each layer."""

@@ -38,18 +38,21 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 KEY = "model.init_args.pretrained_model_name_or_path"
 
 
-def check_source(name_or_path: str, families: Mapping[str, Family], hint: str = "") -> Family | None:
+def check_source(
+    name_or_path: str, families: Mapping[str, Family], hint: str = "", *, takes_distilled: bool = False
+) -> Family | None:
     """Check a local folder or file name without reading weights; returns the family of a folder.
 
     Args:
         families: The families that can be trained.
         hint: A clause for the error that says what to do about another family.
+        takes_distilled: Whether a few-step model is taken.
 
     Raises: ModelError for a path that does not exist, or a folder that is not a pipeline of these families.
     """
     path = resolve(name_or_path)
     if path.is_dir():
-        return _family_of_folder(path, families, name_or_path, hint)
+        return _family_of_folder(path, families, name_or_path, hint, takes_distilled)
     if not path.exists() and name_or_path.startswith((".", "/", "~")):
         raise ModelError(f"{KEY}: the folder or file {name_or_path} does not exist; check the spelling")
     return None
@@ -60,6 +63,8 @@ def find_family(
     families: Mapping[str, Family] = FAMILIES,
     revision: str | None = None,
     hint: str = "",
+    *,
+    takes_distilled: bool = False,
 ) -> Family:
     """The family of a pipeline folder, a single file or a hub id, of which `model_index.json` is downloaded.
 
@@ -67,7 +72,7 @@ def find_family(
     """
     path = resolve(name_or_path)
     if path.is_dir():
-        return _family_of_folder(path, families, name_or_path, hint)
+        return _family_of_folder(path, families, name_or_path, hint, takes_distilled)
     try:
         if path.is_file():
             family = FAMILIES[family_of_checkpoint(path)]
@@ -78,7 +83,7 @@ def find_family(
         raise
     except Exception as error:  # diffusers and the hub raise anything from OSError to KeyError here
         raise ModelError(_explain(error, name_or_path, path)) from error
-    _check_family(family, families, name_or_path, hint)
+    _check_family(family, families, name_or_path, hint, takes_distilled)
     return family
 
 
@@ -92,6 +97,7 @@ def load_components(
     revision: str | None = None,
     variant: str | None = None,
     only: PipelineHalf | None = None,
+    takes_distilled: bool = False,
 ) -> Components:
     """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
 
@@ -99,15 +105,17 @@ def load_components(
         families: The families that can be trained.
         text_encoder_dtype: Unset is `denoiser_dtype`.
         only: Half of a transformer's pipeline to load; the other components are None.
+        takes_distilled: Whether a few-step model is taken.
 
     Raises: ModelError with the name of the missing or broken component, or of a family that cannot be trained.
     """
-    path, family = resolve(name_or_path), find_family(name_or_path, families, revision)
+    path = resolve(name_or_path)
+    family = find_family(name_or_path, families, revision, takes_distilled=takes_distilled)
     dtypes = {"default": text_encoder_dtype or denoiser_dtype, "vae": vae_dtype}  # SDXL's gives NaN in half precision
     dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
         with quiet_local_loading(path.exists()):
-            components = _load(name_or_path, path, family, dtypes, revision, variant, only)
+            components = _load(name_or_path, path, family, dtypes, revision, variant, only, takes_distilled)
     except ModelError:
         raise
     except Exception as error:  # diffusers raises anything from OSError to KeyError here
@@ -131,6 +139,7 @@ def _load(
     revision: str | None,
     variant: str | None,
     only: PipelineHalf | None,
+    takes_distilled: bool,
 ) -> Components:
     if path.is_file():
         check_channels(family, name_or_path, *channels_of_checkpoint(path))
@@ -157,7 +166,7 @@ def _load(
             dtype=dict(dtypes),
             **extras,
         )
-        if not path.is_dir() and family.is_flow:
+        if not path.is_dir() and family.is_flow and not takes_distilled:
             configs = (pipeline.config, getattr(pipeline.transformer, "config", {}), pipeline.scheduler.config)
             check_not_distilled(family, name_or_path, *configs)
     numbers = ("", "_2", "_3")
@@ -191,13 +200,15 @@ def quiet_local_loading(is_local: bool) -> Iterator[None]:
             module.enable_progress_bar()
 
 
-def _family_of_folder(path: Path, families: Mapping[str, Family], name: str, hint: str = "") -> Family:
+def _family_of_folder(
+    path: Path, families: Mapping[str, Family], name: str, hint: str = "", takes_distilled: bool = False
+) -> Family:
     family = _family_of_class(_class_name(path, name), name)
     missing = [folder for folder in family.folders if not (path / folder).is_dir()]
     if missing:
         raise ModelError(f"{KEY}: {name} lacks {', '.join(f'{m}/' for m in missing)}; copy the whole pipeline folder")
-    _check_family(family, families, name, hint)
-    if family.is_flow:
+    _check_family(family, families, name, hint, takes_distilled)
+    if family.is_flow and not takes_distilled:
         files = ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json")
         check_not_distilled(family, name, *(_config(path / file, name) for file in files))
     return family
@@ -246,21 +257,27 @@ def _family_of_class(class_name: str, name: str) -> Family:
     return PIPELINES[class_name]
 
 
-def _check_family(family: Family, families: Mapping[str, Family], name: str, hint: str = "") -> None:
+def _check_family(
+    family: Family, families: Mapping[str, Family], name: str, hint: str = "", takes_distilled: bool = False
+) -> None:
     """Raise ModelError for a family that a method does not train, and for a distilled transformer."""
     if family.name not in families:
         wanted = " and ".join(known.pipeline for known in families.values())
         raise ModelError(f"{KEY}: {name} is a {family.pipeline}; this model trains {wanted}{hint and f', and {hint}'}")
-    check_not_distilled(family, name)
+    if not takes_distilled:
+        check_not_distilled(family, name)
 
 
 def check_not_distilled(family: Family, name: str, *configs: Mapping[str, Any]) -> None:
     """Raise ModelError for a few-step model, by its name or the configs of pipeline, transformer and scheduler."""
     reason = family.distilled_reason(Path(name).name, configs)
     if reason is not None:
+        adapters = family.training_adapters
+        known = f", such as one of https://huggingface.co/{adapters}" if adapters else ""
         raise ModelError(
             f"{KEY}: {name} is {reason}, which draws in a few steps, and a LoRA trained on it undoes that; train on the"
-            f" model that it was made from, such as {family.base}, and use the LoRA with either"
+            f" model that it was made from, such as {family.base}, and use the LoRA with either, or set"
+            f" model.init_args.training_adapter to the file of a training adapter for it{known}"
         )
 
 
@@ -337,7 +354,7 @@ def fingerprint(module: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "lokr_" in name:
             continue
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         if not isinstance(parameter, DTensor):

@@ -70,6 +70,11 @@ def pack_base(
     Raises: ConfigError for a pattern that covers nothing, a base that is quantized already, or a budget that cannot be
         met.
     """
+    if kind == "fp8" and trainer is not None and trainer.strategy.root_device.type == "npu":
+        raise ConfigError(
+            "base_quantization: fp8 needs a device with float8 numbers, which Ascend NPUs lack; set"
+            " model.init_args.base_quantization: int8"
+        )
     holder = nn.Module()  # gives the names, for patterns and the digest
     setattr(holder, components.family.denoiser_name, components.denoiser)
     holder.text_encoders = nn.ModuleList(components.text_encoders)

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.families import Components, full_name
-from lightning_aigc.diffusion.lora.file import read_lora
-from lightning_aigc.diffusion.lora.names import DENOISERS
+from lightning_aigc.diffusion.lora.continued import read_fitting
 from lightning_aigc.diffusion.objectives.ddpm import build_noise_schedule
 from lightning_aigc.diffusion.objectives.flow import build_flow_schedule
 from lightning_aigc.diffusion.pipeline.generate import SamplingBar, TimeLimit, generate, make_pipeline
 from lightning_aigc.diffusion.pipeline.loading import load_components
-from lightning_aigc.errors import ModelError
 
 ADAPTER = "lora"
 
@@ -49,12 +47,22 @@ class LoRASampler:
         self.components, self.schedule_config = base_of_run(arguments, precision)
         self._pipeline = make_pipeline(self.components, self.schedule_config)
         if lora is not None:
-            _check_fits(lora, self.components)
-            self._pipeline.load_lora_weights(str(lora), adapter_name=ADAPTER)
+            self._load(lora)
             for part in (self.components.denoiser, *self.components.text_encoders):
                 for name, parameter in part.named_parameters():
-                    if "lora_" in name:  # float32, as they were trained; `generate` then uses autocast
+                    if (
+                        "lora_" in name or "lokr_" in name or "hada_" in name
+                    ):  # float32, as they were trained; `generate` then uses autocast
                         parameter.data = parameter.data.float()
+
+    def _load(self, path: Path) -> None:
+        _, factors = read_fitting(path, self.components)
+        if not factors:
+            self._pipeline.load_lora_weights(str(path), adapter_name=ADAPTER)
+            return
+        from lightning_aigc.diffusion.lora.lokr_layers import add_factors
+
+        add_factors(self.components.denoiser, factors, ADAPTER)
 
     def sample(
         self,
@@ -100,6 +108,7 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
         vae_dtype=dtype_named(str(arguments.get("vae_dtype") or "float32")),
         revision=arguments.get("revision"),
         variant=arguments.get("variant"),
+        takes_distilled=arguments.get("training_adapter") is not None,
     )
     config = components.scheduler_config
     if components.family.is_flow:
@@ -115,18 +124,3 @@ def choose_device(accelerator: str) -> torch.device:
         if backend is not None and backend.is_available():
             return torch.device(kind)
     return torch.device("cpu")
-
-
-def _check_fits(path: Path, components: Components) -> None:
-    modules: dict[str, nn.Module] = dict(components.denoiser.named_modules())
-    for layer in read_lora(path).layers():
-        if layer.component not in DENOISERS:
-            continue
-        weight: Any = getattr(modules.get(layer.module), "weight", None)
-        wanted = (layer.up.shape[0], layer.down.shape[1])
-        if weight is None or tuple(weight.shape[:2]) != wanted:
-            here = "there is no such layer" if weight is None else f"it is {list(weight.shape[:2])}"
-            raise ModelError(
-                f"{path} is a LoRA of another base model: its {layer.module} is for {list(wanted)}, and in"
-                f" {components.source} {here}; use the base that it was trained on"
-            )

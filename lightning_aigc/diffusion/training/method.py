@@ -5,18 +5,21 @@ Legend: B batch, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
+from lightning_aigc.diffusion.training.preservation import Preservation
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 
 
@@ -44,6 +47,40 @@ class Method(ABC):
     def trains_half_weights(self) -> bool:
         """Whether the trained weights follow the precision to bfloat16, because their steps round stochastically."""
         return False
+
+    @property
+    def takes_distilled(self) -> bool:
+        """Whether a few-step base can be trained."""
+        return False
+
+    @property
+    def streams_base(self) -> bool:
+        """Whether a part of the base waits in host memory."""
+        return False
+
+    @property
+    def base_digest(self) -> str | None:
+        """Hash of what the method adds to the base's weights for the training; None for nothing."""
+        return None
+
+    def base_was_packed(self) -> None:  # noqa: B027  a hook
+        """Follow `base_quantization`, which has packed the network's frozen weights."""
+
+    def place_base(self, module: LightningModule, components: Components, settings: TrainingSettings) -> None:  # noqa: B027
+        """Place the base's weights once all layers are there and before the module moves to its device."""
+
+    def sampling_base(self) -> AbstractContextManager[None]:
+        """Compute with the base as users have it until the block ends."""
+        return contextlib.nullcontext()
+
+    def sampling_choices(self, settings: TrainingSettings, family: Family) -> tuple[int, float]:
+        """Denoising steps and guidance scale of a sample."""
+        return settings.num_inference_steps, settings.guidance_scale
+
+    @property
+    def preservation(self) -> Preservation | None:
+        """The part of the loss that holds the base's predictions; None for no such part."""
+        return None
 
     def check(self, settings: TrainingSettings, family: Family | None) -> None:  # noqa: B027  a hook
         """Check the options before weights are read; the family is None for a hub id, and is checked after loading.

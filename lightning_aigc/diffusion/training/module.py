@@ -5,10 +5,11 @@ Legend: B batch, C channels, H and W latent height and width, N images.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Self
@@ -51,6 +52,7 @@ from lightning_aigc.diffusion.training import optimization
 from lightning_aigc.diffusion.training.averaging import averaged, follow_shards, is_schedule_free, loaded_averages
 from lightning_aigc.diffusion.training.default_callbacks import default_callbacks, has_default_snapshots
 from lightning_aigc.diffusion.training.method import Method
+from lightning_aigc.diffusion.training.named_optimizers import named_optimizer
 from lightning_aigc.diffusion.training.settings import IGNORED_ON_RESUME, TrainingSettings
 from lightning_aigc.diffusion.training.trained_weights import check_precision, check_trained_weights, computed_in_half
 from lightning_aigc.diffusion.training.validation import (
@@ -67,6 +69,9 @@ from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
 
+ADAPTER_KEY = "training_adapter"
+"""Checkpoint entry with the hash of the training adapter's file."""
+
 
 class DiffusionTraining(LightningModule):
     """Trains a diffusion pipeline: loss, optimizer, averages, checkpoints, samples and callbacks.
@@ -75,7 +80,8 @@ class DiffusionTraining(LightningModule):
         method: The choice of the trained weights: `LoRA`, `FullFineTuning` or `ControlNet`.
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a short name such as sd15, a single
             `.safetensors` checkpoint, `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
-        optimizer: Any optimizer by class path; AdamW by default.
+        optimizer: adamw, adamw8bit, sgd, lion, came, adafactor, muon, prodigy, schedulefree or sgdschedulefree, each
+            with its usual rate unless `learning_rate` is set; or any optimizer by class path. AdamW by default.
         lr_scheduler: A scheduler by class path, or one of diffusers' names: constant, constant_with_warmup, linear,
             cosine, cosine_with_restarts, polynomial. A ReduceLROnPlateau reads its `monitor` (loss, if it has none)
             every `validation_steps`.
@@ -103,7 +109,7 @@ class DiffusionTraining(LightningModule):
         self,
         method: Method,
         pretrained_model_name_or_path: str,
-        optimizer: OptimizerCallable = lambda p: torch.optim.AdamW(p, lr=1e-4, weight_decay=1e-2),
+        optimizer: OptimizerCallable | str = "adamw",
         lr_scheduler: str | LRSchedulerCallable = "constant",
         **kwargs: Any,
     ) -> None:
@@ -112,7 +118,8 @@ class DiffusionTraining(LightningModule):
         source = full_name(pretrained_model_name_or_path)
         self.settings = TrainingSettings(pretrained_model_name_or_path=source, **kwargs)
         self.save_hyperparameters(method.options | asdict(self.settings))
-        self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
+        self.build_optimizer = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+        self.build_lr_scheduler = lr_scheduler
         self.snapshot_ignored_arguments = IGNORED_ON_RESUME | method.ignored_on_resume
         self.validation_prompts, self.output_name = list(self.settings.validation_prompts), self.settings.output_name
         self.text_encoders = nn.ModuleList()  # filled if they are trained, so that DDP and checkpoints see them
@@ -129,7 +136,7 @@ class DiffusionTraining(LightningModule):
         self.sampling_limit = TimeLimit(self.settings.sample_time_limit_s)
         self._validation = ValidationSchedule(self.settings.validation_steps)
         self._loaded_optimizers: list[Any] = []
-        family = check_source(source, method.families, method.hint)
+        family = check_source(source, method.families, method.hint, takes_distilled=method.takes_distilled)
         if isinstance(lr_scheduler, str):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
@@ -149,17 +156,26 @@ class DiffusionTraining(LightningModule):
             timesteps_B = objective.draw_timesteps(latents_BCHW)
             noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, timesteps_B)
             condition = self.encoders.condition(batch, with_gradients=bool(self.text_encoders))
-            predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
+            preservation, held = self.method.preservation, None
+            if preservation is None:
+                predicted_BCHW = self.predict(noisy_BCHW, timesteps_B, condition, batch)
+            else:
+                predicted_BCHW, held = preservation.predict(self, noisy_BCHW, timesteps_B, condition, batch)
             target_BCHW = objective.target(latents_BCHW, noise_BCHW, timesteps_B)
             mask_B1HW = batch.get("mask")
             loss_B = example_losses(predicted_BCHW, target_BCHW, settings.loss_type, settings.huber_c, mask_B1HW)
-            loss_B = loss_B * objective.weights(timesteps_B)
+            weights_B = objective.weights(timesteps_B)
+            loss_B = loss_B * weights_B
+            preserved_loss = None if held is None else held.loss(settings.loss_type, settings.huber_c, weights_B)
         self.last_example_losses, self.last_timesteps = loss_B.detach(), timesteps_B.long()
         loss, user_loss, prior_loss = with_prior(loss_B, batch.get("is_prior"), settings.prior_loss_weight)
         if prior_loss is not None:
             self.log("prior_loss", prior_loss.detach())
         self.log("loss", user_loss.detach(), prog_bar=True, batch_size=len(loss_B))
-        return loss
+        if preserved_loss is None:
+            return loss
+        self.log("preserved_loss", preserved_loss.detach())
+        return loss + preserved_loss
 
     def predict(
         self, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: dict[str, Tensor], batch: dict[str, Any]
@@ -173,6 +189,16 @@ class DiffusionTraining(LightningModule):
     def half_precision(self) -> AbstractContextManager[None]:
         """Autocast for bf16-true, where the trained weights are float32."""
         return computed_in_half(self._trainer, self.device, keeps_half=self.method.trains_half_weights)
+
+    def caption_maker(self, trigger_word: str | None, drops_captions: bool) -> Callable[[str], str] | None:
+        """protocols.PreservesCaptions: the function from a caption to the one that preservation holds."""
+        preservation = self.method.preservation
+        return None if preservation is None else preservation.caption_maker(trigger_word, drops_captions)
+
+    def report_entries(self) -> dict[str, Any]:
+        """The kind and the weight of the preservation, for the run's page."""
+        preservation = self.method.preservation
+        return {} if preservation is None else {"figures": preservation.figures()}
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:
@@ -245,8 +271,10 @@ class DiffusionTraining(LightningModule):
             self.packed_base = pack_base(
                 components, settings.base_quantization, skip, self._calibration_outputs, trainer
             )
+            self.method.base_was_packed()
             ignore_in_ddp(self)
             rank_zero_info(f"base: {self.packed_base.summary()}; trained weights are not quantized")
+        self.method.place_base(self, components, settings)
         if settings.use_ema:
             from diffusers.training_utils import EMAModel
 
@@ -277,6 +305,7 @@ class DiffusionTraining(LightningModule):
             revision=settings.revision,
             variant=settings.variant,
             only=only,
+            takes_distilled=self.method.takes_distilled,
         )
 
     def _load_text_encoders(self) -> Components:
@@ -287,7 +316,8 @@ class DiffusionTraining(LightningModule):
 
     def _family(self) -> Family:
         settings, method = self.settings, self.method
-        return find_family(settings.pretrained_model_name_or_path, method.families, settings.revision, method.hint)
+        source, takes = settings.pretrained_model_name_or_path, method.takes_distilled
+        return find_family(source, method.families, settings.revision, method.hint, takes_distilled=takes)
 
     def frozen_dtype(self) -> torch.dtype:
         """Dtype of the frozen denoiser and text encoders, from `base_dtype`."""
@@ -298,6 +328,8 @@ class DiffusionTraining(LightningModule):
     def full_precision_base(self) -> AbstractContextManager[None]:
         """Compute with the base in full precision, read from its source, until the block ends."""
         components = self.loaded()
+        if self.method.streams_base:  # it would not fit in full precision
+            return contextlib.nullcontext()
         half: PipelineHalf | None = None if components.stored_texts is None else "without_text_encoders"
         return with_full_precision(components, self.load_half(half))
 
@@ -461,15 +493,16 @@ class DiffusionTraining(LightningModule):
         if len(prompts) != len(seeds):
             raise ModelError(f"sample needs one seed per prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
         components, settings = self.loaded(), self.settings
-        with self.averaged_weights():
+        steps, scale = self.method.sampling_choices(settings, components.family)
+        with self.averaged_weights(), self.method.sampling_base():
             return generate(
                 components,
                 self.sampling_config(),
                 list(prompts),
                 list(seeds),
                 device=self.device,
-                num_inference_steps=num_inference_steps or settings.num_inference_steps,
-                guidance_scale=settings.guidance_scale if guidance_scale is None else guidance_scale,
+                num_inference_steps=num_inference_steps or steps,
+                guidance_scale=scale if guidance_scale is None else guidance_scale,
                 batch_size=batch_size,
                 time_limit=self.sampling_limit,
                 control=control,
@@ -507,11 +540,18 @@ class DiffusionTraining(LightningModule):
             checkpoint["ema"] = self.ema.state_dict()
         if self.packed_base is not None:
             checkpoint[CHECKPOINT_KEY] = checkpoint_entry(self.packed_base)
+        if self.method.base_digest is not None:
+            checkpoint[ADAPTER_KEY] = self.method.base_digest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.loaded()
         trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
         check_trained_weights(checkpoint["state_dict"], trained, self.method.same_weights_advice)
+        if checkpoint.get(ADAPTER_KEY) != self.method.base_digest:
+            raise ModelError(
+                "the checkpoint was trained with another training adapter, or without one; give the"
+                " model.init_args.training_adapter that it was trained with"
+            )
         check_same_base(checkpoint, self.packed_base)
         if self.ema is not None and "ema" in checkpoint:
             self.ema.load_state_dict(checkpoint["ema"])

@@ -45,7 +45,8 @@ class TrainingSettings(ObjectiveSettings):
         ema_decay: Decay of that average.
         gradient_checkpointing: Recompute the denoiser's activations in backward: less memory, slower steps.
         base_dtype: Dtype of the frozen denoiser and text encoders; auto follows the trainer's precision.
-        base_quantization: Store the frozen denoiser and text encoders in few bits: int8 (begin here), nf4 (the
+        base_quantization: Store the frozen denoiser and text encoders in few bits: int8 (begin here), fp8 (for
+            bases whose files are float8, which keep their values), nf4 (the
             denoiser's linears NF4, all else int8) or nf4-all (half the memory of int8, and the LoRA loses most
             on the full-precision base; docs/quantized_base.md). `{target_mib: 1500}` chooses the bits of each weight so
             that all fit and the denoiser's output on the training images changes least. Unset keeps full precision.

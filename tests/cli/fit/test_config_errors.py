@@ -53,7 +53,7 @@ ON_THE_LINE = {
     "a wrong callback": ("--trainer.callbacks+=RunRepot", "did you mean RunReport?"),
     "a wrong optimizer": (
         "--model.init_args.optimizer=AdamWW",
-        "model.init_args.optimizer: there is no class 'AdamWW'",
+        "or the class path of one that imports; got 'AdamWW'; did you mean adamw?",
     ),
     "a key of the other block": (
         "--model.init_args.resolution=512",

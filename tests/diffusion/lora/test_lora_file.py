@@ -307,7 +307,7 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path) -> None:
     down = "lora_unet_conv_in.lora_down.weight"
     for state, message in (
         ({down: torch.ones(2, 4)}, "without its up weight"),
-        ({"lora_unet_conv_in.hada_w1_a": torch.ones(2)}, "wanted plain LoRA or DoRA"),
+        ({"lora_unet_conv_in.hada_w1_a": torch.ones(2, 2)}, "with only hada_w1_a; the file is incomplete"),
         ({down: torch.ones(2, 4), "lora_unet_conv_in.lora_up.weight": torch.ones(4, 3)}, r"wanted \[rank, in\]"),
     ):
         safetensors.torch.save_file(state, bad)

@@ -27,8 +27,6 @@ def pair(dtype: torch.dtype = torch.float32, **further: Tensor) -> dict[str, Ten
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        (f"{NAME}.hada_w1_a", "LoHa"),
-        (f"{NAME.replace('lora_unet', 'lycoris')}.lokr_w1", "LoKr"),
         (f"{NAME}.oft_blocks", "OFT"),
         ("unet.mid_block.attentions.0.proj_in.oft_R.default.weight", "OFT"),
         (f"{NAME}.a1.weight", "GLoRA"),

@@ -273,7 +273,7 @@ def test_resuming_gives_the_same_bits_and_another_base_is_refused(sd: str, tmp_p
     ("arguments", "message"),
     [
         ({"kind": "int4"},
-         "base_quantization must be null, one of int8, nf4, nf4-all, or .target_mib: 1500., got 'int4'"),
+         "base_quantization must be null, one of int8, fp8, nf4, nf4-all, or .target_mib: 1500., got 'int4'"),
         ({"use_dora": True},
          "use_dora reads the base's weights .* set model.init_args.use_dora: false for plain LoRA, or"),
         ({"kind": None, "base_quantization_skip": ["conv_in"]},

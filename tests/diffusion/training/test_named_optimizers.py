@@ -1,0 +1,65 @@
+"""Optimizers by a short name: their classes and rates, what to install, and what they refuse."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.training.named_optimizers import OPTIMIZERS, named_optimizer
+from lightning_aigc.errors import ModelError
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_named_optimizer_lowers_a_loss_at_its_usual_rate(name: str) -> None:
+    pytest.importorskip(OPTIMIZERS[name].class_path.partition(".")[0])
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8, bias=False)
+    inputs, outputs = torch.randn(64, 8), torch.randn(64, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages themselves
+        optimizer = named_optimizer(name)([{"params": list(net.parameters())}])
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (net(inputs) - outputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert optimizer.param_groups[0]["lr"] == OPTIMIZERS[name].rate
+    assert type(optimizer).__name__ == OPTIMIZERS[name].class_path.rpartition(".")[2]
+
+
+def test_a_learning_rate_replaces_the_usual_one_and_prodigys_small_one_is_said(sd: str) -> None:
+    module = DiffusionLoRA(sd, rank=4, optimizer="Prodigy", learning_rate=1e-4, max_train_steps=1)
+    module.configure_model()
+    with pytest.warns(UserWarning, match=r"Prodigy finds its rate itself .* 0\.0001, .* set learning_rate: 1\.0"):
+        module.configure_optimizers()
+    module = DiffusionLoRA(sd, rank=4, optimizer="prodigy", max_train_steps=1)
+    optimizer = module.build_optimizer([nn.Parameter(torch.zeros(1))])
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_before_weights_are_read() -> None:
+    with pytest.raises(ModelError, match=r"optimizer must be one of adamw, .* got 'prodigi'; did you mean prodigy\?"):
+        DiffusionLoRA("embedded:sd", optimizer="prodigi")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ModelError, match=r"adamw8bit is bitsandbytes\.optim\.AdamW8bit.*pip install bitsandbytes$"):
+        named_optimizer("AdamW-8bit")
+
+
+def test_muon_refuses_convolutions(sd: str) -> None:
+    module = DiffusionLoRA(sd, rank=4, optimizer="muon", lora_targets=["convolutions"], max_train_steps=1)
+    module.configure_model()
+    with pytest.raises(ModelError, match="muon trains matrices, and a trained weight has the shape"):
+        module.configure_optimizers()

@@ -1,0 +1,237 @@
+"""Frozen blocks in host memory: loss and gradients to the bit, bytes of a step, streams, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fakes.models.pipelines import make_batch, make_pipeline
+from fakes.models.transformer_pipelines import MAKE
+from fakes.npu.deferred_streams import Device
+from fakes.runs.training_losses import example_losses
+from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.pipeline import streamed_base
+from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.memory import streamed_blocks
+from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_weights_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny transformers' weights stream, and not only those of published sizes."""
+    monkeypatch.setattr(streamed_blocks, "FEWEST_NUMBERS", 64)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    made: dict[str, str] = {}
+
+    def folder(family: str) -> str:
+        if family not in made:
+            made[family] = str(MAKE[family](tmp_path_factory.mktemp(family)))
+        return made[family]
+
+    return folder
+
+
+def make_module(path: str, share: float | None, memory: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """A module whose LoRA changes the output, and its streamed blocks."""
+    torch.manual_seed(0)
+    module = DiffusionLoRA(path, rank=4, max_train_steps=1, **options)
+    module.configure_model()
+    torch.manual_seed(5)
+    for parameter in module.trainable_parameters():
+        parameter.data = 0.3 * torch.randn_like(parameter)
+    network = module.loaded().denoiser
+    streamed = None if share is None else StreamedBlocks(blocks_of(network), share, CPU)
+    if memory is not None:
+        FusedBackwardPrecision(precision="32-true", memory=memory).convert_module(module)  # type: ignore[arg-type]
+    return module, streamed
+
+
+def step(module: Any) -> dict[str, Tensor]:
+    """The losses and gradients of a training step."""
+    module.zero_grad()
+    torch.manual_seed(3)
+    losses = example_losses(module, make_batch())
+    losses.mean().backward()
+    return {"losses": losses.detach()} | {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize(
+    "memory", [None, pytest.param("lean", marks=pytest.mark.long), pytest.param("max", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("base", [None, "nf4", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family",
+    ["flux", *(pytest.param(name, marks=pytest.mark.long) for name in ("z_image", "sd3", "flux2", "qwen_image"))],
+)
+def test_a_step_with_streamed_blocks_has_the_resident_ones_bits(
+    family: str, base: str | None, memory: str | None, folder_of: Callable[[str], str]
+) -> None:
+    wanted = step(make_module(folder_of(family), None, memory, base_quantization=base)[0])
+    for share in (0.0, 0.5):
+        module, streamed = make_module(folder_of(family), share, memory, base_quantization=base)
+        for _ in range(2):
+            streamed.link.sent_bytes = 0
+            assert same(step(module), wanted)
+            assert streamed.link.sent_bytes == streamed.step_bytes
+        blocks = len(streamed.chosen)
+        assert len(streamed.free) == streamed.slots == min(2, blocks)
+        if len({host.nbytes for host in streamed.hosts}) == 1:
+            assert streamed.step_bytes == (2 * blocks - streamed.slots) * streamed.hosts[0].nbytes
+
+
+def test_samples_and_autocast_are_the_resident_ones(folder_of: Callable[[str], str]) -> None:
+    path = folder_of("flux")
+    (resident, _), (module, _) = make_module(path, None), make_module(path, 0.0)
+    images = [each.sample(["a red cup"], [1], num_inference_steps=2) for each in (resident, module)]
+    assert torch.equal(*images)
+    found = []
+    for each in (resident, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(step(each))
+    assert same(*found)
+
+
+def test_streamed_weights_stay_on_the_host_when_the_module_moves_and_are_there_to_read(
+    folder_of: Callable[[str], str],
+) -> None:
+    module, streamed = make_module(folder_of("flux"), 0.0)
+    resident, _ = make_module(folder_of("flux"), None)
+    for (name, one), other in zip(module.named_parameters(), resident.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    held = {id(p) for host in streamed.hosts for p in host.waiting}
+    moved = copy.copy(module.loaded().denoiser)
+    torch.nn.Module.to(moved, "meta")
+    places = {id(p) in held: p.device.type for p in moved.parameters()}
+    assert places == {True: "cpu", False: "meta"}
+
+
+@pytest.mark.parametrize("side_runs_at_once", [False, True])
+def test_copies_on_a_stream_of_their_own_are_ordered_on_the_simulated_device(side_runs_at_once: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16, bias=False).requires_grad_(False)
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mm(x, self.linear.weight) * self.scale
+
+    def run(streams: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.ModuleList(Block() for _ in range(5))
+        x, found = torch.randn(4, 16), []
+        device = Device(side_runs_at_once=side_runs_at_once)
+        streamed = StreamedBlocks(list(net), 0.0, CPU)
+        if streams:
+            streamed.link.backend, streamed.link.stream = device, device.Stream()
+        for _ in range(2):
+            net.zero_grad()
+            with device:
+                y = x
+                for block in net:
+                    y = block(y)
+                y.sum().backward()
+                device.current.run()
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        return found
+
+    wanted, found = run(streams=False), run(streams=True)
+    assert len(wanted) == 10 and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_share_that_fits_leaves_room_for_the_slots() -> None:
+    blocks = [nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(8)]  # 16 KiB each
+    kib = 1024
+    assert fitting_share(blocks, 200 * kib, 60 * kib) == 1.0
+    assert fitting_share(blocks, 128 * kib, 32 * kib) == pytest.approx((96 - 32) / 128)
+    assert fitting_share(blocks, 40 * kib, 32 * kib) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"base_location": "host"}, r"must be null, fit, or \{device: 0\.6\}.*got 'host'"),
+        ({"base_location": {"device": 1.5}}, r"got \{'device': 1\.5\}"),
+        ({"base_location": {"cpu": 0.5}}, r"got \{'cpu': 0\.5\}"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(
+    options: dict[str, Any], said: str, folder_of: Callable[[str], str]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DiffusionLoRA(folder_of("flux"), **options)
+
+
+def test_a_u_net_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"this is SD 1\.5, whose base is small; set model\.init_args\.base_quantization"
+    ):
+        DiffusionLoRA(str(make_pipeline(tmp_path)), base_location="fit")
+
+
+class ZeRO23Strategy:
+    label = "zero_3"
+    root_device = torch.device("cuda")
+
+
+def run_with(strategy: Any = None, **precision: Any) -> Any:
+    cuda = SimpleNamespace(root_device=torch.device("cuda"))
+    return SimpleNamespace(
+        strategy=strategy or cuda, precision_plugin=SimpleNamespace(**({"memory": "lean"} | precision))
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "said"),
+    [
+        (run_with(ZeRO23Strategy()), {}, "zero_3 cuts weights over the ranks itself; use strategy ddp"),
+        (run_with(SimpleNamespace(root_device=CPU)), {}, "computes on the CPU"),
+        (run_with(), {"gradient_checkpointing": True}, "set model.init_args.gradient_checkpointing: false"),
+        (run_with(), {"dropout": 0.1}, "set model.init_args.lora_dropout: 0"),
+        (run_with(memory={"kept": 0.5}), {}, "set memory: lean"),
+        (run_with(graph=True), {}, "set graph: false"),
+    ],
+)
+def test_runs_that_streaming_does_not_go_with_are_refused(trainer: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        streamed_base.check_run(trainer, **({"gradient_checkpointing": False, "dropout": 0.0} | options))
+
+
+def test_too_little_host_memory_is_said_with_the_numbers(
+    folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _ = make_module(folder_of("flux"), None)
+    memory = SimpleNamespace(available=3 * 2**30)
+    monkeypatch.setattr(streamed_base.psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(
+        ConfigError, match=r"would wait in host memory, which has 3\.0 GiB left, and 4 of them stay free"
+    ):
+        streamed_base.stream_base(module, module.loaded(), {"device": 0.5}, CPU)
+
+
+def test_a_cpu_run_is_refused_before_the_first_step(folder_of: Callable[[str], str], tmp_path: Path) -> None:
+    module = DiffusionLoRA(folder_of("flux"), rank=4, max_train_steps=1, base_location={"device": 0.5})
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
+    data = DataLoader([make_batch()], batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="this run computes on the CPU"):
+        trainer.fit(module, data)
