@@ -61,6 +61,20 @@ class CachesCaptions(Protocol):
 
 
 @runtime_checkable
+class HasEditSources(Protocol):
+    """A data module whose images may be edits, which start from source images."""
+
+    @property
+    def sources_per_image(self) -> int:
+        """Source images of each image; 0 where they are no edits."""
+        ...
+
+    def edit_sources(self, prompt: str, seed: int) -> tuple[Sequence[Any], tuple[int, int]]:
+        """Return the sources of a sample, as PIL images, and the sample's (width, height)."""
+        ...
+
+
+@runtime_checkable
 class HasPackedBase(Protocol):
     """Keeps its frozen weights in few bits."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -22,7 +24,7 @@ from lightning_aigc.data.cache.encoded_caches import EncodedCaches, finder
 from lightning_aigc.data.cache.encoder import Encoder, require_encoder
 from lightning_aigc.data.cache.resources import loader_settings
 from lightning_aigc.data.captions.caption_lengths import note_on_lengths
-from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
+from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
 from lightning_aigc.data.index.argument_checks import MissingCaptions, SourceFit, check_choices
 from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.index.index import TrainingIndex, build_index
@@ -309,6 +311,20 @@ class ImageCaptionData(LightningDataModule):
     def sources_per_image(self) -> int:
         """Source images of each image, 0 where they are no pairs of an edit."""
         return self.index().sources_per_image
+
+    def edit_sources(self, prompt: str, seed: int) -> tuple[list[Image.Image], tuple[int, int]]:
+        """Sources of a sample, and its (width, height): of a pair with this instruction where there is one.
+
+        Pairs are held-out ones where there are any, all of one shape.
+        """
+        index = self.index()
+        pairs = [s for s in index.validation if s.shape == index.validation[0].shape]
+        pairs = pairs or index.spread_samples(len(index.samples))
+        own = [pair for pair in pairs if pair.caption == prompt] or pairs
+        pair = own[(zlib.crc32(prompt.encode()) + seed) % len(own)]
+        numbers = range(len(pair.sources))
+        sources = [load_source_pixels(pair, number, crop_offset(pair.placement)) for number in numbers]
+        return [Image.fromarray(pixels) for pixels in sources], (pair.placement.width, pair.placement.height)
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Each (width, height) of the buckets in use and of held-out images."""
