@@ -25,6 +25,15 @@ class SupportsSampling(Protocol):
 
 
 @runtime_checkable
+class SamplesEdits(Protocol):
+    """May generate edits of images."""
+
+    def sources_of_samples(self, prompts: Sequence[str], seeds: Sequence[int]) -> Sequence[Sequence[Any]] | None:
+        """Return the PIL images that each sample starts from; None where samples start from text alone."""
+        ...
+
+
+@runtime_checkable
 class HasValidationPrompts(Protocol):
     """Has default prompts for callbacks that were given none."""
 

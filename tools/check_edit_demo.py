@@ -2,7 +2,8 @@
 
 Edits things that training never shows, whose true targets the tiny world draws. An `edit_error` is the squared distance
 to the target over the pixels that change, 1 where nothing was changed; `untouched_rmse` is the distance to the source
-over the others, in 0..1; `rolled_error` is the edit error of another pair's source, and tells that sources are read.
+over the others, in 0..1; `rolled_error` is the distance over all pixels where another pair's source was given: it tells
+that sources are read.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def measure(lora: Path, seed: int = 5) -> dict[str, float]:
         source, target = (world.to_pixels([getattr(pair, key) for pair in pairs]) for key in ("source", "target"))
         drawn = draw(sampler, instruction, [pair.source for pair in pairs], seed)
         changed = (source - target).abs().amax(1, keepdim=True) > 0.02
+        everywhere = torch.ones_like(changed)
         found[f"{name}_error"] = square(drawn, target, changed) / square(source, target, changed)
         found[f"{name}_untouched_rmse"] = square(drawn, source, ~changed) ** 0.5
         captions = [pair.description for pair in pairs]
@@ -48,7 +50,7 @@ def measure(lora: Path, seed: int = 5) -> dict[str, float]:
         found[f"{name}_clip_t_of_source"] = float(judge.scores(source, captions)["clip_t"].mean())
         found[f"{name}_clip_t_of_target"] = float(judge.scores(target, captions)["clip_t"].mean())
         rolled = draw(sampler, instruction, [pairs[at - 1].source for at in range(COUNT)], seed)
-        found[f"{name}_rolled_error"] = square(rolled, target, changed) / square(source, target, changed)
+        found[f"{name}_rolled_error"] = square(rolled, target, everywhere) / square(source, target, everywhere)
     return {key: round(value, 3) for key, value in found.items()}
 
 

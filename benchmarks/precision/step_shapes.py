@@ -68,22 +68,10 @@ DENOISERS: dict[str, Callable[[], Any]] = {
     "flux": lambda: FluxTransformer2DModel(guidance_embeds=True),
     "klein": lambda: Flux2Transformer2DModel(**KLEIN),
     "qwen_image": QwenImageTransformer2DModel,
-    "flux_kontext": lambda: FluxTransformer2DModel(guidance_embeds=True),
-    "flux2_dev": Flux2Transformer2DModel,
-    "qwen_image_edit": QwenImageTransformer2DModel,
 }
 """U-Nets of Stable Diffusion 1.5 and SDXL; transformers of SD 3.5 medium, Z-Image, FLUX.1 dev, FLUX.2 klein 4B and
-Qwen-Image, with the values of their published configs; FLUX.1 Kontext and Qwen-Image-Edit read a source of the image's
-size, FLUX.2 dev none."""
-FAMILY = {
-    "sd35": "sd3",
-    "klein": "flux2",
-    "flux_kontext": "flux",
-    "flux2_dev": "flux2",
-    "qwen_image_edit": "qwen_image",
-}
-IMAGES = {"flux_kontext": 2, "qwen_image_edit": 2}
-"""Images of a step where they are more than one: the noisy one and its source."""
+Qwen-Image, with the values of their published configs."""
+FAMILY = {"sd35": "sd3", "klein": "flux2"}
 
 
 def on_meta(model: str, rank: int) -> Any:
@@ -146,20 +134,18 @@ def _inputs_of_a_transformer(config: Any, model: str, batch: int, side: int, tex
         return {"x": [half(16, 1, side, side) for _ in range(batch)], "t": torch.rand(batch), "cap_feats": captions}
     given: dict[str, Any] = {"timestep": torch.rand(batch)}
     given["encoder_hidden_states"] = half(batch, text, config.joint_attention_dim)
-    if model in ("sd35", "flux", "flux_kontext"):
+    if model in ("sd35", "flux"):
         given["pooled_projections"] = half(batch, config.pooled_projection_dim)
     if model == "sd35":
         return given | {"hidden_states": half(batch, 16, side, side)}
-    images = IMAGES.get(model, 1)
-    tokens = images * (side // 2) ** 2
-    given["hidden_states"] = half(batch, tokens, config.in_channels)
-    if FAMILY.get(model, model) == "qwen_image":
-        return given | {"img_shapes": [[(1, side // 2, side // 2)] * images] * batch}
-    if FAMILY.get(model, model) == "flux":
-        ids = {"img_ids": torch.zeros(tokens, 3), "txt_ids": torch.zeros(text, 3)}
+    given["hidden_states"] = half(batch, (side // 2) ** 2, config.in_channels)
+    if model == "qwen_image":
+        return given | {"img_shapes": [[(1, side // 2, side // 2)]] * batch}
+    if model == "flux":
+        ids = {"img_ids": torch.zeros((side // 2) ** 2, 3), "txt_ids": torch.zeros(text, 3)}
         return given | ids | {"guidance": torch.ones(batch)}
-    ids = {"img_ids": torch.zeros(batch, tokens, 4), "txt_ids": torch.zeros(batch, text, 4)}
-    return given | ids | {"guidance": torch.ones(batch) if config.guidance_embeds else None}
+    ids = {"img_ids": torch.zeros(batch, (side // 2) ** 2, 4), "txt_ids": torch.zeros(batch, text, 4)}
+    return given | ids | {"guidance": None}
 
 
 def count(variant: str, options: argparse.Namespace) -> dict[str, float]:

@@ -20,7 +20,6 @@ from tools.embedded import drawing, world
 
 SASH = "put a white sash on it"
 ORANGE = "make it orange"
-COLOURS = {f"make it {name}": number for number, name in enumerate(drawing.COLOURS)} | {ORANGE: world.ORANGE}
 TRAINED_THINGS = range(len(drawing.BRAND_THINGS))
 HELD_OUT_THINGS = range(len(drawing.BRAND_THINGS), len(drawing.THINGS))
 PAIRS = 400
@@ -48,7 +47,7 @@ class Pair:
 
 def make_pair(rng: random.Random, things: Sequence[int], instruction: str) -> Pair:
     """A random pair; one pose for both of its images."""
-    colour = COLOURS.get(instruction)
+    colour = world.ORANGE if instruction == ORANGE else None
     others = [number for number in range(len(world.COLOUR_NAMES)) if number != colour]
     before = world.Product(rng.choice(list(things)), rng.choice(others), rng.randrange(len(drawing.BACKGROUNDS)))
     has_sash = int(instruction == SASH)
@@ -58,11 +57,9 @@ def make_pair(rng: random.Random, things: Sequence[int], instruction: str) -> Pa
 
 
 def training_pairs() -> list[Pair]:
-    """Half of them with the sash, the others with one of eight colours."""
+    """Half of them with the sash, half in orange."""
     rng = random.Random(SEED)
-    return [
-        make_pair(rng, TRAINED_THINGS, SASH if number % 2 else rng.choice(list(COLOURS))) for number in range(PAIRS)
-    ]
+    return [make_pair(rng, TRAINED_THINGS, SASH if number % 2 else ORANGE) for number in range(PAIRS)]
 
 
 def held_out(instruction: str, count: int, seed: int = 99) -> list[Pair]:

@@ -19,7 +19,7 @@ CHECKS: tuple[Callable[[Material], list[str]], ...] = (
     check_faces,
 )
 EDIT_CHECKS = (check_prompts, check_batch, check_repeats, check_crops)
-"""Those for pairs of an edit, whose captions are instructions and describe no image."""
+"""Checks for pairs of an edit, whose captions are instructions and describe no image."""
 
 
 def advice_on(material: Material) -> list[str]:

@@ -21,7 +21,7 @@ from lightning_aigc.errors import ConfigError, ModelError
 
 @dataclass(frozen=True)
 class Edit:
-    """What the images start from."""
+    """Sources and sizes of the images to draw."""
 
     sources: Sequence[Sequence[Image.Image]]
     """For each image its sources, RGB, cut as they are read."""
@@ -71,10 +71,11 @@ def read_sources(paths: Sequence[str | Path], step: int, side: int | None, argum
 
     Raises: ConfigError naming `argument` for a file that is missing, broken, too small or too long.
     """
-    return [_fit(_open(Path(path), argument), step, side) for path in paths]
+    return [cut_source(open_source(Path(path), argument), step, side) for path in paths]
 
 
-def _open(path: Path, argument: str) -> Image.Image:
+def open_source(path: Path, argument: str) -> Image.Image:
+    """An image to edit. Raises: ConfigError naming `argument` for one that is missing, broken or of a bad size."""
     try:
         image, _ = load_picture(path)
     except Exception as error:  # a decoder may raise anything on bytes that it did not expect
@@ -85,7 +86,8 @@ def _open(path: Path, argument: str) -> Image.Image:
     return image
 
 
-def _fit(image: Image.Image, step: int, side: int | None) -> Image.Image:
+def cut_source(image: Image.Image, step: int, side: int | None) -> Image.Image:
+    """The image at most `side` squared large, with sides that are multiples of `step`, cut at the middle."""
     width, height = image.size
     scale = 1.0 if side is None else min(1.0, side / math.sqrt(width * height))
     size = [max(step, round(each * scale) // step * step) for each in (width, height)]

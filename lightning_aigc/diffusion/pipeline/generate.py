@@ -190,11 +190,11 @@ def generate(
                 unscaled = family.unscale(components.vae, sampled, height, width)
                 decoded = family.decode(components.vae, unscaled.to(components.vae.dtype))
             pictures.update(zip(rows, decoded.float().div(2).add(0.5).clamp(0, 1).cpu(), strict=True))
-    return _stacked([pictures[row] for row in range(len(prompts))])
+    return stacked([pictures[row] for row in range(len(prompts))])
 
 
-def _stacked(pictures: Sequence[Tensor]) -> Tensor:
-    """[N, 3, H, W]; smaller pictures get white at the right and below."""
+def stacked(pictures: Sequence[Tensor]) -> Tensor:
+    """[N, 3, H, W]; smaller images get white at the right and below."""
     height, width = (max(picture.shape[axis] for picture in pictures) for axis in (1, 2))
     pad = torch.nn.functional.pad
     return torch.stack([pad(p, (0, width - p.shape[2], 0, height - p.shape[1]), value=1.0) for p in pictures])

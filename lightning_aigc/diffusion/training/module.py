@@ -491,6 +491,11 @@ class DiffusionTraining(LightningModule):
                 resolution=settings.sample_resolution,
             )
 
+    def sources_of_samples(self, prompts: Sequence[str], seeds: Sequence[int]) -> Sequence[Sequence[Image]] | None:
+        """The sources that samples of these prompts and seeds start from; None where they start from text alone."""
+        edit = self._edit(prompts, seeds, None)
+        return None if edit is None else edit.sources
+
     def _edit(
         self, prompts: Sequence[str], seeds: Sequence[int], sources: Sequence[Sequence[Image]] | None
     ) -> Edit | None:

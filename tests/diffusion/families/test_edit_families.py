@@ -20,7 +20,7 @@ from fakes.models.edit_pipelines import make_image, to_pixels
 from fakes.models.pipelines import SIDE, make_batch
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
-from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion import DiffusionFineTuning, DiffusionLoRA, DiffusionTraining
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.families.tokens import source_name
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
@@ -164,7 +164,7 @@ def load_pipeline(path: str, family: str) -> Any:
 
 
 def fit(
-    module: DiffusionLoRA, family: str, folder: Path, steps: int = 2, ckpt_path: str | None = None, **options: Any
+    module: DiffusionTraining, family: str, folder: Path, steps: int = 2, ckpt_path: str | None = None, **options: Any
 ) -> None:
     given: dict[str, Any] = {
         "default_root_dir": folder, "accelerator": "cpu", "devices": 1, "logger": False, "max_steps": steps,
@@ -335,6 +335,18 @@ def test_the_file_loads_in_diffusers_and_draws_the_same(
     arguments = {"pretrained_model_name_or_path": folder, "num_inference_steps": STEPS, "guidance_scale": 1.0}
     sampler = LoRASampler(arguments, "32-true", "cpu", path)
     torch.testing.assert_close(sampler.sample([("a red cup", 4)], sources=[sources]), ours)
+
+
+def test_full_fine_tuning_saves_a_pipeline_that_draws_the_same(family: str, folder: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = DiffusionFineTuning(folder, learning_rate=1e-3, num_inference_steps=STEPS, guidance_scale=1.0)
+    fit(module, family, tmp_path)
+    saved, _ = module.save_model(tmp_path / "tuned.safetensors")
+    sources = [make_image(number, *size) for number, size in enumerate(source_sizes(family))]
+    theirs = draw(load_pipeline(str(saved), family), FAMILIES[family], sources)
+    ours = module.sample(["a red cup"], [4], sources=[sources])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert not torch.allclose(ours, draw(load_pipeline(folder, family), FAMILIES[family], sources), atol=1e-3)
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(family: str, folder: str, tmp_path: Path) -> None:
