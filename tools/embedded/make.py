@@ -60,7 +60,7 @@ def _write_pictures(folder: Path, rows: list[tuple[str, str, Image.Image]]) -> N
 
 
 def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, object]:
-    """Write sd/, sd3/, clip/, brand/, prior/ and edit/ into `output`; returns the judge's grades and stages' seconds."""
+    """Write sd/, sd3/, clip/, brand/, prior/, edit/ into `output`; returns the judge's grades and stages' seconds."""
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 
