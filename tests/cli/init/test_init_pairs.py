@@ -96,6 +96,8 @@ def test_pairs_for_a_base_that_takes_none_name_those_that_do(command: Any, tmp_p
             "a ControlNet does not read; set data.init_args.source_d",
         ),
         ("embedded:sd3", {"clip_model": "embedded:clip"}, "RunReport compares images with their prompts"),
+        ("embedded:sd3", {"guard": "CLIPConvergenceGuard"}, "CLIPConvergenceGuard compares images with their prompts"),
+        ("embedded:sd3", {"verb": ("encode", "-o", "shards")}, "the data has source images of edits, which encoded"),
         ("embedded:sd3", {"validation_sources": ["nowhere.png"]}, "validation_sources: nowhere.png cannot be ed"),
     ],
 )
@@ -114,14 +116,17 @@ def test_what_does_not_fit_is_one_sentence_before_the_first_step(
         "source_data_dir": changes.get("source_data_dir", str(pairs / "before")), "cache_dir": str(tmp_path / "cache"),
     }  # fmt: skip
     report = {"class_path": "RunReport", "init_args": {"clip_model": changes.get("clip_model"), "num_images": 1}}
+    guard = {"class_path": "CLIPConvergenceGuard", "init_args": {"clip_model": "embedded:clip"}}
+    callbacks = [guard, report] if "guard" in changes else [report]
     config = {
         "threads": 1,
-        "trainer": {"accelerator": "cpu", "default_root_dir": str(tmp_path / "run"), "callbacks": [report]},
+        "trainer": {"accelerator": "cpu", "default_root_dir": str(tmp_path / "run"), "callbacks": callbacks},
         "model": {"class_path": kind or "DiffusionLoRA", "init_args": model},
         "data": {"class_path": "ImageCaptionData", "init_args": data},
     }
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
-    said = command("fit", "-c", tmp_path / "my.yaml")
+    verb, *more = changes.get("verb", ("fit",))
+    said = command(verb, "-c", tmp_path / "my.yaml", *more)
     if wanted is None:
         assert said.code == 0, said.err
     else:
