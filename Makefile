@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # longest begin (tests/conftest.py). `make test PARALLEL=` runs them in one.
 PARALLEL ?= -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo demo-controlnet demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
+.PHONY: demo demo-controlnet demo-edit demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-systems check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
@@ -21,6 +21,9 @@ demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in 
 
 demo-controlnet: $(READY)  ## teach the tiny model to follow edges; results in runs/demo_controlnet
 	$(BIN)/lightning fit -c configs/controlnet_demo.yaml
+
+demo-edit: $(READY)  ## teach the tiny Stable Diffusion 3 to edit; results in runs/demo_edit
+	$(BIN)/lightning fit -c configs/edit_demo.yaml
 
 demo-sd3: $(READY)  ## fine-tune the tiny Stable Diffusion 3 on the same brand; results in runs/demo_sd3
 	$(BIN)/lightning fit -c configs/sd3_lora_demo.yaml

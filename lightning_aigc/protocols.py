@@ -25,6 +25,15 @@ class SupportsSampling(Protocol):
 
 
 @runtime_checkable
+class SamplesEdits(Protocol):
+    """May generate edits of images."""
+
+    def sources_of_samples(self, prompts: Sequence[str], seeds: Sequence[int]) -> Sequence[Sequence[Any]] | None:
+        """Return the PIL images that each sample starts from; None where samples start from text alone."""
+        ...
+
+
+@runtime_checkable
 class HasValidationPrompts(Protocol):
     """Has default prompts for callbacks that were given none."""
 
@@ -66,6 +75,20 @@ class PreservesCaptions(Protocol):
 
     def caption_maker(self, trigger_word: str | None, drops_captions: bool) -> Callable[[str], str] | None:
         """Return the picklable function from a training caption to the one that is held; None where none is."""
+        ...
+
+
+@runtime_checkable
+class HasEditSources(Protocol):
+    """A data module whose images may be edits, which start from source images."""
+
+    @property
+    def sources_per_image(self) -> int:
+        """Source images of each image; 0 where they are no edits."""
+        ...
+
+    def edit_sources(self, prompt: str, seed: int) -> tuple[Sequence[Any], tuple[int, int]]:
+        """Return the sources of a sample, as PIL images, and the sample's (width, height)."""
         ...
 
 

@@ -36,9 +36,11 @@ WANTED = {
     "controlnet_canny",
     "controlnet_demo",
     "sd3_controlnet",
+    "edit_demo",
 }
 REAL = [path for path in FILES if not path.stem.endswith("_demo")]
-SCORED_BY_CLIP = [path for path in FILES if "controlnet" not in path.stem]  # those are scored by their edges
+SCORED_BY_CLIP = [path for path in FILES if "controlnet" not in path.stem and "edit" not in path.stem]
+"""Configs whose prompts are captions; a ControlNet is scored by its edges, and an edit's prompts are instructions."""
 WATCHING = {"GradientHealthMonitor", "CLIPConvergenceGuard", "AdaptiveLR", "FineTuneCheck", "RunReport"}
 
 

@@ -20,6 +20,7 @@ from lightning_aigc.callbacks.sampling.pairs import (
     SampledPairs,
     find_prompts,
     make_pairs,
+    refuse_edits,
     require_sampling,
     sample_on_all_ranks,
     set_references,
@@ -162,6 +163,7 @@ class CLIPConvergenceGuard(Callback):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         require_sampling(pl_module, "CLIPConvergenceGuard")
+        refuse_edits(trainer, "CLIPConvergenceGuard", "take it out of trainer.callbacks")
         self._prompts = find_prompts(pl_module, self.prompts)
         if not self._prompts:
             raise ConfigError(

@@ -51,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     data, model = cli.datamodule, require_encoder(cli.model)
     if not isinstance(data, ImageCaptionData):
         raise ConfigError(f"encode reads the images of an ImageCaptionData, got {type(data).__name__} in {args.config}")
+    if data.sources_per_image:
+        raise ConfigError(
+            "the data has source images of edits, which encoded shards do not hold; train from the images, with"
+            " data.init_args.cache_latents: true"
+        )
     device = args.device or _best_device(rank)
     cli.model._trainer = cli.trainer  # the precision decides the dtype that the encoders are loaded in
     cli.model.configure_model()

@@ -29,11 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weight", nargs="+", type=float, default=[1.0], help="weights of the LoRA or ControlNet, one column each"
     )
+    parser.add_argument(
+        "--source", nargs="+", type=Path, default=[], help="images to edit, for a model that edits; one row each"
+    )
+    parser.add_argument(
+        "--references", action="store_true", help="all of --source belong to one image, as FLUX.2 reads several"
+    )
     control = parser.add_argument_group(f"runs of {' and '.join(CONTROLNETS)}")
     control.add_argument("--condition", nargs="+", type=Path, default=[], help="images to follow")
     control.add_argument("--is_condition", action="store_true", help="they are conditions already: edges, not photos")
     control.add_argument("--controlnet", default=None, help="a ControlNet's folder; default: the run's own")
-    control.add_argument("--resolution", type=int, default=None, help="longer side in pixels; default: the run's")
+    parser.add_argument(
+        "--resolution", type=int, default=None, help="with --source and --condition; default: the run's"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=None, help="default: the run's validation seeds")
     parser.add_argument("--num_inference_steps", type=int, default=None, help="default: the run's")
     parser.add_argument("--guidance_scale", type=float, default=None, help="default: the run's")
@@ -61,11 +69,17 @@ def run(args: argparse.Namespace) -> int:
     word = settings.data.get("trigger_word")
     if word and args.lora != NO_LORA and (without := without_trigger_word(prompts, word)):
         print(f"{len(without)} of {len(prompts)} prompts lack the trigger word {word} (such as {without[0]!r})")
+    if args.references and not args.source:
+        raise ConfigError("--references says how --source is read; give images: --source a.png b.png --references")
+    if args.source and settings.model_class in CONTROLNETS:
+        raise ConfigError("--source belongs to models that edit; a ControlNet draws what --condition shows")
     if settings.model_class in CONTROLNETS:
         return draw_controlled(args, settings, prompts)
     if args.condition or args.controlnet:
         raise ConfigError(f"--condition and --controlnet belong to runs of {CONTROLNETS[0]}; leave them out")
     lora = settings.find_lora(args.lora)
+    if args.source:
+        return draw_edits(args, settings, prompts, lora)
 
     import torch
 
@@ -228,6 +242,52 @@ def draw_controlled(args: argparse.Namespace, settings: Any, prompts: list[str])
         write_png(args.output, draw_sheet(torch.stack(columns, 1).flatten(0, 1), captions, len(names)), facts)
     print(f"wrote {args.output}")
     return 0
+
+
+def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora: Path | None) -> int:
+    """Draw each prompt and seed for each source, at each weight, behind the source itself; returns the exit status.
+
+    Raises: ConfigError for a source that is missing, broken, too small or too long, before the model is loaded.
+    """
+    from lightning_aigc.diffusion.pipeline.edits import cut_source, open_source
+
+    opened = [open_source(path, "--source") for path in args.source]
+
+    import torch
+
+    from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
+    from lightning_aigc.diffusion.pipeline.generate import stacked
+    from lightning_aigc.diffusion.samplers.lora import LoRASampler
+
+    print(f"editing {len(opened)} images with {lora or 'the base model alone'}")
+    sampler = LoRASampler(settings.model, settings.precision, settings.accelerator, lora)
+    parts = sampler.components
+    side = args.resolution or settings.data.get("resolution") or settings.model.get("sample_resolution")
+    step = parts.family.size_step(parts.denoiser, parts.vae)
+    cut = [cut_source(image, step, side) for image in opened]
+    groups = [tuple(cut)] if args.references else [(image,) for image in cut]
+    seeds = args.seeds or settings.seeds[:1]
+    rows = [(prompt, seed, group) for group in groups for prompt in prompts for seed in seeds]
+    weights = args.weight if lora else [0.0]
+    pairs, sources = [(prompt, seed) for prompt, seed, _ in rows], [group for _, _, group in rows]
+    given = (args.negative_prompt, args.num_inference_steps, args.guidance_scale)
+    columns = [stacked([_as_tensor(image[0]) for image in sources])]
+    columns += [sampler.sample(pairs, weight, *given, f"weight {weight:g}", sources) for weight in weights]
+    names = ["source", *(f"weight {weight:g}" if lora else "base" for weight in weights)]
+    captions = [f"{name}, seed {seed}\n{prompt}" for prompt, seed in pairs for name in names]
+    facts = {"prompts": prompts, "seeds": seeds, "weights": weights, "lora": str(lora or NO_LORA)}
+    with _written(args.output):
+        write_png(args.output, draw_sheet(torch.stack(columns, 1).flatten(0, 1), captions, len(names)), facts)
+    print(f"wrote {args.output}")
+    return 0
+
+
+def _as_tensor(image: Any) -> Any:
+    """A PIL image, float32 [3, H, W] in 0..1."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
 def find_controlnet(settings: Any, given: str | None) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -22,8 +24,8 @@ from lightning_aigc.data.cache.encoded_caches import EncodedCaches, finder
 from lightning_aigc.data.cache.encoder import Encoder, require_encoder
 from lightning_aigc.data.cache.resources import loader_settings
 from lightning_aigc.data.captions.caption_lengths import note_on_lengths
-from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
-from lightning_aigc.data.index.argument_checks import MissingCaptions, check_choices
+from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
+from lightning_aigc.data.index.argument_checks import MissingCaptions, SourceFit, check_choices
 from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.index.index import TrainingIndex, build_index
 from lightning_aigc.data.index.index_settings import IndexSettings
@@ -45,6 +47,7 @@ class ImageCaptionData(LightningDataModule):
     `captions` and `names`, lists of B texts; the caption embeddings where they are cached;
     `mask` [B, 1, H, W] in 0..1 where masks are used; `is_prior` bool [B];
     `conditioning` uint8 [B, C, H, W] where there are conditions;
+    `sources`, a list of float32 [B, 3, h, w] in -1..1, or `source_latents`, a list of their means, for an edit;
     `original_size`, `crop_top_left`, `target_size` int64 [B, 2] as (height, width) or (top, left).
 
     The user's folders are never modified.
@@ -88,6 +91,12 @@ class ImageCaptionData(LightningDataModule):
         mask_dir: Folder of masks named like the images; white is learned, black is not.
         conditioning_data_dir: Folder of conditions named like the images, for `conditions: folder`; or list them in
             metadata.jsonl under `conditioning_image`. They share crop, flip and bucket with their image.
+        source_data_dir: Folder of the images that an edit starts from, named like the images, whose captions are the
+            instructions; a list of folders, or `name_1`, `name_2` in one folder, for several sources of an image. Or
+            list them in metadata.jsonl and captions.csv under `source`.
+        source_fit: `crop` cuts and flips a source as its image, for edits in place; `own` keeps its own shape, for
+            references.
+        source_resolution: Side in pixels of sources with a shape of their own; unset is `resolution`.
         use_alpha_mask: Take the alpha channel of an image as its mask.
         num_workers: Processes that load images. By default chosen from the cores and caches.
         pin_memory: Copy batches through pinned memory. By default where an accelerator is present.
@@ -146,6 +155,9 @@ class ImageCaptionData(LightningDataModule):
         validation_data_dir: str | None = None,
         mask_dir: str | None = None,
         conditioning_data_dir: str | None = None,
+        source_data_dir: str | list[str] | None = None,
+        source_fit: SourceFit = "crop",
+        source_resolution: int | None = None,
         use_alpha_mask: bool = False,
         num_workers: int | None = None,
         pin_memory: bool | None = None,
@@ -248,7 +260,7 @@ class ImageCaptionData(LightningDataModule):
         caches = self.caches
         dataset = BatchDataset(
             index.samples, self.options, self._sampler, index.has_masks, caches.latents, caches.embeddings,
-            caches.preserved,
+            preserved=caches.preserved, sources=caches.sources,
         )  # fmt: skip
         settings = self._loader_settings(self.caches, len(self._sampler), world_size)
         return BatchLoader(dataset, batch_size=None, sampler=self._sampler, **settings)
@@ -292,11 +304,30 @@ class ImageCaptionData(LightningDataModule):
         """Whether conditions are files that the user gave."""
         return self.index().has_conditions
 
+    @property
+    def sources_per_image(self) -> int:
+        """Source images of each image, 0 where they are no pairs of an edit."""
+        return self.index().sources_per_image
+
+    def edit_sources(self, prompt: str, seed: int) -> tuple[list[Image.Image], tuple[int, int]]:
+        """Sources of a sample, and its (width, height): of a pair with this instruction where there is one.
+
+        Pairs are held-out ones where there are any, all of one shape.
+        """
+        index = self.index()
+        pairs = [s for s in index.validation if s.shape == index.validation[0].shape]
+        pairs = pairs or index.spread_samples(len(index.samples))
+        own = [pair for pair in pairs if pair.caption == prompt] or pairs
+        pair = own[(zlib.crc32(prompt.encode()) + seed) % len(own)]
+        numbers = range(len(pair.sources))
+        sources = [load_source_pixels(pair, number, crop_offset(pair.placement)) for number in numbers]
+        return [Image.fromarray(pixels) for pixels in sources], (pair.placement.width, pair.placement.height)
+
     def image_sizes(self) -> list[tuple[int, int]]:
         """Each (width, height) of the buckets in use and of held-out images."""
         index = self.index()
-        held_out = {(s.placement.width, s.placement.height) for s in index.validation}
-        return sorted(held_out.union(index.shapes))
+        sizes = {size for sample in (*index.validation, *index.samples) for size in sample.shape}
+        return sorted(sizes.union(index.shapes))
 
     def size_remedy(self, step: int) -> str:
         """The setting that makes all sides multiples of `step`."""

@@ -48,6 +48,8 @@ class Picture:
     """Whether the prompt is one of the unrelated ones that show what was forgotten."""
     before: str = ""
     after: str = ""
+    source: str = ""
+    """The image that an edit started from."""
 
 
 @dataclass(frozen=True)

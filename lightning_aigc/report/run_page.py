@@ -95,14 +95,14 @@ def sheet_html(title: str, uri: str) -> str:
 
 
 def pictures_html(pictures: Sequence[Picture]) -> str:
-    """For each prompt a row of images before and one after; a column is a seed."""
+    """For each prompt a row of images before and one after, for edits their sources above; a column is a seed."""
     of_prompts: dict[str, list[Picture]] = {}
     for picture in pictures:
         of_prompts.setdefault(picture.prompt, []).append(picture)
     figures = []
     for prompt, found in of_prompts.items():
         cells = []
-        for when in ("before", "after"):
+        for when in ("source", "before", "after"):
             uris = [getattr(picture, when) for picture in found]
             if any(uris):
                 images = "".join(image(uri, f"{when}: {prompt}") for uri in uris)

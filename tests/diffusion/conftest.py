@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from fakes.models.edit_pipelines import MAKE_EDIT
 from fakes.models.pipelines import make_pipeline
 from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.callbacks import RunReport
@@ -34,7 +35,7 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], st
 
     def folder(family: str) -> str:
         if family not in made:
-            made[family] = str(MAKE[family](tmp_path_factory.mktemp(family)))
+            made[family] = str((MAKE | MAKE_EDIT)[family](tmp_path_factory.mktemp(family)))
         return made[family]
 
     return folder

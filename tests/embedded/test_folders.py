@@ -23,6 +23,7 @@ from tools.embedded.pack import NAMES, pack
 FILES = {
     "brand": (505, "a37b94a25fe540eeefd788724c34fc0954c19ee1e7cd0297a6fc38c94241efb7"),
     "clip": (4, "92d00f96af267467716c0b75991f27a61713004d281e815d52e409152bc242ee"),
+    "edit": (801, "8af32a3d7acbc517688b0ff809a286faf9ae2a7e98ca80cc6f4200211c0d7e42"),
     "prior": (373, "a7bf8202d47927724356dde3273b12f922d79252f47671a08fb0a7df4392f152"),
     "sd": (10, "d5b93d425f2f2c41fe1958d0be7385c0d9786c75fedf95a6b12c91c588be0904"),
     "sd3": (18, "103800ca2c4d4024c4d5ea4852586100fa1f3cd5c8594e63bf09a42022b3245b"),
@@ -63,7 +64,7 @@ def test_the_names_are_those_of_the_archives() -> None:
 
 
 def test_an_unknown_name_is_answered_with_those_that_exist() -> None:
-    wanted = "'embedded:bran' is not embedded in this package; embedded are: brand, clip, prior, sd, sd3"
+    wanted = "'embedded:bran' is not embedded in this package; embedded are: brand, clip, edit, prior, sd, sd3"
     with pytest.raises(DataError, match=wanted):
         resolve("embedded:bran")
 

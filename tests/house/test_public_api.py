@@ -61,9 +61,11 @@ DEFINED = {
         "ConfigError", "DataError", "ImageWarning", "ModelError", "SamplingTooSlow", "SnapshotError", "UserError",
     ],
     "lightning_aigc.protocols": [
-        "CachesCaptions", "CountsTokens", "DescribesTrainingData", "HasExampleBatch", "HasHeldOutBatches",
+        "CachesCaptions", "CountsTokens", "DescribesTrainingData", "HasEditSources", "HasExampleBatch",
+        "HasHeldOutBatches",
         "HasOutputName", "HasPackedBase", "HasReferenceImages", "HasShardedTensors", "HasSnapshotState",
-        "HasValidationPrompts", "PreservesCaptions", "ProtectsGradients", "SavesLoRA", "SavesModel", "SupportsSampling",
+        "HasValidationPrompts", "PreservesCaptions", "ProtectsGradients", "SamplesEdits", "SavesLoRA", "SavesModel",
+        "SupportsSampling",
     ],
 }  # fmt: skip
 """The public classes and functions of modules that are typed by their own name."""

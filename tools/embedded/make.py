@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import lightning_aigc  # noqa: F401  repairs torchvision's import before diffusers needs it
-from tools.embedded import drawing, train_base, train_judge, train_transformer, world
+from tools.embedded import drawing, edits, train_base, train_judge, train_transformer, world
 from tools.embedded.tokenizer import build_tokenizer
 
 BRAND_PICTURES = 504
@@ -60,7 +60,7 @@ def _write_pictures(folder: Path, rows: list[tuple[str, str, Image.Image]]) -> N
 
 
 def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, object]:
-    """Write sd/, sd3/, clip/, brand/ and prior/ into `output`; returns the judge's grades and seconds per stage."""
+    """Write sd/, sd3/, clip/, brand/, prior/, edit/ into `output`; returns the judge's grades and stages' seconds."""
     seconds: dict[str, float] = {}
     started = time.perf_counter()
 
@@ -75,6 +75,7 @@ def make(output: Path, scale: float = 1.0, pictures: int = 12_000) -> dict[str, 
 
     draw_brand_folder(output / "brand")
     draw_prior_folder(output / "prior")
+    edits.write(output / "edit")
     lap("pictures")
     grades = train_judge.train_judge(output / "clip", steps(1500))
     lap("judge")

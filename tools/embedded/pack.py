@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_aigc.embedded.folders import LINKS
 
-NAMES = ("brand", "clip", "prior", "sd", "sd3")
+NAMES = ("brand", "clip", "edit", "prior", "sd", "sd3")
 FIRST_TIME = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip archive can hold
 MODE = 0o644
 
@@ -44,7 +44,7 @@ def _pack_one(folders: Path, name: str, path: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", type=Path, help="the folder with brand/, clip/, prior/, sd/ and sd3/")
+    parser.add_argument("folders", type=Path, help="the folder with brand/, clip/, edit/, prior/, sd/ and sd3/")
     parser.add_argument("output", type=Path, help="where the archives go")
     arguments = parser.parse_args()
     for path in pack(arguments.folders, arguments.output):

@@ -22,6 +22,7 @@ from lightning_aigc.callbacks.fine_tune.ranks import effective_ranks
 from lightning_aigc.callbacks.sampling.pairs import (
     find_prompts,
     make_pairs,
+    refuse_edits,
     require_sampling,
     sample_on_all_ranks,
     set_references,
@@ -106,6 +107,7 @@ class FineTuneCheck(Callback):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         require_sampling(pl_module, "FineTuneCheck")
+        refuse_edits(trainer, "FineTuneCheck", "take it out of trainer.callbacks")
         prompts = find_prompts(pl_module, self.prompts)
         if not prompts:
             raise ConfigError("FineTuneCheck got no prompts; set its `prompts`, or model.init_args.validation_prompts")

@@ -20,7 +20,7 @@ from lightning_aigc.errors import SamplingTooSlow, UserError
 from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.metrics.clip_similarity import recognition
 from lightning_aigc.metrics.image_problems import find_ruined
-from lightning_aigc.protocols import HasPackedBase, SupportsSampling
+from lightning_aigc.protocols import HasPackedBase, SamplesEdits, SupportsSampling
 from lightning_aigc.report.record import Looks, Paired, Picture
 
 WHENS = ("before", "after")
@@ -40,6 +40,8 @@ class BeforeAfter:
         self.prompts = {kind: list(found) for kind, found in prompts.items() if found}
         self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
         self.images: dict[str, Tensor] = {}
+        self.sources: dict[str, list[str]] = {}
+        """By kind, the sources of the images on the page, as data URIs."""
         """Thumbnails by kind and time, such as `prior_before`."""
         self.scores: dict[str, list[float]] = {}
         """Scores of each image by name, such as `clip_t_before`."""
@@ -78,6 +80,7 @@ class BeforeAfter:
                 similarities.append(judge.similarity(sampled.images.to(judge.device), everything))
                 own += [everything.index(prompt) for prompt, _ in self.pairs(prompts)]
             self.images[kind + when] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
+            self.sources[kind] = self._sources(pl_module, prompts)
             for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
                 if scores_N is not None and bool(scores_N.isfinite().all()):
                     self.scores[f"{kind}{metric}_{when}"] = scores_N.tolist()
@@ -119,6 +122,15 @@ class BeforeAfter:
         repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
         return [(prompt, self.seed + i) for i, prompt in enumerate(repeated)]
 
+    def _sources(self, pl_module: LightningModule, prompts: Sequence[str]) -> list[str]:
+        """The first sources of the images on the page, as data URIs; none where they are no edits."""
+        pairs = [self.pairs(prompts)[i] for i in self._shown(prompts)]
+        if not isinstance(pl_module, SamplesEdits):
+            return []
+        found = pl_module.sources_of_samples([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
+        as_tensors = [torch.from_numpy(np.array(images[0])).permute(2, 0, 1).float() / 255 for images in found or ()]
+        return [data_uri(thumbnail(image)) for image in as_tensors]
+
     def _shown(self, prompts: Sequence[str]) -> list[int]:
         """Indices of the pairs on the page."""
         count = len(self.pairs(prompts))
@@ -155,8 +167,9 @@ class BeforeAfter:
             pairs = self.pairs(prompts)
             for place, pair in enumerate(self._shown(prompts)):
                 before, after = ("" if images is None else data_uri(images[place]) for images in sets)
+                source = next(iter(self.sources.get(kind, [])[place : place + 1]), "")
                 if before or after:
-                    found.append(Picture(*pairs[pair], is_other=bool(kind), before=before, after=after))
+                    found.append(Picture(*pairs[pair], bool(kind), before, after, source))
         return found
 
     # Checkpoints: what was measured before the training

@@ -33,7 +33,7 @@ from lightning_aigc.callbacks.run_report.run_facts import (
     record_of,
     result_file,
 )
-from lightning_aigc.callbacks.sampling.pairs import find_prompts, set_references
+from lightning_aigc.callbacks.sampling.pairs import find_prompts, refuse_edits, set_references
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SnapshotError, UserError
 from lightning_aigc.metrics import CLIPSimilarity
@@ -120,6 +120,8 @@ class RunReport(Callback):
         if self.prompts is None:
             self.prompts = find_prompts(pl_module, None)
         self._reset()  # a report may serve two fits; a checkpoint is loaded after this
+        if self.clip_model is not None:
+            refuse_edits(trainer, "RunReport", "set its clip_model: null, for a page with the images alone")
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
             judge = self._load_judge()
             # Scores are gathered from all ranks, so all of them need the model, or none.

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
-from lightning_aigc.errors import ModelError, SamplingTooSlow
+from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.metrics import CLIPSimilarity
-from lightning_aigc.protocols import HasReferenceImages, HasValidationPrompts, SupportsSampling
+from lightning_aigc.protocols import HasEditSources, HasReferenceImages, HasValidationPrompts, SupportsSampling
 from lightning_aigc.rng import isolate_rng
 from lightning_aigc.sharding.local_parts import original_class
 
@@ -47,6 +47,16 @@ def require_sampling(pl_module: LightningModule, callback: str) -> None:
     if not isinstance(pl_module, SupportsSampling):
         raise ModelError(
             f"{callback} cannot draw: {original_class(pl_module).__name__} has no `sample`; {HOW_TO_SAMPLE}"
+        )
+
+
+def refuse_edits(trainer: Trainer, callback: str, remedy: str) -> None:
+    """Raises: ConfigError, in the name of the callback, where images are edits, whose prompts describe no image."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, HasEditSources) and data.sources_per_image:
+        raise ConfigError(
+            f"{callback} compares images with their prompts, and the prompt of an edit is an instruction that describes"
+            f" no image; {remedy}"
         )
 
 

@@ -86,7 +86,11 @@ def values_for(family: Family, card: Card) -> CardValues:
 
 
 def _memory_of(family: Family) -> StepMemory:
-    assert family.step_memory is not None, f"{family.name} needs `cards` or `step_memory`"
+    if family.step_memory is None:
+        raise ConfigError(
+            f"the memory of a step of {family.title} was not counted yet, so that no card can be chosen for it; copy"
+            f" {family.shipped_config}, and set in it the base, data.init_args.source_data_dir and base_quantization"
+        )
     return family.step_memory
 
 

@@ -13,8 +13,13 @@ from lightning_aigc.data.captions.caption_lengths import is_long
 from lightning_aigc.data.captions.captions import add_trigger_word
 from lightning_aigc.data.captions.encodings import title_of
 from lightning_aigc.data.loader.buckets import BucketSettings, bucket_shapes, place
+from lightning_aigc.diffusion.families import SHORT
+from lightning_aigc.errors import ConfigError
 
 _WORD = re.compile(r"\w[\w-]*")
+CAPTION_CALLBACKS = ("CLIPConvergenceGuard", "FineTuneCheck")
+"""Callbacks that compare images with captions, which instructions are not."""
+NO_TRIGGER = Choice("data.init_args.trigger_word", None, "an instruction needs no trigger word")
 LOOKS_PER_PICTURE = 100
 FEWEST_STEPS, MOST_STEPS = 400, 3000
 FEW_PICTURES = 10
@@ -37,14 +42,14 @@ def choose(
     name: str,
 ) -> list[Choice]:
     """All choices. `pictures_a_step` is the template's batch size times its accumulation."""
-    trigger = _trigger_word(look, trigger_word)
+    trigger = _trigger_word(look, trigger_word) if not look.sources else NO_TRIGGER
     memory, memory_reason = values.memory
     chosen = [
         Choice("trainer.default_root_dir", f"runs/{name}", "images, snapshots, report and the LoRA go here"),
         Choice("trainer.plugins.init_args.memory", memory, f"{card.reason}: {memory_reason}"),
         Choice("model.init_args.pretrained_model_name_or_path", base.source, base.reason),
         *_schedule(look, pictures_a_step),
-        Choice("model.init_args.validation_prompts", _prompts(look, str(trigger.value)), _prompts_reason(look)),
+        Choice("model.init_args.validation_prompts", _prompts(look, str(trigger.value or "")), _prompts_reason(look)),
         Choice("model.init_args.output_name", name, f"you get {name}_best.safetensors and {name}.safetensors"),
         Choice("data.init_args.train_data_dir", look.folder, f"{len(look.sizes)} usable images"),
         *_shapes(look, base),
@@ -63,13 +68,56 @@ def choose(
     if card.kind == "910b" and base.family.name != "sd":  # whose shipped config says it
         chosen.append(Choice("trainer.accelerator", "npu", card.reason))
     chosen.append(_held_out(look))
+    if look.sources:
+        chosen = [choice for choice in chosen if not _belongs_to(choice, CAPTION_CALLBACKS)]
+        chosen += _of_edits(look, memory_reason)
     if is_embedded(base):
-        for callback in ("RunReport", "CLIPConvergenceGuard", "FineTuneCheck"):
+        for callback in () if look.sources else ("RunReport", *CAPTION_CALLBACKS):
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_pretrained", None, "its own weights"))
         measured = read_shipped(EMBEDDED_DEMOS[base.family.name])["model"]["init_args"]
         chosen += [Choice(f"model.init_args.{key}", measured[key], "as in the demo") for key in FROM_THE_DEMO]
-    return list({choice.key: choice for choice in chosen}.values())
+    return list({choice.key: choice for choice in chosen}.values())  # the last of each key
+
+
+def check_edits(look: FolderSummary, base: Base) -> None:
+    """Raises: ConfigError for pairs of an edit with a base that takes none, and for an edit base without pairs."""
+    family = base.family
+    if look.sources > family.max_sources:
+        edits = ", ".join(sorted(short for short, each in SHORT.items() if each.max_sources >= look.sources))
+        takes = f"reads {family.max_sources} sources" if family.max_sources else "draws from text alone"
+        raise ConfigError(
+            f"{look.folder} has pairs of an edit with {look.sources} source{'s' * (look.sources > 1)} for each image,"
+            f" and {family.title} {takes}; use --base {edits}"
+        )
+    if family.needs_sources and not look.sources:
+        raise ConfigError(
+            f"--base {base.source} edits images, and {look.folder} has none to start from; put the images before the"
+            " edit into before/ and those after it into after/, with equal names, or list them in metadata.jsonl under"
+            " source"
+        )
+
+
+def _belongs_to(choice: Choice, callbacks: Sequence[str]) -> bool:
+    return any(choice.key.startswith(f"trainer.callbacks.{callback}.") for callback in callbacks)
+
+
+def _of_edits(look: FolderSummary, memory_reason: str) -> Iterator[Choice]:
+    """Choices for pairs of an edit, which take precedence over those for captioned images."""
+    where = "listed in the captions' table"
+    if look.source_folder is not None:
+        where = "the images before the edit, with the names of those after it"
+    yield Choice("data.init_args.source_data_dir", look.source_folder, where)
+    yield Choice("data.init_args.missing_captions", "error", "a caption is the instruction of its edit")
+    yield Choice("data.init_args.class_data_dir", None, "class images have no sources")
+    yield Choice("data.init_args.random_flip", False, "an instruction may say left or right")
+    prompts = sorted(set(look.written))[:3]
+    yield Choice("model.init_args.validation_prompts", prompts, "instructions; the sources are those of your pairs")
+    yield Choice("trainer.callbacks.RunReport.clip_model", None, "an instruction describes no image to compare with")
+    yield Choice("trainer.callbacks.RunReport.prior_prompts", [], "captions of other images, which are no instructions")
+    yield Choice(
+        "trainer.plugins.init_args.memory", "max", f"{memory_reason}; that is without sources, which add their tokens"
+    )
 
 
 def _schedule(look: FolderSummary, pictures_a_step: int) -> list[Choice]:

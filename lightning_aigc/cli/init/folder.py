@@ -22,6 +22,9 @@ MAX_PIXELS = 178_000_000
 """ImageCaptionData's default for max_image_pixels."""
 RARE_FROM = 45_000
 """CLIP's vocabulary is sorted by frequency: words that are one token below this id have a meaning of their own."""
+SOURCES = ("before", "source", "sources", "control", "input", "inputs")
+TARGETS = ("after", "target", "targets", "output", "outputs", "edited")
+"""Names of folders with the images before and after an edit."""
 _WORD = re.compile(r"[^\W\d_]\w*")
 
 
@@ -45,6 +48,10 @@ class FolderSummary:
     """Encoding of the caption files that are not UTF-8."""
     trigger_folder: str | None = None
     """Name of the only folder like kohya's `10_zorp cup` that images are in."""
+    source_folder: str | None = None
+    """The folder with the images that edits start from."""
+    sources: int = 0
+    """Source images of each image; 0 where they are no pairs of an edit."""
     notes: Sequence[str] = ()
     """Sentences on how the captions were read, and on files that were not."""
 
@@ -57,6 +64,14 @@ class FolderSummary:
     def side(self) -> int:
         """The median over images of the side of a square of the same area, in pixels."""
         return int(statistics.median((width * height) ** 0.5 for width, height in self.sizes))
+
+
+def pair_folders(given: str) -> tuple[str, str] | None:
+    """The folders of targets and of sources below a folder that has both, such as `after` and `before`; else None."""
+    folder = Path(given).expanduser()
+    names = {path.name.casefold(): path for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else {}
+    targets, sources = ([names[name] for name in known if name in names] for known in (TARGETS, SOURCES))
+    return (str(targets[0]), str(sources[0])) if targets and sources else None
 
 
 def find_captioned(given: str) -> tuple[FoundPictures, str]:
@@ -90,6 +105,8 @@ def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
 
     Raises: ConfigError or DataError for no folder, no image, or none that can be read.
     """
+    pair = pair_folders(given)
+    given, source_folder = (given, None) if pair is None else pair
     found, extension = find_captioned(given)
     folder = found.folder
     results = PictureVerifier(folder, cache_dir, MAX_PIXELS).verify([p.path for p in found.pictures], True)
@@ -110,7 +127,20 @@ def inspect_folder(given: str, cache_dir: Path) -> FolderSummary:
     kohya = {repeats_of(folder, picture.name) for picture in found.pictures} - {(1, None)}
     trigger_folder = "{}_{}".format(*kohya.pop()) if len(kohya) == 1 else None
     notes = [*found.notes, *_unread(found)]
-    return FolderSummary(given, sizes, captions, rejected, orphans, extension, found.encoding, trigger_folder, notes)
+    listed = max(len(picture.sources) for picture in found.pictures)
+    return FolderSummary(
+        given,
+        sizes,
+        captions,
+        rejected,
+        orphans,
+        extension,
+        found.encoding,
+        trigger_folder,
+        source_folder,
+        listed or int(source_folder is not None),
+        notes,
+    )
 
 
 def _caption_extension(folder: Path) -> str:

@@ -18,11 +18,15 @@ CHECKS: tuple[Callable[[Material], list[str]], ...] = (
     check_backgrounds,
     check_faces,
 )
+EDIT_CHECKS = (check_prompts, check_batch, check_repeats, check_crops)
+"""Checks for pairs of an edit, whose captions are instructions and describe no image."""
 
 
 def advice_on(material: Material) -> list[str]:
     """One sentence for each finding of all checks, with its figure and a config line; empty for healthy data."""
-    return [sentence for check in CHECKS for sentence in check(material)]
+    is_edit = any(sample.sources for sample in material.samples)
+    checks = EDIT_CHECKS if is_edit else CHECKS
+    return [sentence for check in checks for sentence in check(material)]
 
 
 __all__ = ["CHECKS", "Material", "advice_on"]

@@ -22,7 +22,7 @@ from lightning_aigc.data.cache.cache import (
     require_finite,
 )
 from lightning_aigc.data.cache.encoder import Encoder, MakesConditions, autoencoder_remedy
-from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels
+from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
 from lightning_aigc.errors import DataError
 
 _DIFFUSERS = ".".join(version("diffusers").split(".")[:2])
@@ -154,6 +154,71 @@ class LatentCache(EncodedTensors):
         pixels_HW3, _ = load_pixels(sample, crop_offset(sample.placement))
         pixels_3HW = to_minus_one_to_one(torch.from_numpy(np.array(pixels_HW3))[None])[0]
         return pixels_3HW.flip(-1) if row >= len(self.samples) else pixels_3HW
+
+
+class SourceCache(EncodedTensors):
+    """Means of the latents of every sample's sources, unscaled; a source that serves many images is one entry.
+
+    Row = (sample + count * flip) * sources + number.
+    """
+
+    def __init__(self, folder: Path, samples: Sequence[Sample], flips: bool, identity: dict[str, str]) -> None:
+        self.samples = samples
+        self.per_sample = len(samples[0].sources) if samples else 0
+        rows = [
+            (source, flip)
+            for flip in ((False, True) if flips else (False,))
+            for sample in samples
+            for source in sample.sources
+        ]
+        keys = [
+            cache_key(
+                source=source.content_sha256,
+                vae=identity.get("vae", ""),
+                dtype="float32",
+                size=[source.placement.width, source.placement.height],
+                scaled=[source.placement.scaled_width, source.placement.scaled_height],
+                crop="center",
+                flip=flip,
+                diffusers=_DIFFUSERS,
+            )
+            for source, flip in rows
+        ]
+        groups = [(source.placement.width, source.placement.height) for source, _ in rows]
+        super().__init__(TensorCache(folder / "sources"), keys, groups)
+
+    def of(self, samples: Sequence[int], flips: Sequence[bool], number: int) -> Tensor:
+        """The means [B, C, h, w] of one source of each sample."""
+        count = len(self.samples)
+        rows = [(s + count * flip) * self.per_sample + number for s, flip in zip(samples, flips, strict=True)]
+        return self.batch(rows)["source_latents"]
+
+    def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
+        """Encode the given rows that are not on disk yet. Raises: DataError naming a source with NaN latents."""
+        remedy = autoencoder_remedy(encoder)
+
+        def encode(positions: list[int]) -> list[Entry]:
+            chosen = [rows[position] for position in positions]
+            pixels = torch.stack([self._pixels(row) for row in chosen])
+            mean_BChw = encoder.encode_pixels(_on_device(pixels, encoder)).float().cpu().chunk(2, dim=1)[0]
+            for row, mean in zip(chosen, mean_BChw, strict=True):
+                sample, number = self._place(row)
+                require_finite(mean, f"the source {sample.sources[number].path}", remedy)
+            return [{"source_latents": mean.clone()} for mean in mean_BChw]
+
+        title = "encoding sources" if progress else None
+        with torch.no_grad():
+            keys = [self.keys[row] for row in rows]
+            return self.cache.fill(keys, [self.groups[row] for row in rows], encode, batch_size, title)
+
+    def _place(self, row: int) -> tuple[Sample, int]:
+        return self.samples[row // self.per_sample % len(self.samples)], row % self.per_sample
+
+    def _pixels(self, row: int) -> Tensor:
+        sample, number = self._place(row)
+        pixels_HW3 = load_source_pixels(sample, number, crop_offset(sample.placement))
+        pixels_3HW = to_minus_one_to_one(torch.from_numpy(np.array(pixels_HW3))[None])[0]
+        return pixels_3HW.flip(-1) if row >= self.per_sample * len(self.samples) else pixels_3HW
 
 
 class EmbeddingCache(EncodedTensors):

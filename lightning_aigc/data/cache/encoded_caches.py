@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 
 from lightning_aigc.data.cache.cache import Entry, FillResult
-from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache
+from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache, SourceCache
 from lightning_aigc.data.cache.encoder import Encoder, can_cache_captions, frozen_text_setting, require_encoder
 from lightning_aigc.data.cache.resources import memory_bytes
 from lightning_aigc.data.images.crop import Sample
@@ -17,6 +17,7 @@ from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.report.report import DataReport
 from lightning_aigc.errors import DataError
 
+Cache = LatentCache | SourceCache | EmbeddingCache
 _MEMORY_SHARE = 0.25  # of the machine's memory; caches up to this size are held in memory
 
 
@@ -36,6 +37,7 @@ class EncodedCaches:
     """Function from a caption to another one that is wanted too, for preservation."""
     latents: LatentCache | None = None
     embeddings: EmbeddingCache | None = None
+    sources: SourceCache | None = None
 
     @property
     def wanted(self) -> list[str]:
@@ -62,6 +64,9 @@ class EncodedCaches:
         if self.wants_latents:
             self.latents = LatentCache(self.folder, samples, self.flips, identity)
             lines.append(f"latents {self._fill(self.latents, encoder, rank, world_size, report)}")
+        if self.wants_latents and samples and samples[0].sources:
+            self.sources = SourceCache(self.folder, samples, self.flips, identity)
+            lines.append(f"sources {self._fill(self.sources, encoder, rank, world_size, report)}")
         if self.wants_text:
             self.embeddings = self._embeddings(samples, identity)
             lines.append(f"text {self._fill(self.embeddings, encoder, rank, world_size, report)}")
@@ -113,19 +118,17 @@ class EncodedCaches:
             for cache in caches:
                 cache.keep_in_memory()
 
-    def _both(self) -> list[LatentCache | EmbeddingCache]:
-        return [cache for cache in (self.latents, self.embeddings) if cache is not None]
+    def _both(self) -> list[Cache]:
+        return [cache for cache in (self.latents, self.sources, self.embeddings) if cache is not None]
 
-    def _fill(
-        self, cache: LatentCache | EmbeddingCache, encoder: Encoder, rank: int, world_size: int, report: DataReport
-    ) -> FillResult:
+    def _fill(self, cache: Cache, encoder: Encoder, rank: int, world_size: int, report: DataReport) -> FillResult:
         mine = _rows_once(cache)[rank::world_size]
         result = cache.fill(encoder, mine, self.batch_size, progress=rank == 0)
         report.count_written(result.encoded, result.written_bytes)
         return result
 
 
-def _rows_once(cache: LatentCache | EmbeddingCache) -> list[int]:
+def _rows_once(cache: Cache) -> list[int]:
     """A row for each key, the first."""
     first_row_of = {key: row for row, key in reversed(list(enumerate(cache.keys)))}
     return sorted(first_row_of.values())

@@ -6,7 +6,8 @@ import contextlib
 import csv
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ CONDITION_KEY = "conditioning_image"
 """diffusers' name of the condition's column."""
 
 
+SOURCE_KEY = re.compile(r"(source|control_path|edit_image|kontext_image)s?(?:_(\d+))?")
+"""Columns with the images that an edit starts from, as in this project and others, with a number or without."""
+
+
 class ListedCaptions:
     """Captions by image name; metadata.jsonl takes precedence over captions.csv.
 
@@ -40,6 +45,13 @@ class ListedCaptions:
         self._taken: set[str] = set()
         self.conditions: dict[str, Path] = {}
         """Files by image name, of the key `conditioning_image` in metadata.jsonl."""
+
+        self.sources: dict[str, tuple[Path, ...]] = {}
+        """By image name, the images that its edit starts from."""
+
+    def lists(self, name: str) -> bool:
+        """Whether an image has a row of its own."""
+        return any(comparable(name) in entries for entries in self._from) or comparable(name) in self.sources
 
     def take(self, name: str) -> tuple[str, str] | None:
         """The caption listed for an image and where it stands, or None; marks the entry as used."""
@@ -66,6 +78,11 @@ class ListedCaptions:
                 self.problems.append(f'{where}: wanted an object with "file_name" as text, got {str(row)[:80]}')
                 continue
             key = self._caption_key_of(row)
+            sources = self._sources_of(path, row, where)
+            if sources:
+                self.sources[self._name(path, row[name_key])] = sources
+                if key is None:
+                    continue
             if key is None and len(row) > 1:
                 self.problems.append(
                     f"{where}: no key {self.caption_key!r}, got {sorted(row)}; "
@@ -140,6 +157,22 @@ class ListedCaptions:
                 )
                 continue
             self._add(1, path, row[columns[0]].strip(), row[columns[1]], where)
+            if first == 2 and (sources := self._sources_of(path, dict(zip(header, row, strict=False)), where)):
+                self.sources[self._name(path, row[columns[0]].strip())] = sources
+
+    def _sources_of(self, path: Path, row: Mapping[str, Any], where: str) -> tuple[Path, ...]:
+        """The files of a row's source columns, by their numbers."""
+        found: list[tuple[int, Path]] = []
+        for key, value in row.items():
+            match = SOURCE_KEY.fullmatch(key)
+            values = value if isinstance(value, list) else [value]
+            if match is None or value in ("", None, []):
+                continue
+            if not all(isinstance(each, str) for each in values):
+                self.problems.append(f"{where}: {key!r} must be the name of a file or a list of names, got {value!r}")
+                continue
+            found += [(int(match[2] or 0), path.parent / each.strip().replace("\\", "/")) for each in values]
+        return tuple(file for _, file in sorted(found, key=lambda each: each[0]))
 
     def _caption_key_of(self, row: Collection[str]) -> str | None:
         """The row's key of the caption: the one that was set, or where none was, a usual one."""

@@ -15,6 +15,15 @@ from lightning_aigc.errors import DataError
 
 
 @dataclass(frozen=True)
+class SourceImage:
+    """An image that an edit starts from, and its cut."""
+
+    path: Path
+    content_sha256: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
 class Sample:
     """One training image. `original_size` is (height, width) in pixels after EXIF rotation."""
 
@@ -28,6 +37,13 @@ class Sample:
     mask: Path | None = None
     is_prior: bool = False
     condition: Path | None = None
+    sources: tuple[SourceImage, ...] = ()
+    """Images that an edit starts from."""
+
+    @property
+    def shape(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of the image and of each source: examples of one batch have equal ones."""
+        return tuple((p.width, p.height) for p in (self.placement, *(s.placement for s in self.sources)))
 
 
 def crop_offset(placement: Placement, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
@@ -77,6 +93,22 @@ def load_condition_pixels(sample: Sample, left_top: tuple[int, int]) -> NDArray[
     except (Exception, PictureRejectedError) as error:
         raise DataError(f"the condition {sample.condition} cannot be read: {error}") from error
     return np.asarray(_cut(picture, sample.placement, left_top, Image.Resampling.BOX))
+
+
+def load_source_pixels(sample: Sample, number: int, left_top: tuple[int, int]) -> NDArray[np.uint8]:
+    """Load a source RGB [H, W, 3]: with the image's cut where it has the image's placement, else from the middle.
+
+    Raises: DataError naming a file that can no longer be read.
+    """
+    source = sample.sources[number]
+    placement = source.placement
+    if placement != sample.placement:
+        left_top = crop_offset(placement)
+    try:
+        picture, _ = load_picture(source.path, shrink_to=(placement.scaled_width, placement.scaled_height))
+    except (Exception, PictureRejectedError) as error:
+        raise DataError(f"{source.path} was readable when training began and is not any more: {error}") from error
+    return np.asarray(_cut(picture, placement, left_top))
 
 
 def _cut(

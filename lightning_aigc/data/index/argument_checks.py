@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from lightning_aigc.errors import DataError
 
 MissingCaptions = Literal["error", "filename", "empty", "trigger"]
+SourceFit = Literal["crop", "own"]
 
 
 def check_choices(given: dict[str, Any]) -> None:
@@ -44,6 +45,19 @@ def check_choices(given: dict[str, Any]) -> None:
     if given["missing_captions"] not in get_args(MissingCaptions):
         accepted = ", ".join(get_args(MissingCaptions))
         raise DataError(f"data.init_args.missing_captions must be one of {accepted}, got {given['missing_captions']!r}")
+    if given["source_fit"] not in get_args(SourceFit):
+        accepted = " or ".join(get_args(SourceFit))
+        raise DataError(f"data.init_args.source_fit must be {accepted}, got {given['source_fit']!r}")
+    if given["source_resolution"] is not None:
+        if given["source_fit"] != "own":
+            raise DataError(
+                "data.init_args.source_resolution is the size of sources with a shape of their own; set"
+                " data.init_args.source_fit: own, or data.init_args.source_resolution: null"
+            )
+        if given["source_resolution"] < 8 or given["source_resolution"] % 8:
+            raise DataError(
+                f"data.init_args.source_resolution must be a positive multiple of 8, got {given['source_resolution']}"
+            )
     for key in ("caption_separator", "image_column", "caption_column", "dataset_split"):
         if not given[key]:
             raise DataError(f"data.init_args.{key} must not be empty")

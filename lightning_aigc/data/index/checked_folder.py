@@ -45,7 +45,7 @@ def check_folder(settings: IndexSettings, folder: Path, role: Role) -> CheckedFo
     Raises: DataError for a folder that does not exist or cannot be listed.
     """
     others: tuple[Path | None, ...] = (settings.class_folder, settings.validation_folder, settings.mask_folder)
-    others += (settings.condition_folder, settings.cache_dir, settings.folder)
+    others += (settings.condition_folder, settings.cache_dir, settings.folder, *settings.source_folders)
     excluded = tuple(path for path in others if path is not None and path != folder and path.is_relative_to(folder))
     repeats = settings.num_repeats if role == "train" else 1
     argument = f"{role}_data_dir"

@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_aigc.data.captions.captions import add_trigger_word
 from lightning_aigc.data.images.conditions import find_masks, pair_conditions
 from lightning_aigc.data.images.crop import Sample
+from lightning_aigc.data.images.edit_pairs import pair_sources, place_sources
 from lightning_aigc.data.images.image_file import PictureInfo
 from lightning_aigc.data.index.argument_checks import MissingCaptions
 from lightning_aigc.data.index.checked_folder import CheckedFolder, check_folder
@@ -40,6 +41,11 @@ class TrainingIndex:
     """The held-out images."""
 
     @property
+    def sources_per_image(self) -> int:
+        """Source images of each image, 0 where they are no pairs of an edit."""
+        return len(self.samples[0].sources)
+
+    @property
     def has_conditions(self) -> bool:
         """Whether each image has a condition file."""
         return self.samples[0].condition is not None
@@ -67,7 +73,9 @@ def build_index(settings: IndexSettings) -> TrainingIndex:
         raise DataCheckError(stops, report)
     _fill_captions(settings, folders, report)
 
-    held = held_out([info.content_sha256 for _, info in accepted["train"]], settings.validation_split)
+    # By the source's content: with five instructions for one source, all five are on one side.
+    contents = [(picture.source_infos or (info,))[0].content_sha256 for picture, info in accepted["train"]]
+    held = held_out(contents, settings.validation_split)
     shapes_known = bucket_shapes(settings.buckets)
     user, validation = [], []
     for position, ((picture, info), mask) in enumerate(zip(accepted["train"], masks, strict=True)):
@@ -110,6 +118,7 @@ def _check_folders(settings: IndexSettings, report: DataReport) -> list[CheckedF
             report.class_images_used = len(folder.accepted)
     report.findings = [finding for check in CHECKS for finding in check(folders, settings)]
     report.findings += pair_conditions(folders, settings)
+    report.findings += pair_sources(folders, settings)
     return folders
 
 
@@ -133,12 +142,13 @@ def _fill_captions(settings: IndexSettings, folders: Sequence[CheckedFolder], re
 
 def _in_buckets(user: Sequence[tuple[Sample, int]], report: DataReport) -> TrainingIndex:
     """The user's images, each as often as its repeats, in buckets of one shape."""
-    shapes = sorted({(sample.placement.width, sample.placement.height) for sample, _ in user})
+    kinds = sorted({sample.shape for sample, _ in user})
+    shapes = [kind[0] for kind in kinds]
     buckets: list[list[int]] = [[] for _ in shapes]
-    bucket_of = {shape: bucket for bucket, shape in enumerate(shapes)}
+    bucket_of = {kind: bucket for bucket, kind in enumerate(kinds)}
     samples = []
     for row, (sample, repeats) in enumerate(user):
-        bucket = bucket_of[sample.placement.width, sample.placement.height]
+        bucket = bucket_of[sample.shape]
         buckets[bucket] += [row] * repeats
         samples.append(replace(sample, bucket=bucket))
         report.repeats[repeats] = report.repeats.get(repeats, 0) + 1
@@ -167,7 +177,7 @@ def _sample(
     caption = picture.caption or ""
     if settings is not None and not (picture.caption == "" and settings.missing_captions == "empty"):
         caption = add_trigger_word(caption, settings.trigger_word, settings.caption_separator)
-    return Sample(
+    sample = Sample(
         path=picture.path,
         name=printable(picture.name),
         caption=caption,
@@ -178,6 +188,7 @@ def _sample(
         mask=mask,
         condition=picture.condition,
     )
+    return sample if settings is None or not picture.sources else place_sources(sample, picture, settings)
 
 
 def _bucket_row(shape: tuple[int, int], items: list[int], class_items: list[int], samples: list[Sample]) -> BucketRow:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.data.index.argument_checks import MissingCaptions
+from lightning_aigc.data.index.argument_checks import MissingCaptions, SourceFit
 from lightning_aigc.data.index.materialize import folder_from_dataset, folder_from_shards
 from lightning_aigc.data.loader.buckets import BucketSettings
 from lightning_aigc.embedded import resolve
@@ -25,6 +25,9 @@ class IndexSettings:
     validation_folder: Path | None = None
     mask_folder: Path | None = None
     condition_folder: Path | None = None
+    source_folders: tuple[Path, ...] = ()
+    source_fit: SourceFit = "crop"
+    source_resolution: int | None = None
     caption_extension: str = ".txt"
     caption_key: str = "text"
     caption_encoding: str | None = None
@@ -59,6 +62,7 @@ class IndexSettings:
             "validation_folder": _folder(given["validation_data_dir"]),
             "mask_folder": _folder(given["mask_dir"]),
             "condition_folder": _folder(given["conditioning_data_dir"]),
+            "source_folders": _folders(given["source_data_dir"]),
             "caption_extension": dotted(given["caption_extension"]),
             "caption_key": given["caption_column"] if given["train_data_dir"] is not None else "text",
         }
@@ -78,6 +82,11 @@ def _picture_folder(given: dict[str, Any], cache_dir: Path) -> Path:
         return folder_from_dataset(given["dataset_name"], given["dataset_split"], *columns, cache_dir)
     captions = (dotted(given["caption_extension"]), given["caption_column"], given["caption_encoding"])
     return folder_from_shards(given["shards"], cache_dir, *captions)
+
+
+def _folders(paths: str | list[str] | None) -> tuple[Path, ...]:
+    given = [paths] if isinstance(paths, str) else paths or []
+    return tuple(resolve(path).absolute() for path in given)
 
 
 def _folder(path: str | None) -> Path | None:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.data.cache.cache import check_writable
-from lightning_aigc.data.index.webdataset_shards import expand, read_shard
+from lightning_aigc.data.index.webdataset_shards import Sample, expand, read_shard
 from lightning_aigc.errors import DataError
 
 _DONE = "metadata.jsonl"
-SAMPLES_FORMAT = 2
+SAMPLES_FORMAT = 3
 """Rule by which members of a shard make a sample; a folder that was written by another rule is not used again."""
 
 
@@ -41,13 +41,13 @@ def folder_from_shards(
         status = shard.stat()
         stamps.append([str(shard.absolute()), status.st_size, status.st_mtime_ns])
 
-    def rows() -> Iterator[tuple[bytes, str, str | None]]:
+    def rows() -> Iterator[Sample]:
         for number, shard in enumerate(shards):
             try:
                 samples = read_shard(shard, caption_extension.lstrip(".").lower(), caption_key, encoding)
-                for count, (content, key, caption) in enumerate(samples):
-                    safe = re.sub(r"\W+", "_", key.rpartition("/")[2])[:80]
-                    yield content, f"{number:05d}_{count:07d}_{safe}", caption
+                for count, sample in enumerate(samples):
+                    safe = re.sub(r"\W+", "_", sample.name.rpartition("/")[2])[:80]
+                    yield sample._replace(name=f"{number:05d}_{count:07d}_{safe}")
             except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
                 raise DataError(f"the shard {shard} cannot be read: {error}; make or download it again") from error
 
@@ -86,7 +86,7 @@ def folder_from_dataset(name: str, split: str, image_column: str, caption_column
     if isinstance(loaded.features[image_column], datasets.Image):
         loaded = loaded.cast_column(image_column, datasets.Image(decode=False))
 
-    def rows() -> Iterator[tuple[bytes, str, str | None]]:
+    def rows() -> Iterator[Sample]:
         for number, row in enumerate(loaded):
             caption = row[caption_column]
             if isinstance(caption, list) and caption:
@@ -96,12 +96,12 @@ def folder_from_dataset(name: str, split: str, image_column: str, caption_column
                     f"the dataset {name!r}, row {number}: {caption_column!r} must be text, got "
                     f"{type(caption).__name__}; set data.init_args.caption_column"
                 )
-            yield _image_bytes(row[image_column], name, number, image_column), f"{number:08d}", caption
+            yield Sample(_image_bytes(row[image_column], name, number, image_column), f"{number:08d}", caption)
 
     return _materialize(cache_dir / "datasets", [name, split, loaded._fingerprint, image_column, caption_column], rows)
 
 
-def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[bytes, str, str | None]]]) -> Path:
+def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[Sample]]) -> Path:
     """The folder with all rows, named by a hash of the source's identity; written only if it does not exist yet."""
     key = sha256(json.dumps(identity).encode("utf-8", errors="backslashreplace")).hexdigest()[:32]
     folder = parent / key
@@ -111,11 +111,16 @@ def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[tuple[
     temporary = Path(tempfile.mkdtemp(dir=parent, suffix=".part"))
     try:
         with (temporary / _DONE).open("w") as metadata:
-            for content, stem, caption in rows():
+            for content, stem, caption, sources in rows():
                 name = f"{stem}{_suffix(content)}"
                 (temporary / name).write_bytes(content)
-                if caption is not None:
-                    metadata.write(json.dumps({"file_name": name, "text": caption}) + "\n")
+                row: dict[str, Any] = {"file_name": name} | ({} if caption is None else {"text": caption})
+                if sources:
+                    row["source"] = [f"{stem}.source_{at}{_suffix(each)}" for at, each in enumerate(sources)]
+                    for source, each in zip(row["source"], sources, strict=True):
+                        (temporary / source).write_bytes(each)
+                if len(row) > 1:
+                    metadata.write(json.dumps(row) + "\n")
         try:
             temporary.rename(folder)
         except OSError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_aigc.data.captions.caption_files import CaptionFiles
 from lightning_aigc.data.captions.captions import clean_caption
 from lightning_aigc.data.captions.listed_captions import UNREAD, ListedCaptions
-from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES, looks_like_a_picture
+from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES, PictureInfo, looks_like_a_picture
 from lightning_aigc.data.index.filenames import comparable, printable
 from lightning_aigc.errors import DataError
 
@@ -36,6 +36,10 @@ class Picture:
     """Place of a caption without text."""
     condition: Path | None = None
     """The condition that metadata.jsonl lists for it."""
+    sources: tuple[Path, ...] = ()
+    """The images that an edit starts from, in order."""
+    source_infos: tuple[PictureInfo, ...] = ()
+    """Results of decoding them."""
     other_caption: str | None = None
     """Ending of the caption file of an image without a caption, where `caption_extension` is another."""
 
@@ -152,8 +156,12 @@ def _give_captions(
     listed_conditions = {path.resolve() for path in captions.conditions.values()}
     if listed_conditions:  # they may lie among the images
         found.pictures = [picture for picture in found.pictures if picture.path.resolve() not in listed_conditions]
+    listed_sources = {path.resolve() for paths in captions.sources.values() for path in paths}
+    if listed_sources:  # an image of the table may be the source of another
+        found.pictures = [p for p in found.pictures if captions.lists(p.name) or p.path.resolve() not in listed_sources]
     for picture in found.pictures:
         picture.condition = captions.conditions.get(comparable(picture.name))
+        picture.sources = captions.sources.get(comparable(picture.name), ())
         listed = captions.take(picture.name)
         keys = [str(picture.path.with_suffix("")), str(picture.path)]
         if picture.path.suffix.lower() not in PICTURE_SUFFIXES:  # `photo.v2`, an image without a suffix

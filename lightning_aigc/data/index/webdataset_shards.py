@@ -2,6 +2,7 @@
 
 Members of a sample share the name before the first dot, webdataset's key. An image whose name has more dots
 (`photo.v2.jpg`) is a sample of its own where it has a caption of its own (`photo.v2.txt`), else one of the key's parts.
+`photo.source.jpg` is the image that an edit starts from, `photo.source_1.jpg` and `photo.source_2.jpg` several.
 """
 
 from __future__ import annotations
@@ -11,14 +12,24 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_aigc.data.captions.encodings import decode_text
 from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES
 from lightning_aigc.errors import DataError
 
 CAPTIONS = ("txt", "text", "caption")
-Sample = tuple[bytes, str, str | None]
-"""An image's bytes, its name without the suffix, and its caption."""
+SOURCE = re.compile(r"(?:(.*)\.)?source(?:_(\d+))?")
+"""Infix of an image that an edit starts from: that of its image, and its number."""
+
+
+class Sample(NamedTuple):
+    """An image's bytes, its name without the suffix, its caption, and the bytes of its sources."""
+
+    image: bytes
+    name: str
+    caption: str | None
+    sources: tuple[bytes, ...] = ()
 
 
 def read_shard(shard: Path, caption_extension: str, caption_key: str, encoding: str | None = None) -> Iterator[Sample]:
@@ -53,9 +64,13 @@ def _samples_of(
         by_infix.setdefault(infix, {})[extension] = content
     images: dict[str, bytes] = {}
     captions: dict[str, str | None] = {}
+    sources: dict[str, list[tuple[int, bytes]]] = {}
     for infix, found in by_infix.items():
         image = next((content for extension, content in found.items() if f".{extension}" in PICTURE_SUFFIXES), None)
-        if image is not None:
+        match = SOURCE.fullmatch(infix)
+        if match is not None and image is not None:
+            sources.setdefault(match[1] or "", []).append((int(match[2] or 0), image))
+        elif image is not None:
             images[infix] = image
         text = next((found[name] for name in (caption_extension, *CAPTIONS) if name in found), None)
         if text is not None:
@@ -69,7 +84,8 @@ def _samples_of(
     for infix, image in images.items():
         if infix in without or infix in captions:
             name = f"{key}.{infix}" if infix else key
-            yield image, name, captions.get(infix if infix in captions else "")
+            caption = captions.get(infix if infix in captions else "")
+            yield Sample(image, name, caption, tuple(content for _, content in sorted(sources.get(infix, []))))
 
 
 def _split(rest: str, caption_extension: str) -> tuple[str, str]:

@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache, to_minus_one_to_one
+from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache, SourceCache, to_minus_one_to_one
 from lightning_aigc.data.captions.captions import shuffle_tags, trigger_tags
-from lightning_aigc.data.images.crop import Sample, crop_offset, load_condition_pixels, load_mask_pixels, load_pixels
+from lightning_aigc.data.images.crop import (
+    Sample,
+    crop_offset,
+    load_condition_pixels,
+    load_mask_pixels,
+    load_pixels,
+    load_source_pixels,
+)
 from lightning_aigc.data.loader.sampler import BatchPlan, BucketBatchSampler, ResumableSampler
 
 Batch = dict[str, Any]
@@ -56,6 +63,7 @@ class BatchDataset(Dataset[Batch]):
         latents: LatentCache | None = None,
         embeddings: EmbeddingCache | None = None,
         preserved: Callable[[str], str] | None = None,
+        sources: SourceCache | None = None,
     ) -> None:
         self.samples = samples
         self.options = options
@@ -64,6 +72,7 @@ class BatchDataset(Dataset[Batch]):
         self.latents = latents
         self.embeddings = embeddings
         self.preserved = preserved
+        self.sources = sources
         self._masks: dict[int, NDArray[np.uint8] | None] = {}
         self._conditions: dict[int, NDArray[np.uint8]] = {}
         placements = [sample.placement for sample in samples]
@@ -140,6 +149,8 @@ class BatchDataset(Dataset[Batch]):
                 for index, flip, offset in zip(samples, flips, left_top_B2.tolist(), strict=True)
             ]
             batch["conditioning"] = torch.from_numpy(np.stack(conditions)).permute(0, 3, 1, 2).contiguous()
+        if self.samples[samples[0]].sources:
+            batch |= self._sources(samples, flips, left_top_B2)
         if self.has_masks:
             shape = self.samples[samples[0]].placement
             mask_B1HW = torch.ones(len(samples), 1, shape.height, shape.width)
@@ -148,6 +159,20 @@ class BatchDataset(Dataset[Batch]):
                     mask_B1HW[at, 0] = torch.from_numpy((mask[:, ::-1] if flips[at] else mask).astype(np.float32) / 255)
             batch["mask"] = mask_B1HW
         return batch
+
+    def _sources(self, samples: Sequence[int], flips: list[bool], left_top_B2: Tensor) -> Batch:
+        """The sources, a list of one tensor each: latents where they are cached, else pixels in -1..1."""
+        numbers = range(len(self.samples[samples[0]].sources))
+        if self.sources is not None:
+            return {"source_latents": [self.sources.of(samples, flips, number) for number in numbers]}
+        sources = []
+        for number in numbers:
+            pixels = [
+                load_source_pixels(self.samples[index], number, (left, top))[:, :: -1 if flip else 1]
+                for index, flip, (left, top) in zip(samples, flips, left_top_B2.tolist(), strict=True)
+            ]
+            sources.append(to_minus_one_to_one(torch.from_numpy(np.stack(pixels))))
+        return {"sources": sources}
 
     def _condition(self, index: int, left_top: list[int]) -> NDArray[np.uint8]:
         """The condition of an image, bytes [H, W, 3]; held in memory if latents are, which have one crop."""

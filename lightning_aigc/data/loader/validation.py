@@ -51,9 +51,9 @@ def example_seed(sample: Sample) -> int:
 
 def validation_batches(samples: Sequence[Sample], batch_size: int) -> list[list[int]]:
     """All batches in order, each of one shape, as positions in `samples`."""
-    by_shape: dict[tuple[int, int], list[int]] = {}
+    by_shape: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for position, sample in enumerate(samples):
-        by_shape.setdefault((sample.placement.width, sample.placement.height), []).append(position)
+        by_shape.setdefault(sample.shape, []).append(position)
     return [
         rows[at : at + batch_size] for _, rows in sorted(by_shape.items()) for at in range(0, len(rows), batch_size)
     ]
@@ -103,7 +103,7 @@ def validation_loader(
     """The loader of one rank's held-out images, out of the filled caches or the files, cropped at the centre."""
     plain = ItemOptions(trigger_word=options.trigger_word, use_alpha_mask=options.use_alpha_mask)
     unused = BucketBatchSampler([], [], batch_size)
-    batches = BatchDataset(samples, plain, unused, has_masks, caches.latents, caches.embeddings)
+    batches = BatchDataset(samples, plain, unused, has_masks, caches.latents, caches.embeddings, sources=caches.sources)
     dataset = ValidationDataset(batches, validation_batches(samples, batch_size), rank, world_size)
     # A generator of its own: each iteration draws a seed, and the training's random states must not notice.
     own = torch.Generator().manual_seed(0)

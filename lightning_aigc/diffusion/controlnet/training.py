@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -65,6 +66,14 @@ class ControlNet(FullWeights):
 
     def __post_init__(self) -> None:
         self.maker = find_maker(self.conditions, self.canny_thresholds)
+
+    def check_sources(self, family: Family, settings: TrainingSettings, count: int) -> None:
+        if count:
+            raise ModelError(
+                "the data has source images, which a ControlNet does not read; set data.init_args.source_data_dir: null"
+                " and give its conditions by data.init_args.conditioning_data_dir, or train a DiffusionLoRA"
+            )
+        super().check_sources(family, settings, count)
 
     def check(self, settings: TrainingSettings, family: Family | None) -> None:
         if self.rank is not None and self.rank < 1:
@@ -339,6 +348,7 @@ class DiffusionControlNet(DiffusionTraining):
         guidance_scale: float | None = None,
         batch_size: int | None = None,
         control: Control | None = None,
+        sources: Sequence[Sequence[Image]] | None = None,
         conditions: Tensor | None = None,
     ) -> Tensor:
         """Generate one image per prompt, float32 [N, 3, S, S] in 0..1 on the CPU, as `DiffusionTraining.sample` does.

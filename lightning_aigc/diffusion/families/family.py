@@ -20,6 +20,7 @@ from lightning_aigc.diffusion.objectives import Objective, ObjectiveSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from PIL.Image import Image
 
 
 class TextSource(Protocol):
@@ -172,6 +173,12 @@ class Family(ABC):
     """Whether training samples the autoencoder's distribution or takes its mean, as diffusers' script."""
     control: ClassVar[Control | None] = None
     """The family's ControlNet; None where diffusers has none."""
+    max_sources: ClassVar[int] = 0
+    """Most images that an edit of this family starts from; 0 where it draws from text alone."""
+    needs_sources: ClassVar[bool] = False
+    """Whether every image is an edit."""
+    edits_in_batches: ClassVar[bool] = True
+    """Whether the pipeline draws edits of unequal sources in one batch."""
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class Family(ABC):
         """The denoiser's output [B, C, H, W].
 
         Args:
-            condition: The output of `encode_prompts`.
+            condition: The output of `encode_prompts`, and the sources of an edit, `tokens.sources_of`.
             batch: SDXL reads the images' sizes from it.
             guidance: Guidance input of a guidance-distilled transformer; other models have none.
             residuals: The output of `Control.residuals`.
@@ -289,6 +296,23 @@ class Family(ABC):
     ) -> dict[str, Any]:
         """The pipeline's arguments for prompts and guidance."""
         return {"prompt": prompts, "negative_prompt": negative_prompts, "guidance_scale": guidance_scale}
+
+    def source_arguments(
+        self,
+        pipeline: Any,
+        components: Components,
+        images: Sequence[Sequence[Image]],
+        latents: Sequence[Tensor],
+        size: tuple[int, int],
+    ) -> dict[str, Any]:
+        """The pipeline's arguments for the sources of an edit; may change the pipeline.
+
+        Args:
+            images: The sources of each prompt.
+            latents: The same sources by number, scaled [B, C, h, w]; those of all prompts have equal sizes.
+            size: (width, height) of the image.
+        """
+        raise NotImplementedError
 
     # Distilled models ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.families.family import StepMemory
-from lightning_aigc.diffusion.families.tokens import pack, unpack
+from lightning_aigc.diffusion.families.tokens import pack, pack_with_sources, sources_of, unpack
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
@@ -24,8 +24,8 @@ class Flux(TransformerFamily):
     name = "flux"
     title = "FLUX.1"
     base = "black-forest-labs/FLUX.1-dev"
-    name_pattern = r"^(?!.*(qwen.?image|(?<![a-z])z.?image|klein)).*flux(?!.?2(?!\d))"
-    header_patterns: ClassVar[Mapping[str, str]] = {"flux": r"flux(?!2)"}
+    name_pattern = r"^(?!.*(qwen.?image|(?<![a-z])z.?image|klein|kontext)).*flux(?!.?2(?!\d))"
+    header_patterns: ClassVar[Mapping[str, str]] = {"flux": r"flux(?!2|.*kontext)"}
     pipeline = "FluxPipeline"
     folders = ("transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
     optional_folders = ("image_encoder", "feature_extractor")
@@ -94,19 +94,7 @@ class Flux(TransformerFamily):
         condition: Mapping[str, Tensor],
         guidance: float,
     ) -> dict[str, Any]:
-        dtype = weights_dtype(network)
-        height, width = noisy_BCHW.shape[-2:]
-        embeddings_BTD = condition["prompt_embeds"].to(dtype)
-        has_guidance = network.config.guidance_embeds  # type: ignore[union-attr]
-        return {
-            "hidden_states": pack(noisy_BCHW).to(dtype),
-            "timestep": timesteps_B / 1000,
-            "guidance": torch.full_like(timesteps_B, guidance) if has_guidance else None,
-            "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
-            "encoder_hidden_states": embeddings_BTD,
-            "txt_ids": embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
-            "img_ids": positions(height // 2, width // 2, embeddings_BTD),
-        }
+        return flux_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
 
     def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
         channels = vae_config.get("latent_channels")
@@ -122,7 +110,31 @@ class Flux(TransformerFamily):
         return transformer.get("guidance_embeds") is False and not scheduler.get("use_dynamic_shifting")
 
 
-def positions(rows: int, columns: int, like: Tensor) -> Tensor:
-    """Zero, row and column of each token, [rows x columns, 3]."""
-    axes = [torch.arange(size, device=like.device) for size in (1, rows, columns)]
-    return torch.cartesian_prod(*axes).to(like.dtype)
+def flux_inputs(
+    network: nn.Module,
+    noisy_BCHW: Tensor,
+    timesteps_B: Tensor,
+    condition: Mapping[str, Tensor],
+    guidance: float,
+) -> dict[str, Any]:
+    """The arguments of FLUX.1's transformer, with the tokens of an edit's sources behind the noisy ones."""
+    dtype = weights_dtype(network)
+    embeddings_BTD = condition["prompt_embeds"].to(dtype)
+    has_guidance = network.config.guidance_embeds  # type: ignore[union-attr]
+    sizes = [each.shape[-2:] for each in (noisy_BCHW, *sources_of(condition))]
+    ids = [positions(height // 2, width // 2, embeddings_BTD, number) for number, (height, width) in enumerate(sizes)]
+    return {
+        "hidden_states": pack_with_sources(noisy_BCHW, condition).to(dtype),
+        "timestep": timesteps_B / 1000,
+        "guidance": torch.full_like(timesteps_B, guidance) if has_guidance else None,
+        "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
+        "encoder_hidden_states": embeddings_BTD,
+        "txt_ids": embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
+        "img_ids": torch.cat(ids),
+    }
+
+
+def positions(rows: int, columns: int, like: Tensor, number: int = 0) -> Tensor:
+    """Number of the image, row and column of each token, [rows x columns, 3]; the noisy image is number 0."""
+    axes = [torch.arange(size, device=like.device) for size in (rows, columns)]
+    return torch.cartesian_prod(torch.full((1,), number, device=like.device), *axes).to(like.dtype)

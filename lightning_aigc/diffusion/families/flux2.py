@@ -5,17 +5,25 @@ Legend: B batch, C channels, H and W latent height and width, N image tokens, T 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families.family import StepMemory
-from lightning_aigc.diffusion.families.tokens import check_divides
+from lightning_aigc.diffusion.families.family import Components, StepMemory
+from lightning_aigc.diffusion.families.tokens import check_divides, sources_of
+from lightning_aigc.diffusion.families.transformer_control import ConditionEncoder
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_REFERENCES = 10
+"""Images that an edit starts from; the pipelines take any number, and each adds its tokens to every step."""
+TIME_STEP = 10
+"""Distance of two references on the positions' first axis, on which the noisy image is at 0."""
 MANY_STEPS = 200
 """Steps of sampling for which the pipeline's formula gives the training's shift. It shifts a sampling in few steps
 further, against the error of large steps, which training does not make; at 200 steps it is the line through the
@@ -82,6 +90,8 @@ class Flux2Klein(TransformerFamily):
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
+    max_sources = MOST_REFERENCES
+    edits_in_batches = False
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
     draws_latents = False
 
@@ -89,13 +99,7 @@ class Flux2Klein(TransformerFamily):
         return {"prompt_embeds": pipeline.encode_prompt(prompts, device=device)[0]}
 
     def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        check_divides(2, self.pixels_per_latent(vae), *latents_BCHW.shape[-2:])
-        batch, channels, height, width = latents_BCHW.shape
-        patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
-        mean: Tensor = vae.bn.running_mean.view(1, -1, 1, 1).to(latents_BCHW)
-        variance: Tensor = vae.bn.running_var.view(1, -1, 1, 1)
-        std = torch.sqrt(variance + float(vae.config.batch_norm_eps)).to(latents_BCHW)
-        return (patches.reshape(batch, channels * 4, height // 2, width // 2) - mean) / std
+        return normalized(vae, latents_BCHW, self.pixels_per_latent(vae))
 
     def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
         return sampled  # by the pipeline
@@ -109,20 +113,17 @@ class Flux2Klein(TransformerFamily):
         guidance: float = 1.0,
         residuals: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        dtype, device = weights_dtype(denoiser), noisy_BCHW.device
-        height, width = noisy_BCHW.shape[-2:]
-        embeddings_BTD = condition["prompt_embeds"].to(dtype)
-        has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
-        velocity_BNC: Tensor = denoiser(
-            hidden_states=noisy_BCHW.flatten(2).transpose(1, 2).to(dtype),
-            timestep=timesteps_B / 1000,
-            guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
-            encoder_hidden_states=embeddings_BTD,
-            txt_ids=positions(1, 1, embeddings_BTD.shape[1], device).expand(len(embeddings_BTD), -1, -1),
-            img_ids=positions(height, width, 1, device).expand(len(embeddings_BTD), -1, -1),
-            return_dict=False,
-        )[0]
-        return velocity_BNC.transpose(1, 2).reshape(noisy_BCHW.shape)
+        return flux2_velocity(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
+
+    def source_arguments(
+        self,
+        pipeline: Any,
+        components: Components,
+        images: Sequence[Sequence[Image]],
+        latents: Sequence[Tensor],
+        size: tuple[int, int],
+    ) -> dict[str, Any]:
+        return reference_arguments(pipeline, components, images)
 
     def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
         channels = vae_config.get("latent_channels")
@@ -135,9 +136,7 @@ class Flux2Klein(TransformerFamily):
         return 1  # of scaled latents, which hold 2 x 2 pixels
 
     def mu(self, config: Mapping[str, Any], tokens: int) -> float:
-        from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-
-        return float(compute_empirical_mu(tokens, MANY_STEPS))
+        return mu_of_many_steps(tokens)
 
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
@@ -145,7 +144,63 @@ class Flux2Klein(TransformerFamily):
         return bool(index.get("is_distilled"))
 
 
-def positions(height: int, width: int, layers: int, device: torch.device) -> Tensor:
+def flux2_velocity(
+    denoiser: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: Mapping[str, Tensor], guidance: float
+) -> Tensor:
+    """The velocity [B, C, H, W]; tokens of references follow the noisy ones, at times of their own."""
+    dtype, device = weights_dtype(denoiser), noisy_BCHW.device
+    height, width = noisy_BCHW.shape[-2:]
+    embeddings_BTD = condition["prompt_embeds"].to(dtype)
+    has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
+    tokens, ids = [noisy_BCHW.flatten(2)], [positions(height, width, 1, device)]
+    for number, source in enumerate(sources_of(condition), start=1):
+        tokens.append(source.flatten(2))
+        rows, columns = source.shape[-2:]
+        ids.append(positions(rows, columns, 1, device, time=TIME_STEP * number))
+    velocity_BNC: Tensor = denoiser(
+        hidden_states=torch.cat(tokens, dim=2).transpose(1, 2).to(dtype),
+        timestep=timesteps_B / 1000,
+        guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
+        encoder_hidden_states=embeddings_BTD,
+        txt_ids=positions(1, 1, embeddings_BTD.shape[1], device).expand(len(embeddings_BTD), -1, -1),
+        img_ids=torch.cat(ids).expand(len(embeddings_BTD), -1, -1),
+        return_dict=False,
+    )[0]
+    return velocity_BNC[:, : height * width].transpose(1, 2).reshape(noisy_BCHW.shape)
+
+
+def reference_arguments(
+    pipeline: Any, components: Components, images: Sequence[Sequence[Image]]
+) -> dict[str, list[Image]]:
+    """The pipeline's argument for the references of one image, which it encodes without autocast."""
+    pipeline.vae = ConditionEncoder(components.vae, components.vae.dtype)
+    return {"image": list(images[0])}
+
+
+def normalized(vae: Any, latents_BCHW: Tensor, pixels_per_latent: int) -> Tensor:
+    """Latents of 2 x 2 pixels in the channels, normalised by the autoencoder's statistics."""
+    check_divides(2, pixels_per_latent, *latents_BCHW.shape[-2:])
+    batch, channels, height, width = latents_BCHW.shape
+    patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+    mean, std = statistics(vae, latents_BCHW)
+    return (patches.reshape(batch, channels * 4, height // 2, width // 2) - mean) / std
+
+
+def statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of 2 x 2 pixels, [1, 4C, 1, 1]."""
+    mean: Tensor = vae.bn.running_mean.view(1, -1, 1, 1).to(like)
+    variance: Tensor = vae.bn.running_var.view(1, -1, 1, 1)
+    return mean, torch.sqrt(variance + float(vae.config.batch_norm_eps)).to(like)
+
+
+def mu_of_many_steps(tokens: int) -> float:
+    """The exponent of the training's shift for an image of this many tokens."""
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    return float(compute_empirical_mu(tokens, MANY_STEPS))
+
+
+def positions(height: int, width: int, layers: int, device: torch.device, time: int = 0) -> Tensor:
     """Time, row, column and layer of each token, int64 [height x width x layers, 4]."""
-    axes = [torch.arange(size, device=device) for size in (1, height, width, layers)]
-    return torch.cartesian_prod(*axes)
+    axes = [torch.arange(size, device=device) for size in (height, width, layers)]
+    return torch.cartesian_prod(torch.full((1,), time, device=device), *axes)

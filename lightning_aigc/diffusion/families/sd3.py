@@ -5,19 +5,23 @@ Legend: B batch, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.families.family import Components, StepMemory
+from lightning_aigc.diffusion.families.tokens import sources_of
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 T5_TOKENS = 256
 """T5 tokens in the pipeline; zeros where there is no T5."""
@@ -86,6 +90,7 @@ class StableDiffusion3(TransformerFamily):
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(1536, 24), (2432, 38)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_3": 255}
     modelspec = "stable-diffusion-3"
+    max_sources = 1
 
     def make_pipeline(self, components: Components, scheduler: Any, controlnet: Any = None) -> Any:
         pipeline = super().make_pipeline(components, scheduler, controlnet)
@@ -126,6 +131,32 @@ class StableDiffusion3(TransformerFamily):
             "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
         }
 
+    def velocity(
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        inputs = self.inputs(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
+        given = {**inputs, **(residuals or {}), "return_dict": False}
+        sources = sources_of(condition)
+        answer: Tensor = call_with_source(denoiser, sources[0], given)[0] if sources else denoiser(**given)[0]
+        return answer
+
+    def source_arguments(
+        self,
+        pipeline: Any,
+        components: Components,
+        images: Sequence[Sequence[Image]],
+        latents: Sequence[Tensor],
+        size: tuple[int, int],
+    ) -> dict[str, Any]:
+        pipeline.transformer = EditingTransformer(components.denoiser, latents[0])
+        return {}
+
     def check_size(self, denoiser: Any, vae: Any, height: int, width: int) -> None:
         super().check_size(denoiser, vae, height, width)
         config, pixels_per_latent = denoiser.config, self.pixels_per_latent(vae)
@@ -136,6 +167,50 @@ class StableDiffusion3(TransformerFamily):
                 f" transformer has positions for; set data.init_args.resolution and max_bucket_reso so that no side is"
                 f" over {largest * pixels_per_latent}"
             )
+
+
+def call_with_source(transformer: nn.Module, source_BCHW: Tensor, given: dict[str, Any]) -> Any:
+    """The transformer's output for an edit: its source's tokens follow the noisy ones, at the same positions.
+
+    The model was not trained to edit, and diffusers has no such pipeline: a LoRA learns it, and tells the source by
+    being clean. At positions of their own the tokens teach less (docs/edit.md).
+
+    Raises: ModelError for a source of another size than the image.
+    """
+    noisy_BCHW: Tensor = given["hidden_states"]
+    if source_BCHW.shape[-2:] != noisy_BCHW.shape[-2:]:
+        raise ModelError(
+            "Stable Diffusion 3 edits in place: a source needs the size of its image; set data.init_args.source_fit:"
+            " crop"
+        )
+    embedding: Any = transformer.pos_embed
+    own, height = embedding.cropped_pos_embed, noisy_BCHW.shape[-2]
+    embedding.cropped_pos_embed = lambda _, width: torch.cat([own(height, width)] * 2, dim=1)
+    try:
+        both = torch.cat([noisy_BCHW, source_BCHW.to(noisy_BCHW)], dim=-2)
+        answers = transformer(**(given | {"hidden_states": both}))
+    finally:
+        del embedding.cropped_pos_embed
+    return tuple(answer[..., :height, :] for answer in answers)
+
+
+class EditingTransformer:
+    """The transformer for the pipeline of an edit, with its sources.
+
+    Args:
+        transformer: The family's transformer.
+        source_BCHW: Scaled latents of the sources; under guidance the pipeline's batch repeats them.
+    """
+
+    def __init__(self, transformer: Any, source_BCHW: Tensor) -> None:
+        self.transformer, self.source_BCHW = transformer, source_BCHW
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transformer, name)
+
+    def __call__(self, **given: Any) -> Any:
+        repeats = len(given["hidden_states"]) // len(self.source_BCHW)
+        return call_with_source(self.transformer, self.source_BCHW.repeat(repeats, 1, 1, 1), given)
 
 
 def _is_instantx(controlnet: Any) -> bool:

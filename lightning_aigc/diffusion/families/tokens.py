@@ -1,11 +1,12 @@
-"""Tokens of 2 x 2 latent pixels, padded texts, and the check that latents divide into patches.
+"""Tokens of 2 x 2 latent pixels, padded texts, sources of an edit, and the check that latents divide into patches.
 
 Legend: B batch, C channels, H and W latent height and width, N image tokens, T text tokens, D text width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,27 @@ def unpack(tokens_BNC: Tensor, height: int, width: int) -> Tensor:
     batch, _, channels = tokens_BNC.shape
     patches = tokens_BNC.reshape(batch, height // 2, width // 2, channels // 4, 2, 2)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // 4, height, width)
+
+
+def source_name(number: int) -> str:
+    """The key of a source in a condition; numbers count from 1."""
+    return f"source_{number}"
+
+
+def sources_of(condition: Mapping[str, Tensor]) -> list[Tensor]:
+    """Scaled, clean latents of the images that an edit starts from, each [B, C, h, w] of its own size, in order."""
+    names = map(source_name, itertools.count(1))
+    return [condition[name] for name in itertools.takewhile(condition.__contains__, names)]
+
+
+def pack_with_sources(noisy_BCHW: Tensor, condition: Mapping[str, Tensor]) -> Tensor:
+    """Tokens of the noisy latents, then those of each source."""
+    return torch.cat([pack(each) for each in (noisy_BCHW, *sources_of(condition))], dim=1)
+
+
+def unpack_first(tokens_BNC: Tensor, height: int, width: int) -> Tensor:
+    """Latents [B, C, H, W] from the first tokens; the sources' behind them are dropped."""
+    return unpack(tokens_BNC[:, : height * width // 4], height, width)
 
 
 def pad_texts(texts: Sequence[Tensor]) -> dict[str, Tensor]:

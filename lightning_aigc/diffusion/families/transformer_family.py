@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families.family import Components, Family
-from lightning_aigc.diffusion.families.tokens import check_divides
+from lightning_aigc.diffusion.families.tokens import check_divides, sources_of
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.objectives import Flow, Objective, ObjectiveSettings
 from lightning_aigc.diffusion.objectives.flow import linear_mu
@@ -27,6 +27,10 @@ from lightning_aigc.errors import ModelError
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+NO_SOURCES = (
+    "edits images, and there are none to start from; set data.init_args.source_data_dir to a folder with a source for"
+    " each image, or list them in metadata.jsonl under source"
+)
 DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
 """In the names of few-step models."""
 
@@ -85,6 +89,8 @@ class TransformerFamily(Family):
         residuals: Mapping[str, Any] | None = None,
     ) -> Tensor:
         self.check_size(components.denoiser, components.vae, *noisy_BCHW.shape[-2:])
+        if self.needs_sources and not sources_of(condition):
+            raise ModelError(f"{self.title} {NO_SOURCES}")
         return self.velocity(components.denoiser, noisy_BCHW, timesteps_B, condition, guidance, residuals)
 
     def velocity(

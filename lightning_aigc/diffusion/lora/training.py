@@ -141,6 +141,14 @@ class LoRA(Method):
                         f" this is {family.title}; remove it"
                     )
 
+    def check_sources(self, family: Family, settings: TrainingSettings, count: int) -> None:
+        super().check_sources(family, settings, count)
+        if count and self.preserve is not None:
+            raise ModelError(
+                f"model.init_args.preserve: {self.preserve} holds predictions for images from text, and the data has"
+                " edits of source images; set model.init_args.preserve: null"
+            )
+
     def _check_type(self) -> None:
         if self.lora_from is not None and not Path(self.lora_from).expanduser().is_file():
             raise ModelError(f"model.init_args.lora_from: there is no file {self.lora_from}; give a LoRA .safetensors")

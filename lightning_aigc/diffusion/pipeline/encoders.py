@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_aigc.data.cache.encoder import autoencoder_remedy
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.families.tokens import source_name
 from lightning_aigc.diffusion.pipeline.loading import fingerprint
 from lightning_aigc.errors import ModelError
 
@@ -78,12 +79,21 @@ class FrozenEncoders:
         return self.family.latents(self.components.vae, moments.to(self.device), draw)
 
     def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
-        """The batch's text embeddings, cached or encoded from its captions."""
+        """The batch's text embeddings, cached or encoded from its captions, and the sources of an edit."""
         if "prompt_embeds" in batch:
             keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths")
-            return {k: batch[k].to(self.device) for k in keys if k in batch}
+            return {k: batch[k].to(self.device) for k in keys if k in batch} | self.sources(batch)
         with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
-            return self.family.encode_prompts(self.components, batch["captions"], self.device)
+            texts = self.family.encode_prompts(self.components, batch["captions"], self.device)
+        return texts | self.sources(batch)
+
+    def sources(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """The scaled latents of an edit's sources by `source_name`: the autoencoder's mean, in every family."""
+        means = batch.get("source_latents")
+        if means is None:
+            means = [self.encode_pixels(each).chunk(2, dim=1)[0] for each in batch.get("sources", ())]
+        vae, scale = self.components.vae, self.family.scale
+        return {source_name(n): scale(vae, mean.to(self.device)) for n, mean in enumerate(means, start=1)}
 
     def offload(self, batch: dict[str, Any]) -> None:
         """Move to host memory the encoders that this batch's caches replace; sampling moves them back for its time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components
+from lightning_aigc.diffusion.pipeline.edits import Edit, check_edit, edit_arguments
 from lightning_aigc.errors import SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.rng import isolate_rng
@@ -127,12 +128,15 @@ def generate(
     batch_size: int | None = None,
     negative_prompt: str | None = None,
     control: Control | None = None,
+    edit: Edit | None = None,
     resolution: int | None = None,
 ) -> Tensor:
     """Generate images, float32 [N, 3, H, W] in 0..1 on the CPU; CPU generators make seeds device-independent.
 
-    resolution: pixels to a side; unset is the pipeline's own. A ControlNet's images have their condition's size.
-    Raises: SamplingTooSlow once the first steps show that sampling would take longer than `time_limit`.
+    resolution: pixels to a side; unset is the pipeline's own. A ControlNet's images have their condition's size, and
+    those of an edit the sizes that it gives; where these differ, smaller images are padded with white.
+    Raises: ModelError for sources that the family does not take, or without those that it needs; SamplingTooSlow once
+        the first steps show that sampling would take longer than `time_limit`.
     """
     networks = [components.denoiser, *components.text_encoders] + ([control.controlnet] if control is not None else [])
     pipeline = make_pipeline(components, schedule_config, control.controlnet if control is not None else None)
@@ -142,15 +146,22 @@ def generate(
     side = resolution or family.sample_size(components.denoiser) * pixels_per_latent
     pixels = (side, side) if control is None else tuple(control.conditions.shape[-2:])
     height, width = (each // pixels_per_latent for each in pixels)
+    check_edit(family, edit)
+    if edit is not None:
+        width, height = (max(sides) // pixels_per_latent for sides in zip(*edit.sizes, strict=True))
     if batch_size is None:
         batch_size = max(1, min(32, LATENT_PIXELS_AT_ONCE // (height * width)))
+    if edit is not None and not family.edits_in_batches:
+        batch_size = 1
+    groups = [list(range(len(prompts)))] if edit is None else list(edit.kinds().values())
+    batches = [group[at : at + batch_size] for group in groups for at in range(0, len(group), batch_size)]
     time_limit.begin(len(prompts), batch_size, num_inference_steps)
-    pictures = []
+    pictures: dict[int, Tensor] = {}
     modules_used = (components.vae, *networks)
     with on_device(device, *modules_used), evaluating(*modules_used):
-        for start in range(0, len(prompts), batch_size):
-            generators = [torch.Generator("cpu").manual_seed(s) for s in seeds[start : start + batch_size]]
-            chosen = prompts[start : start + batch_size]
+        for rows in batches:
+            generators = [torch.Generator("cpu").manual_seed(seeds[row]) for row in rows]
+            chosen = [prompts[row] for row in rows]
             negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
             extra = family.sampling_arguments(components, chosen, negative, guidance_scale, device)
             # Stored embeddings keep their dtype where their text encoders are gone.
@@ -159,14 +170,17 @@ def generate(
             }
             narrowest = min(dtypes | texts, key=lambda dtype: dtype.itemsize)
             autocast = torch.autocast(device.type, dtype=narrowest, enabled=len(dtypes | texts) > 1)
-            if control is None:
+            if edit is not None:
+                extra |= edit_arguments(pipeline, components, edit, rows, device)
+                height, width = (int(extra[name]) // pixels_per_latent for name in ("height", "width"))
+            elif control is None:
                 extra |= {"height": side, "width": side}
             else:
-                shown = control.conditions[start : start + batch_size].to(device)
+                shown = control.conditions[rows[0] : rows[-1] + 1].to(device)
                 assert family.control is not None
                 extra |= family.control.sampling_arguments(components, shown, control.scale)
             with autocast, isolate_rng(device):
-                torch.manual_seed(seeds[start])  # SD 3's pipeline draws a condition's latents from torch's own state
+                torch.manual_seed(seeds[rows[0]])  # SD 3's pipeline draws a condition's latents from torch's own state
                 sampled = pipeline(
                     generator=generators, output_type="latent",
                     num_inference_steps=num_inference_steps, callback_on_step_end=time_limit, **extra,
@@ -175,5 +189,12 @@ def generate(
             with float32_region(device):
                 unscaled = family.unscale(components.vae, sampled, height, width)
                 decoded = family.decode(components.vae, unscaled.to(components.vae.dtype))
-            pictures.append(decoded.float().div(2).add(0.5).clamp(0, 1).cpu())
-    return torch.cat(pictures)
+            pictures.update(zip(rows, decoded.float().div(2).add(0.5).clamp(0, 1).cpu(), strict=True))
+    return stacked([pictures[row] for row in range(len(prompts))])
+
+
+def stacked(pictures: Sequence[Tensor]) -> Tensor:
+    """[N, 3, H, W]; smaller images get white at the right and below."""
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (1, 2))
+    pad = torch.nn.functional.pad
+    return torch.stack([pad(p, (0, width - p.shape[2], 0, height - p.shape[1]), value=1.0) for p in pictures])

@@ -1,4 +1,4 @@
-"""Check before the first step that the denoiser takes the autoencoder's channels and every image size of the data."""
+"""Check before the first step that the model takes the data: its channels, its image sizes, its sources of an edit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.families import FAMILIES, Components, Family
+from lightning_aigc.diffusion.families.transformer_family import NO_SOURCES
 from lightning_aigc.errors import ModelError
+
+
+def check_sources(family: Family, name: str, count: int) -> None:
+    """Raise ModelError for an edit model without sources, or for more sources than it reads. Reads no weights."""
+    if family.needs_sources and not count:
+        raise ModelError(f"{name} is a {family.pipeline}: {family.title} {NO_SOURCES}")
+    if count and not family.max_sources:
+        edits = ", ".join(each.base for each in FAMILIES.values() if each.max_sources)
+        raise ModelError(
+            f"the data has source images, and {name} is a {family.pipeline}, which draws from text alone; set {KEY} to"
+            f" a model that edits, such as {edits}, or set data.init_args.source_data_dir: null"
+        )
+    if count > family.max_sources:
+        raise ModelError(
+            f"the data has {count} source images for each image, and {family.title} reads {family.max_sources}; set"
+            f" data.init_args.source_data_dir to {family.max_sources} of them"
+        )
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
@@ -18,6 +19,7 @@ from lightning_aigc.diffusion.families import Components, full_name
 from lightning_aigc.diffusion.lora.continued import read_fitting
 from lightning_aigc.diffusion.objectives.ddpm import build_noise_schedule
 from lightning_aigc.diffusion.objectives.flow import build_flow_schedule
+from lightning_aigc.diffusion.pipeline.edits import Edit
 from lightning_aigc.diffusion.pipeline.generate import SamplingBar, TimeLimit, generate, make_pipeline
 from lightning_aigc.diffusion.pipeline.loading import load_components
 
@@ -72,10 +74,13 @@ class LoRASampler:
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         label: str | None = None,
+        sources: Sequence[Sequence[Image]] | None = None,
     ) -> Tensor:
         """One image for each prompt and seed, float32 [N, 3, H, W] in 0..1; unset settings are the run's.
 
-        label: text of a progress bar; unset shows none.
+        Args:
+            label: Text of a progress bar; unset shows none.
+            sources: For a family that edits, the images that each image starts from; its size is that of the first.
         """
         if self.has_lora:
             self._pipeline.set_adapters(ADAPTER, weight)
@@ -91,6 +96,7 @@ class LoRASampler:
             guidance_scale=float(scale),
             time_limit=TimeLimit(math.inf) if label is None else SamplingBar(label),
             negative_prompt=negative_prompt,
+            edit=None if sources is None else Edit(sources, [images[0].size for images in sources]),
             resolution=given.get("sample_resolution"),
         )
 

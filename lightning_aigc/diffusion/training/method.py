@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
+from lightning_aigc.diffusion.pipeline.image_sizes import check_sources
 from lightning_aigc.diffusion.training.preservation import Preservation
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 
@@ -87,6 +88,13 @@ class Method(ABC):
 
         Raises: ModelError or ConfigError.
         """
+
+    def check_sources(self, family: Family, settings: TrainingSettings, count: int) -> None:
+        """Check before weights are read that the family takes as many source images as the data has for each image.
+
+        Raises: ModelError.
+        """
+        check_sources(family, settings.pretrained_model_name_or_path, count)
 
     def denoiser_dtype(self, family: Family, frozen: torch.dtype) -> torch.dtype:
         """Dtype to load the denoiser in; `frozen` is that of a frozen base."""

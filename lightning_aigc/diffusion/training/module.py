@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from lightning_aigc.devices import autocast_dtype, dtype_named
@@ -28,6 +29,7 @@ from lightning_aigc.diffusion.objectives.ddpm import warn_of_prediction_type
 from lightning_aigc.diffusion.objectives.losses import example_losses, with_prior
 from lightning_aigc.diffusion.objectives.noise import example_seeds
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
+from lightning_aigc.diffusion.pipeline.edits import Edit, read_sources
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.generate import IMAGE_REMEDIES, Control, TimeLimit, generate
 from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
@@ -62,9 +64,10 @@ from lightning_aigc.diffusion.training.validation import (
     prompt_loader,
     write_prompt_sheet,
 )
+from lightning_aigc.embedded import resolve
 from lightning_aigc.errors import ModelError
 from lightning_aigc.evaluation_mode import evaluating
-from lightning_aigc.protocols import CachesCaptions
+from lightning_aigc.protocols import CachesCaptions, HasEditSources
 from lightning_aigc.quantization import PackedBase
 from lightning_aigc.quantization.frozen import ignore_in_ddp
 from lightning_aigc.rng import isolate_rng
@@ -251,7 +254,14 @@ class DiffusionTraining(LightningModule):
         """Load the components, add the trained layers, pack the base and start the average."""
         if self.components is not None:
             return
-        settings, components = self.settings, self._load()
+        settings = self.settings
+        data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
+        is_file = resolve(settings.pretrained_model_name_or_path).is_file()  # a U-Net's, slow to tell its family
+        if isinstance(data, HasEditSources) and self.trainer.state.fn != TrainerFn.PREDICTING:
+            count = data.sources_per_image
+            if count or not is_file:
+                self.method.check_sources(self._family(), settings, count)
+        components = self._load()
         family = components.family
         settings.check_objective(family.title, is_flow=family.is_flow)
         self.method.check(settings, family)
@@ -481,12 +491,15 @@ class DiffusionTraining(LightningModule):
         guidance_scale: float | None = None,
         batch_size: int | None = None,
         control: Control | None = None,
+        sources: Sequence[Sequence[Image]] | None = None,
     ) -> Tensor:
         """Generate one image per prompt, float32 [N, 3, H, W] in 0..1 on the CPU; equal seeds give equal images.
 
         Args:
             batch_size: Images generated at once; unset means the pixels of four images of 512 px.
             control: A ControlNet with a condition for each image.
+            sources: For a family that edits, the images that each image starts from; its size is that of the first.
+                Unset are `validation_sources`, or else sources of the data, held-out ones where there are any.
 
         Raises: ModelError if the numbers of seeds and prompts differ; SamplingTooSlow past `sample_time_limit_s`.
         """
@@ -494,6 +507,7 @@ class DiffusionTraining(LightningModule):
             raise ModelError(f"sample needs one seed per prompt, got {len(prompts)} prompts and {len(seeds)} seeds")
         components, settings = self.loaded(), self.settings
         steps, scale = self.method.sampling_choices(settings, components.family)
+        edit = None if control is not None else self._edit(prompts, seeds, sources)
         with self.averaged_weights(), self.method.sampling_base():
             return generate(
                 components,
@@ -506,8 +520,35 @@ class DiffusionTraining(LightningModule):
                 batch_size=batch_size,
                 time_limit=self.sampling_limit,
                 control=control,
+                edit=edit,
                 resolution=settings.sample_resolution,
             )
+
+    def sources_of_samples(self, prompts: Sequence[str], seeds: Sequence[int]) -> Sequence[Sequence[Image]] | None:
+        """The sources that samples of these prompts and seeds start from; None where they start from text alone."""
+        edit = self._edit(prompts, seeds, None)
+        return None if edit is None else edit.sources
+
+    def _edit(
+        self, prompts: Sequence[str], seeds: Sequence[int], sources: Sequence[Sequence[Image]] | None
+    ) -> Edit | None:
+        """The sources of these images; None where the model draws from text alone."""
+        components, settings = self.loaded(), self.settings
+        data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
+        if sources is None and settings.validation_sources:
+            step = components.family.size_step(components.denoiser, components.vae)
+            files, key = settings.validation_sources, "model.init_args.validation_sources"
+            images = read_sources(files, step, settings.sample_resolution, key)
+            numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(self.validation_prompts))}
+            sources = [
+                [images[numbers.get(prompt, seed) % len(images)]] for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+        if sources is not None:
+            return Edit(sources, [images[0].size for images in sources])
+        if not isinstance(data, HasEditSources) or not data.sources_per_image:
+            return None
+        found = [data.edit_sources(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+        return Edit([images for images, _ in found], [size for _, size in found])
 
     def predict_dataloader(self) -> Any:
         return prompt_loader(self.validation_prompts, self.trainer.world_size)

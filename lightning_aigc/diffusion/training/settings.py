@@ -21,9 +21,9 @@ from lightning_aigc.quantization import BaseQuantization
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 IGNORED_ON_RESUME = frozenset(
     (
-        "max_train_steps", "output_name", "validation_prompts", "validation_steps", "num_validation_images",
-        "validation_seed", "num_inference_steps", "guidance_scale", "sample_time_limit_s", "checkpointing_steps",
-        "checkpoints_total_limit", "gradient_checkpointing",
+        "max_train_steps", "output_name", "validation_prompts", "validation_sources", "validation_steps",
+        "num_validation_images", "validation_seed", "num_inference_steps", "guidance_scale", "sample_time_limit_s",
+        "checkpointing_steps", "checkpoints_total_limit", "gradient_checkpointing",
     )
 )  # fmt: skip
 """Settings that do not change the bits of a training."""
@@ -56,6 +56,8 @@ class TrainingSettings(ObjectiveSettings):
         revision: Branch or commit of a hub id.
         variant: Weight variant in the folder, such as fp16.
         validation_prompts: Prompts of the sample images and of the final score.
+        validation_sources: For a model that edits, image files that the samples start from, one for each of
+            `validation_prompts`, or fewer in turn; unset are sources of the data.
         validation_steps: Optimizer steps between sample grids, and between values of `val_loss`.
         num_validation_images: Sample images per prompt.
         validation_seed: Seed of the first sample image; the next images count up from it.
@@ -83,6 +85,7 @@ class TrainingSettings(ObjectiveSettings):
     revision: str | None = None
     variant: str | None = None
     validation_prompts: Sequence[str] = field(default_factory=list)
+    validation_sources: Sequence[str] = field(default_factory=list)
     validation_steps: int = 100
     num_validation_images: int = 4
     validation_seed: int = 0

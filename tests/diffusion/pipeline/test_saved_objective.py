@@ -21,13 +21,13 @@ from diffusers import (
 from torch import Tensor, nn
 
 from fakes.models.pipelines import SIDE
+from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.diffusion import (
     DiffusionFineTuning,
     DiffusionLoRA,
     StableDiffusionFineTuning,
     StableDiffusionLoRA,
 )
-from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora.file import convert, read_lora
 from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
@@ -102,7 +102,7 @@ def test_a_base_of_another_sampler_is_saved_with_the_one_that_the_run_drew_with(
     torch.testing.assert_close(plain_image(folder), own_image(module), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", list(TRANSFORMERS))
+@pytest.mark.parametrize("family", list(MAKE))
 @pytest.mark.parametrize("shift", ["auto", 1.7])
 def test_a_transformers_folder_draws_in_plain_diffusers_what_the_run_drew(
     family: str, shift: Any, transformers: Callable[[str], str], tmp_path: Path
@@ -148,7 +148,7 @@ def _rounded(module: nn.Module) -> None:
             setattr(module, name, nn.Parameter(parameter.detach().half().float()))
 
 
-@pytest.mark.parametrize("family", list(TRANSFORMERS))
+@pytest.mark.parametrize("family", list(MAKE))
 def test_a_merged_transformer_has_the_shift_of_its_lora(
     family: str, transformers: Callable[[str], str], tmp_path: Path
 ) -> None:

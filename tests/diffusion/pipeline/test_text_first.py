@@ -15,9 +15,9 @@ from lightning.pytorch import Trainer
 from PIL import Image
 
 from fakes.models.pipelines import SIDE
+from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.diffusion.training import module
 from lightning_aigc.diffusion.training.module import DiffusionTraining
@@ -94,8 +94,8 @@ def without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
-        *((family, None) for family in TRANSFORMERS),
-        *(pytest.param(f, "int8", marks=[] if f == "sd3" else pytest.mark.long) for f in TRANSFORMERS),
+        *((family, None) for family in MAKE),
+        *(pytest.param(f, "int8", marks=[] if f == "sd3" else pytest.mark.long) for f in MAKE),
     ],
 )
 def test_the_text_encoders_are_gone_before_the_transformer_is_loaded(

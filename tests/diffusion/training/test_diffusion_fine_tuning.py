@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fakes.models.pipelines import SIDE, make_batch
+from fakes.models.transformer_pipelines import MAKE
 from fakes.runs.seeded_fits import fit, same
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.diffusion import DiffusionFineTuning, DiffusionLoRA
-from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.errors import ModelError
 
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
 Folder = Callable[[str], str]
 
 
-@pytest.fixture(params=sorted(TRANSFORMERS))
+@pytest.fixture(params=sorted(MAKE))
 def folder(request: pytest.FixtureRequest, transformers: Folder) -> str:
     return transformers(str(request.param))
 
