@@ -28,7 +28,7 @@ within 3 points of FLUX.1 on 32 to 128 B200 (benchmarks/gradient_sync/published_
 
 
 def slowest_of(count: int) -> float:
-    """Expected largest of so many draws of a standard normal distribution: 0 for one, 3.0 for 384.
+    """Expected largest of `count` draws of a standard normal distribution: 0 for one, 3.0 for 384.
 
     Source: Blom, Statistical Estimates and Transformed Beta-Variables, 1958.
     """
@@ -129,7 +129,7 @@ class Links:
             raise ConfigError(f"the spread of a link must be in [0, 1), got {self.spread}")
 
     def slowest_between_Bps(self, nodes: int) -> float:  # noqa: N802  bytes a second, as the unit is written
-        """Expected bandwidth of the slowest of so many nodes, which a collective waits for; a tenth at least."""
+        """Expected bandwidth of the slowest of these nodes, which a collective waits for; a tenth at least."""
         return self.between_Bps * max(0.1, 1 - self.spread * slowest_of(nodes))
 
 

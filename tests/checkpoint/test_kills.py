@@ -82,7 +82,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone(with_child: bool, tmp_p
 def test_two_runs_of_one_process_are_refused_too(tmp_path: Path) -> None:
     first, second = SnapshotWriter(tmp_path), SnapshotWriter(tmp_path)
     first.open()
-    with pytest.raises(SnapshotError, match="is in use by process"):
+    with pytest.raises(SnapshotError, match="two ExactSnapshots of this process write into"):
         second.open()
     first.close()
     second.open()

@@ -111,4 +111,4 @@ def test_a_precision_beside_the_plugin_is_answered_with_both(
     plugin = {"class_path": "FusedBackwardPrecision", "init_args": {"memory": "off"}}
     assert fit_from_yaml(tmp_path, [plugin], monkeypatch, precision="bf16-mixed") == 1
     error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
-    assert "Received both `precision=bf16-mixed` and `plugins=FusedBackwardPrecision(precision='bf16-mixed'" in error
+    assert "trainer.precision: bf16-mixed and the plugin FusedBackwardPrecision both set the precision" in error

@@ -55,7 +55,10 @@ LICENCES: dict[str, Licence] = {
     "Tongyi-MAI/Z-Image": APACHE,
     "Tongyi-MAI/Z-Image-Turbo": APACHE,
     "Qwen/Qwen-Image": APACHE,
-    "black-forest-labs/FLUX.1-dev": _other("flux-1-dev-non-commercial-license", "black-forest-labs/FLUX.1-dev"),
+    **{
+        base: _other("flux-1-dev-non-commercial-license", base)
+        for base in ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Kontext-dev")
+    },
     **{
         base: _other("stabilityai-ai-community", base)
         for base in (

@@ -115,7 +115,7 @@ DATASET: dict[str, Rule] = {
     "buckets": Take("data.enable_bucket", as_bool),
     "default_caption": Missing("missing_captions: filename, empty or trigger says what images without one get"),
     "num_workers": Take("data.num_workers", as_int),
-    "control_path": Missing("conditions belong to DiffusionControlNet: conditioning_data_dir"),
+    "control_path": Take("data.source_data_dir"),
     "num_frames": Unneeded("images have one frame"),
 }
 """Keys of one entry of `datasets`."""

@@ -64,6 +64,8 @@ FAMILIES_BY_NAME = {
     "v3": "sd3",
     "flux": "flux",
     "flux1": "flux",
+    "flux_kontext": "flux_kontext",
+    "kontext": "flux_kontext",
     "flux2": "flux2",
     "flux2_klein": "flux2",
     "flux2_klein_4b": "flux2",
@@ -95,6 +97,8 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
             raise ConfigError(
                 f"{found.path} trains {declared}, which does not train here; families here are {', '.join(FAMILIES)}"
             )
+        if found.family == "flux" and base is not None and _guessed_family(base) == "flux_kontext":
+            found.family = "flux_kontext"  # others call it a flavour of FLUX.1
     elif base is not None:
         try:
             of_base = find_base(base)
@@ -164,9 +168,9 @@ def _optimizer_class(name: str, path: Path) -> tuple[str, str]:
     if plain.startswith("adafactor"):
         return "transformers.Adafactor", remark
     if plain.startswith("lion"):
-        if importlib.util.find_spec("lion_pytorch") is not None:
-            return "lion_pytorch.Lion", remark
-        return "torch.optim.AdamW", f"instead of {name}, for which a rate 3 to 10 times as large suits AdamW"
+        return _needs("lion_pytorch.Lion", path), remark
+    if plain == "came":
+        return _needs("came_pytorch.CAME", path), remark
     known = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
     known |= {"sgdnesterov": "SGD", "radam": "RAdam", "nadam": "NAdam", "adamax": "Adamax"}
     if plain in known:

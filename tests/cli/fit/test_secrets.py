@@ -94,6 +94,7 @@ def test_no_file_and_no_line_of_a_run_holds_a_key(
         "init_args": {"shards_dir": f"file://{tmp_path}/shards", "train_batch_size": 2, "storage_options": options,
                       "cache_dir": str(tmp_path / "cache")},
     }  # fmt: skip
+    config["model"]["init_args"] |= {"preserve": None, "class_word": None}  # captions of shards are encoded already
     (tmp_path / "fit.yaml").write_text(yaml.safe_dump(config))
     said = command("fit", "-c", tmp_path / "fit.yaml")
     assert said.code == 0, said.err

@@ -294,13 +294,14 @@ BASES = {
     "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
     "sd3": "stabilityai/stable-diffusion-3.5-medium",
     "flux": "black-forest-labs/FLUX.1-dev",
+    "flux_kontext": "black-forest-labs/FLUX.1-Kontext-dev",
     "flux2": "black-forest-labs/FLUX.2-klein-base-4B",
     "z_image": "Tongyi-MAI/Z-Image",
     "qwen_image": "Qwen/Qwen-Image",
 }
 TYPES = {
     "sd": "STABLE_DIFFUSION_15", "sdxl": "STABLE_DIFFUSION_XL_10_BASE", "sd3": "STABLE_DIFFUSION_35",
-    "flux": "FLUX_DEV_1", "flux2": "FLUX_2", "z_image": "Z_IMAGE", "qwen_image": "QWEN",
+    "flux": "FLUX_DEV_1", "flux_kontext": "FLUX_DEV_1", "flux2": "FLUX_2", "z_image": "Z_IMAGE", "qwen_image": "QWEN",
 }  # fmt: skip
 
 
@@ -309,11 +310,16 @@ def minimal(program: str, family: str) -> dict[str, Any]:
     base = BASES[family]
     if program == "ai-toolkit":
         process = {"network": {"type": "lora"}, "model": {"name_or_path": base}, "train": {"timestep_type": "sigmoid"}}
+        if FAMILIES[family].needs_sources:
+            process["datasets"] = [{"folder_path": "after", "control_path": "before"}]
         return {"job": "extension", "config": {"name": "x", "process": [process]}}
     if program == "OneTrainer":
         return {"training_method": "LORA", "model_type": TYPES[family], "base_model_name": base}
     if program == "SimpleTuner":
-        of_base = {"model_family": {"sd": "sd1x"}.get(family, family), "pretrained_model_name_or_path": base}
+        of_base = {
+            "model_family": {"sd": "sd1x", "flux_kontext": "flux"}.get(family, family),
+            "pretrained_model_name_or_path": base,
+        }
         return {"model_type": "lora", "flow_schedule_shift": 3} | of_base
     network = {"network_module": "networks.lora", "network_dim": 4}
     return {"pretrained_model_name_or_path": base, "min_snr_gamma": 5} | network
@@ -329,6 +335,8 @@ def test_every_family_of_every_program_is_accepted(program: str, family: str, tm
     assert found.program == program and found.family == family
     model = config["model"]["init_args"]
     assert model["pretrained_model_name_or_path"] == BASES[family]
+    if program == "ai-toolkit" and FAMILIES[family].needs_sources:
+        assert config["data"]["init_args"]["source_data_dir"] == "before"
     DiffusionLoRA(**{key: value for key, value in model.items() if key != "optimizer"})
     if program == "sd-scripts":
         assert any("min_snr_gamma: has no counterpart" in line for line in found.lines) == FAMILIES[family].is_flow
@@ -356,11 +364,12 @@ def test_a_full_fine_tuning_stays_one(family: str, tmp_path: Path, command: Comm
         ("prodigy8bit", "prodigyopt.Prodigy", ""),
         ("DAdaptAdam", "prodigyopt.Prodigy", "instead of DAdaptAdam: it finds its rate too"),
         ("Adafactor", "transformers.Adafactor", ""),
-        ("Lion", "torch.optim.AdamW", "a rate 3 to 10 times as large suits AdamW"),
-        ("optimi-lion", "torch.optim.AdamW", "a rate 3 to 10 times as large suits AdamW"),
+        ("Lion", "lion_pytorch.Lion", ""),
+        ("optimi-lion", "lion_pytorch.Lion", ""),
         ("adamw_bf16", "torch.optim.AdamW", ""),
         ("AdamWScheduleFree", "schedulefree.AdamWScheduleFree", ""),
-        ("CAME", "torch.optim.AdamW", "instead of CAME, which is not known here"),
+        ("CAME", "came_pytorch.CAME", ""),
+        ("Sophia", "torch.optim.AdamW", "instead of Sophia, which is not known here"),
     ],
 )
 def test_an_optimizer_is_the_same_or_the_nearest(name: str, class_name: str, remark: str, tmp_path: Path) -> None:

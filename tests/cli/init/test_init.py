@@ -195,7 +195,10 @@ def test_each_mistake_is_one_sentence_and_writes_nothing(command: Command, tmp_p
         ((photos, "-o", tmp_path / "mine.yaml"), "--force"),
         ((photos, "-o", tmp_path / "no" / "new.yaml"), "does not exist"),
         ((photos, "-o", photos), "is a folder"),
-        ((photos, "-o", new, "--base", "nonsense"), "flux, flux2, qwen_image, sd15, sdxl, sd3, z_image or a path"),
+        (
+            (photos, "-o", new, "--base", "nonsense"),
+            "flux, flux2, flux_kontext, qwen_image, sd15, sdxl, sd3, z_image or a path",
+        ),
         ((photos, "-o", new, "--base", tmp_path / "empty"), "model_index.json"),
         ((photos, "-o", new, "--base", tmp_path / "mine.yaml"), "checkpoint"),
         ((photos, "-o", new, "--trigger_word", "two words"), "one word"),

@@ -31,6 +31,7 @@ PUBLISHED = {
     "sdxl": ({"in_channels": 4, "out_channels": 4}, {"latent_channels": 4}),
     "sd3": ({"in_channels": 16, "out_channels": 16}, {"latent_channels": 16}),
     "flux": ({"in_channels": 64, "out_channels": None}, {"latent_channels": 16}),
+    "flux_kontext": ({"in_channels": 64, "out_channels": None}, {"latent_channels": 16}),
     "flux2": ({"in_channels": 128, "out_channels": None}, {"latent_channels": 32}),
     "z_image": ({"in_channels": 16}, {"latent_channels": 16}),
     "qwen_image": ({"in_channels": 64, "out_channels": 16}, {"z_dim": 16}),
@@ -79,7 +80,11 @@ def test_a_transformer_of_other_channels_is_refused_with_a_base_to_use(
     family: str, transformers: Callable[[str], str], tmp_path: Path
 ) -> None:
     folder = with_config(transformers(family), tmp_path / "a", "transformer", in_channels=96)
-    for kind in (DiffusionLoRA, DiffusionFineTuning, *([DiffusionControlNet] if family != "flux2" else [])):
+    for kind in (
+        DiffusionLoRA,
+        DiffusionFineTuning,
+        *([DiffusionControlNet] if TRANSFORMERS[family].control is not None else []),
+    ):
         with pytest.raises(ModelError, match=rf"reads 96 channels.* such as {TRANSFORMERS[family].base}$"):
             kind(folder).configure_model()
 
