@@ -203,7 +203,7 @@ def test_a_folder_that_does_not_train_is_one_sentence(
     for base, says in (
         (
             unknown,
-            "is a SanaPipeline; known are FluxPipeline, Flux2KleinPipeline, FluxKontextPipeline, QwenImagePipeline, Sta",
+            "is a SanaPipeline; known are FluxPipeline, Flux2KleinPipeline, FluxKontextPipeline, QwenImagePipeline",
         ),
         (distilled, "by its configuration a distilled model"),
         (sizeless, "do not say at which size it was trained"),
