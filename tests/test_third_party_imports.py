@@ -12,7 +12,14 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("first", ["lightning_aigc, torchvision", "lightning_aigc, torch", "torch, lightning_aigc"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "lightning_aigc, torchvision",
+        pytest.param("lightning_aigc, torch", marks=pytest.mark.long),
+        pytest.param("torch, lightning_aigc", marks=pytest.mark.long),
+    ],
+)
 def test_torchvision_works_in_every_order_of_imports(first: str) -> None:
     done = run(f"import {first}\nfrom torchvision.transforms.functional import resize")
     assert done.returncode == 0, done.stderr[-2000:]

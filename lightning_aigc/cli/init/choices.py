@@ -70,6 +70,8 @@ def choose(
     chosen.append(_held_out(look))
     if look.sources:
         chosen = [choice for choice in chosen if not _belongs_to(choice, CAPTION_CALLBACKS)]
+        if not base.family.needs_sources:  # of one that does, a step was counted with its source
+            memory_reason += "; that is without sources, which add their tokens"
         chosen += _of_edits(look, memory_reason)
     if is_embedded(base):
         for callback in () if look.sources else ("RunReport", *CAPTION_CALLBACKS):
@@ -115,9 +117,7 @@ def _of_edits(look: FolderSummary, memory_reason: str) -> Iterator[Choice]:
     yield Choice("model.init_args.validation_prompts", prompts, "instructions; the sources are those of your pairs")
     yield Choice("trainer.callbacks.RunReport.clip_model", None, "an instruction describes no image to compare with")
     yield Choice("trainer.callbacks.RunReport.prior_prompts", [], "captions of other images, which are no instructions")
-    yield Choice(
-        "trainer.plugins.init_args.memory", "max", f"{memory_reason}; that is without sources, which add their tokens"
-    )
+    yield Choice("trainer.plugins.init_args.memory", "max", memory_reason)
 
 
 def _schedule(look: FolderSummary, pictures_a_step: int) -> list[Choice]:

@@ -181,7 +181,7 @@ def test_the_remedy_of_an_error_can_be_typed_and_ends_it(
 
 
 @pytest.mark.parametrize(
-    "mistake", [pytest.param(m, marks=pytest.mark.long if at >= 5 else ()) for at, m in enumerate(WHILE_BUILDING)]
+    "mistake", [pytest.param(m, marks=pytest.mark.long if at >= 2 else ()) for at, m in enumerate(WHILE_BUILDING)]
 )
 def test_the_remedies_of_an_error_from_models_or_images_end_it(
     command: Command, mistake: str, quick_config: dict[str, Any], photos: Path, tmp_path: Path

@@ -166,7 +166,7 @@ def test_a_unets_outputs_and_gradients_are_eagers_to_the_bit(make: Any, memory: 
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # FLUX.2's own, of torch's RMSNorm
-@pytest.mark.parametrize("fused", [False, True], ids=["own", "fused"])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.long), True], ids=["own", "fused"])
 @pytest.mark.parametrize(("make", "memory", "precision", "base"), TRANSFORMERS)
 def test_a_transformers_outputs_and_gradients_are_eagers_to_the_bit(
     make: Any, memory: Any, precision: Any, base: Any, fused: bool, monkeypatch: pytest.MonkeyPatch
