@@ -32,6 +32,11 @@ class SamplesEdits(Protocol):
         """Return the PIL images that each sample starts from; None where samples start from text alone."""
         ...
 
+    @property
+    def edit_pipeline(self) -> str | None:
+        """diffusers' class that edits with this model; None where there is none."""
+        ...
+
 
 @runtime_checkable
 class HasValidationPrompts(Protocol):

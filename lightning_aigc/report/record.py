@@ -170,6 +170,10 @@ class LoRAFile:
     base_model: str | None = None
     kohya_layout: bool = True
     """Whether ComfyUI and A1111 can read it."""
+    edits: bool = False
+    """Whether it was trained on edits of source images."""
+    edit_pipeline: str | None = None
+    """diffusers' class that edits with the base; None where there is none."""
 
 
 @dataclass

@@ -22,8 +22,15 @@ def usage_html(lora: LoRAFile, prompt: str) -> str:
     if lora.trigger_word:
         word = html.escape(lora.trigger_word)
         parts.append(f"<p>Say <code>{word}</code> in the prompt: it is the word this file was trained on.</p>")
+    if lora.edits:
+        command = f"lightning sample -c {shlex.quote(str(file.parent / 'config.yaml'))} --source before.png"
+        parts.append(note("The file edits the image that it is given."))
+        parts.append(code(f"{command} --prompts {shlex.quote(prompt)} -o after.png"))
+    if lora.edits and lora.edit_pipeline is None:
+        parts.append(note("diffusers has no pipeline that edits with this base, so only this command draws with it."))
+        return "".join(parts)
     parts += ["<h3>diffusers</h3>", code(diffusers_snippet(lora, prompt))]
-    if lora.kohya_layout:
+    if lora.kohya_layout and not lora.edits:
         parts += [
             "<h3>ComfyUI</h3>",
             note(f"Copy the file to ComfyUI/models/loras/, add the node “Load LoRA”, weight {WEIGHT} to begin with."),
@@ -47,13 +54,17 @@ def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
         loads = f"resolve({quoted(base)})"
     loader = "from_single_file" if base.endswith((".safetensors", ".ckpt")) else "from_pretrained"
     pipeline = "DiffusionPipeline" if loader == "from_pretrained" else "StableDiffusionPipeline"
+    given, more = repr(prompt), ""
+    if lora.edits and lora.edit_pipeline is not None:
+        pipeline, more = lora.edit_pipeline, "from diffusers.utils import load_image\n"
+        given = f'image=load_image("before.png"), prompt={prompt!r}'
     return (
-        f"from diffusers import {pipeline}\n{embedded}\n"
+        f"from diffusers import {pipeline}\n{more}{embedded}\n"
         f"pipe = {pipeline}.{loader}({loads})\n"
         f"pipe.load_lora_weights({quoted(file.parent)}, weight_name={quoted(file.name)},"
         f" adapter_name={quoted(file.stem)})\n"
         f"pipe.set_adapters({quoted(file.stem)}, {WEIGHT})\n"
-        f'pipe({prompt!r}).images[0].save("picture.png")'
+        f'pipe({given}).images[0].save("picture.png")'
     )
 
 

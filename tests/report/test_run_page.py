@@ -106,4 +106,12 @@ def test_the_snippet_is_python_with_the_runs_own_names() -> None:
     single = diffusers_snippet(LoRAFile("zorp.safetensors", None, "sd15.safetensors"), "a mug")
     compile(single, "snippet", "exec")
     assert 'from_single_file("sd15.safetensors")' in single
+    edit = LoRAFile("runs/x/edit.safetensors", None, "kontext/", edits=True, edit_pipeline="FluxKontextPipeline")
+    snippet = diffusers_snippet(edit, "make it red")
+    compile(snippet, "snippet", "exec")
+    assert "pipe(image=load_image(\"before.png\"), prompt='make it red')" in snippet
+    assert "FluxKontextPipeline.from_pretrained" in snippet and "A1111" not in usage_html(edit, "make it red")
+    alone = usage_html(LoRAFile("runs/x/edit.safetensors", None, "embedded:sd3", edits=True), "make it red")
+    assert "lightning sample -c runs/x/config.yaml --source before.png --prompts" in alone
+    assert "diffusers has no pipeline that edits with this base" in alone and "DiffusionPipeline" not in alone
     assert "zorp a mug" in usage_html(LoRAFile("zorp.safetensors", "zorp", "sd15/"), "a mug")

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_aigc.callbacks.saving.save_result import SaveLoRA
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.errors import SnapshotError
-from lightning_aigc.protocols import DescribesTrainingData
+from lightning_aigc.protocols import DescribesTrainingData, HasEditSources, SamplesEdits
 from lightning_aigc.report.record import LoRAFile, RunRecord, Snapshots
 from lightning_aigc.secrets import redact
 
@@ -74,7 +74,14 @@ def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None
     described: Mapping[str, Any] = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
     base = pl_module.hparams.get("pretrained_model_name_or_path")
     word = described.get("trigger_phrase")
-    return LoRAFile(str(saver.file_path(trainer, pl_module)), str(word) if word else None, str(base) if base else None)
+    edits = isinstance(data, HasEditSources) and data.sources_per_image > 0
+    return LoRAFile(
+        str(saver.file_path(trainer, pl_module)),
+        str(word) if word else None,
+        str(base) if base else None,
+        edits=edits,
+        edit_pipeline=pl_module.edit_pipeline if edits and isinstance(pl_module, SamplesEdits) else None,
+    )
 
 
 def snapshots_in(folder: Any, blocked_s: Sequence[float]) -> Snapshots:

@@ -166,8 +166,11 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
     if contents.kind == "lora":
         file = next((name for name in files if name.endswith(".diffusers.safetensors")), files[0])
         base = contents.base if is_embedded(contents.base) else contents.hub_base
-        code = diffusers_snippet(LoRAFile(f"{repository}/{file}", word, base), prompt)
-        return [f"```python\n{code}\n```", *_other_programs(files)]
+        edits = contents.family is not None and contents.family.needs_sources
+        pipeline = contents.family.edit_pipeline if edits and contents.family is not None else None
+        lora = LoRAFile(f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline)
+        code = diffusers_snippet(lora, prompt)
+        return [f"```python\n{code}\n```", *([] if lora.edits else _other_programs(files))]
     if contents.kind == "pipeline":
         lines = [
             "from diffusers import DiffusionPipeline\n",

@@ -177,6 +177,8 @@ class Family(ABC):
     """Most images that an edit of this family starts from; 0 where it draws from text alone."""
     needs_sources: ClassVar[bool] = False
     """Whether every image is an edit."""
+    edit_pipeline: ClassVar[str | None] = None
+    """diffusers' class that edits with this family; None where there is none."""
     edits_in_batches: ClassVar[bool] = True
     """Whether the pipeline draws edits of unequal sources in one batch."""
 

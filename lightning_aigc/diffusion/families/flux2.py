@@ -91,6 +91,7 @@ class Flux2Klein(TransformerFamily):
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
     max_sources = MOST_REFERENCES
+    edit_pipeline = "Flux2KleinPipeline"
     edits_in_batches = False
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
     draws_latents = False

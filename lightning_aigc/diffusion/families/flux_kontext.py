@@ -44,6 +44,7 @@ class FluxKontext(TransformerFamily):
     modelspec = "flux-1-kontext"
     draws_latents = False
     max_sources = 1
+    edit_pipeline = "FluxKontextPipeline"
     needs_sources = True
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:

@@ -524,6 +524,11 @@ class DiffusionTraining(LightningModule):
                 resolution=settings.sample_resolution,
             )
 
+    @property
+    def edit_pipeline(self) -> str | None:
+        """protocols.SamplesEdits: diffusers' class that edits with this family; None where there is none."""
+        return self.loaded().family.edit_pipeline
+
     def sources_of_samples(self, prompts: Sequence[str], seeds: Sequence[int]) -> Sequence[Sequence[Image]] | None:
         """The sources that samples of these prompts and seeds start from; None where they start from text alone."""
         edit = self._edit(prompts, seeds, None)
