@@ -9,9 +9,9 @@ EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-# Processes of pytest: two more than cores, because some tests wait; a module's tests stay together, and those that take
+# Processes of pytest: one more than cores, because some tests wait; a module's tests stay together, and those that take
 # longest begin (tests/conftest.py). `make test PARALLEL=` runs them in one.
-PARALLEL ?= -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2) --dist loadscope --no-loadscope-reorder
+PARALLEL ?= -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadscope --no-loadscope-reorder
 
 .PHONY: demo demo-controlnet demo-edit demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-systems check-demo docs embedded clean
