@@ -149,7 +149,8 @@ def test_a_bad_source_of_a_sample_is_one_sentence(
     Path("my.yaml").write_text(
         yaml.safe_dump(
             {"model": {"class_path": "DiffusionLoRA", "init_args": {"pretrained_model_name_or_path": "x/y"}}}
-        )
+        ),
+        encoding="utf-8",
     )
     given = () if source is None else ("--source", source)
     said = command("sample", "-c", "my.yaml", "--prompts", "a", "--lora", "none", *given, *more)
