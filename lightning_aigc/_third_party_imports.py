@@ -1,4 +1,4 @@
-"""Two imports of other packages, mended: torchvision with a torch without CUDA, and torchmetrics in the command.
+"""Two imports of other packages, fixed: torchvision with a torch without CUDA, and torchmetrics in the command.
 
 PyPI's torchvision for x86 is a CUDA build. With a CPU build of torch (as on Ascend hosts) its compiled part
 does not load, and its Python part then fails on the missing operator `torchvision::nms`, and with it

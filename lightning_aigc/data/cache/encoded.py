@@ -23,6 +23,7 @@ from lightning_aigc.data.cache.cache import (
 )
 from lightning_aigc.data.cache.encoder import Encoder, MakesConditions, autoencoder_remedy
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
+from lightning_aigc.data.loader.buckets import Placement
 from lightning_aigc.errors import DataError
 
 _DIFFUSERS = ".".join(version("diffusers").split(".")[:2])
@@ -100,6 +101,19 @@ class EncodedTensors:
         return DataError(f"the cache file {path} was lost or damaged after the check; start again to rebuild it")
 
 
+def _encoding(placement: Placement, flip: bool, identity: Mapping[str, str]) -> dict[str, object]:
+    """Parts of a key: what the latents of an image depend on, apart from its content."""
+    return {
+        "vae": identity.get("vae", ""),
+        "dtype": "float32",
+        "size": [placement.width, placement.height],
+        "scaled": [placement.scaled_width, placement.scaled_height],
+        "crop": "center",
+        "flip": flip,
+        "diffusers": _DIFFUSERS,
+    }
+
+
 class LatentCache(EncodedTensors):
     """Latent moments of every sample, with conditions that the encoder makes; of flips, row = sample + count * flip."""
 
@@ -109,13 +123,7 @@ class LatentCache(EncodedTensors):
         keys = [
             cache_key(
                 content=sample.content_sha256,
-                vae=identity.get("vae", ""),
-                dtype="float32",
-                size=[sample.placement.width, sample.placement.height],
-                scaled=[sample.placement.scaled_width, sample.placement.scaled_height],
-                crop="center",
-                flip=flip,
-                diffusers=_DIFFUSERS,
+                **_encoding(sample.placement, flip, identity),
                 **({"condition": identity["condition"]} if "condition" in identity else {}),
             )
             for sample, flip in rows
@@ -172,16 +180,7 @@ class SourceCache(EncodedTensors):
             for source in sample.sources
         ]
         keys = [
-            cache_key(
-                source=source.content_sha256,
-                vae=identity.get("vae", ""),
-                dtype="float32",
-                size=[source.placement.width, source.placement.height],
-                scaled=[source.placement.scaled_width, source.placement.scaled_height],
-                crop="center",
-                flip=flip,
-                diffusers=_DIFFUSERS,
-            )
+            cache_key(source=source.content_sha256, **_encoding(source.placement, flip, identity))
             for source, flip in rows
         ]
         groups = [(source.placement.width, source.placement.height) for source, _ in rows]
