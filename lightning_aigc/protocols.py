@@ -33,6 +33,11 @@ class SamplesEdits(Protocol):
         ...
 
     @property
+    def has_own_sources(self) -> bool:
+        """Whether samples start from other files than the data's sources."""
+        ...
+
+    @property
     def edit_pipeline(self) -> str | None:
         """diffusers' class that edits with this model; None where there is none."""
         ...
@@ -94,6 +99,10 @@ class HasEditSources(Protocol):
 
     def edit_sources(self, prompt: str, seed: int) -> tuple[Sequence[Any], tuple[int, int]]:
         """Return the sources of a sample, as PIL images, and the sample's (width, height)."""
+        ...
+
+    def edit_target(self, prompt: str, seed: int) -> Any:
+        """Return the true target of that sample, as a PIL image."""
         ...
 
 

@@ -34,9 +34,9 @@ from benchmarks.common.rows import keep_row, read_rows
 from benchmarks.end_to_end.article_jobs import FEW_STEPS, TARGETS
 from benchmarks.end_to_end.article_ours import FullUNet, LoRA
 from benchmarks.end_to_end.article_table import free_port
-from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks, set_references
+from lightning_aigc.callbacks.sampling.judges import PromptJudge
+from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
 from lightning_aigc.data import ImageCaptionData
-from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.strategies import NPUSparseStrategy
 
 ROWS = RESULTS / "gradient_sync" / "image_quality.jsonl"
@@ -73,14 +73,13 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
         sent = 0.0
 
         def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-            judge = CLIPSimilarity("embedded:clip")
-            set_references(judge, trainer, 64, pl_module.device)
+            judge = PromptJudge("embedded:clip", None)
+            judge.begin(trainer, 64, pl_module.device)
             strategy: Any = trainer.strategy
             self.sent = float(strategy.sync.groups.traffic.total()) if strategy.sync is not None else 0.0
             seeds = range(7000, 7000 + (IMAGES if steps >= FEW_STEPS else 1))
             drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, seeds), judge)
-            assert drawn.clip_t is not None and drawn.clip_i is not None
-            scores["clip_t"], scores["clip_i"] = drawn.clip_t.tolist(), drawn.clip_i.tolist()
+            scores.update({name: values.tolist() for name, values in drawn.scores.items()})
 
     seed, steps, world = int(cell["seed"]), int(cell["steps"]), RANKS[cell["job"]]
     seed_everything(seed, verbose=False)

@@ -15,22 +15,23 @@ from torch import Tensor
 from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import written_weights
+from lightning_aigc.callbacks.sampling.judges import Judge, Pair, draws_edits, make_judge
 from lightning_aigc.callbacks.sampling.pairs import (
-    Pair,
     SampledPairs,
     find_prompts,
     make_pairs,
-    refuse_edits,
     require_sampling,
     sample_on_all_ranks,
-    set_references,
 )
 from lightning_aigc.callbacks.sampling.sheet import as_shown, draw_sheet, log_picture, write_png
 from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
-from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import HasOutputName, HasReferenceImages, SavesLoRA, SavesModel
 from lightning_aigc.report.paired_scores import MEMORISING_CHECKS, Check, improvement, memorising
 from lightning_aigc.report.record import GuardResult
+
+Metric = Literal["clip_t", "clip_i", "mean", "edit", "direction", "kept"]
+OF_PROMPTS, OF_EDITS = ("clip_t", "clip_i", "mean"), ("edit", "direction", "kept")
+"""Metrics of images that are drawn from prompts, and of edits; the first is what a message proposes."""
 
 
 class CLIPConvergenceGuard(Callback):
@@ -48,7 +49,8 @@ class CLIPConvergenceGuard(Callback):
         num_images: images of each prompt, with the seeds `seed`, `seed + 1`, ...
         seed: the first seed.
         metric: the score to compare: clip_t (image to its prompt), clip_i (to the reference images), or mean of
-            both.
+            both. For a model that edits: direction (as the edit changes the true target), kept (what the edit leaves
+            alone), or edit, the mean of both; see `metrics.EditSimilarity`.
         patience: optimizer steps without a better score after which training stops.
         min_delta: how much better a score must be; None means more than the standard error of the paired difference,
             which each check measures.
@@ -72,7 +74,7 @@ class CLIPConvergenceGuard(Callback):
         every_n_steps: int = 100,
         num_images: int = 4,
         seed: int = 2000,
-        metric: Literal["clip_t", "clip_i", "mean"] = "clip_t",
+        metric: Metric = "clip_t",
         patience: int = 200,
         min_delta: float | None = None,
         save_best: bool = True,
@@ -84,8 +86,9 @@ class CLIPConvergenceGuard(Callback):
     ) -> None:
         if isinstance(prompts, str) or (prompts is not None and not prompts):
             raise ConfigError(f"got CLIPConvergenceGuard prompts={prompts!r}; wanted a list of prompts, or None")
-        if metric not in ("clip_t", "clip_i", "mean"):
-            raise ConfigError(f"CLIPConvergenceGuard metric must be clip_t, clip_i or mean, got {metric!r}")
+        if metric not in (*OF_PROMPTS, *OF_EDITS):
+            wanted = ", ".join((*OF_PROMPTS, *OF_EDITS))
+            raise ConfigError(f"got CLIPConvergenceGuard metric={metric!r}; wanted one of {wanted}")
         for name, value in (("every_n_steps", every_n_steps), ("num_images", num_images), ("patience", patience)):
             if value < 1:
                 raise ConfigError(f"CLIPConvergenceGuard {name} must be at least 1, got {value}")
@@ -101,7 +104,7 @@ class CLIPConvergenceGuard(Callback):
         self.checks: list[Check] = []
         self.best_step: int | None = None
         self.best_file: str | None = None
-        self._judge: CLIPSimilarity | None = None
+        self._judge: Judge | None = None
         self._prompts: list[str] = []
         self._first_images: Tensor | None = None
         self._last_images: Tensor | None = None
@@ -134,7 +137,7 @@ class CLIPConvergenceGuard(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "asked": self._asked(),
-            "checks": [[c.step, c.clip_t, c.clip_i] for c in self.checks],
+            "checks": [[c.step, c.named] for c in self.checks],
             "best_step": self.best_step,
             "best_file": self.best_file,
             "first_images": self._first_images,
@@ -144,9 +147,9 @@ class CLIPConvergenceGuard(Callback):
         if state_dict.get("asked", self._asked()) != self._asked():
             rank_zero_warn("CLIPConvergenceGuard begins anew: other images were asked for until here")
             return
-        self.checks = [Check(int(step), list(t), list(i)) for step, t, i in state_dict["checks"]]
+        self.checks = [Check(int(step), dict(named)) for step, named in state_dict["checks"]]
         self.best_step, self.best_file = state_dict["best_step"], state_dict["best_file"]
-        self._first_images = state_dict.get("first_images")  # older checkpoints have none
+        self._first_images = state_dict["first_images"]
 
     def _asked(self) -> list[Any]:
         """Everything that the images and their scores depend on."""
@@ -163,18 +166,24 @@ class CLIPConvergenceGuard(Callback):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         require_sampling(pl_module, "CLIPConvergenceGuard")
-        refuse_edits(trainer, "CLIPConvergenceGuard", "take it out of trainer.callbacks")
+        fitting = OF_EDITS if draws_edits(trainer) else OF_PROMPTS
+        if self.metric not in fitting:
+            kind = "edits, whose prompts describe no image" if fitting is OF_EDITS else "images without sources"
+            raise ConfigError(
+                f"CLIPConvergenceGuard got metric={self.metric}, and this run draws {kind}; wanted one of"
+                f" {', '.join(fitting)}: set its metric: {fitting[0]}"
+            )
         self._prompts = find_prompts(pl_module, self.prompts)
         if not self._prompts:
             raise ConfigError(
                 "CLIPConvergenceGuard got no prompts; set its `prompts`, or model.init_args.validation_prompts"
             )
-        if self.metric != "clip_t" and not isinstance(trainer.datamodule, HasReferenceImages):  # type: ignore[attr-defined]
+        if self.metric in ("clip_i", "mean") and not isinstance(trainer.datamodule, HasReferenceImages):  # type: ignore[attr-defined]
             raise ConfigError(
                 f"CLIPConvergenceGuard metric={self.metric} compares with training images, and the data module has "
                 "no `reference_images(count) -> Tensor [N, 3, H, W]`; use metric: clip_t"
             )
-        self._judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
+        self._judge = make_judge(trainer, pl_module, self.clip_model, self.clip_pretrained, "CLIPConvergenceGuard")
         try:
             self._judge.check()
         except ModelError as error:
@@ -185,8 +194,7 @@ class CLIPConvergenceGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._judge is None:
             return
-        self._judge.to(pl_module.device)
-        set_references(self._judge, trainer, self.reference_images, pl_module.device)
+        self._judge.begin(trainer, self.reference_images, pl_module.device)
         self._last_step = trainer.global_step
         if not self.checks:
             self._check(trainer, pl_module)
@@ -234,8 +242,7 @@ class CLIPConvergenceGuard(Callback):
         sampled = self._sample(trainer, pl_module)
         if sampled is None:
             return
-        assert sampled.clip_t is not None and sampled.clip_i is not None
-        check = Check(trainer.global_step, sampled.clip_t.tolist(), sampled.clip_i.tolist())
+        check = Check(trainer.global_step, {name: found.tolist() for name, found in sampled.scores.items()})
         self.checks.append(check)
         self._last_step_sampled = check.step
         self._decide(trainer, pl_module, check)
@@ -246,9 +253,10 @@ class CLIPConvergenceGuard(Callback):
                 self._first_images = self._last_images
             pairs = self._pairs()
             check_images(images, [f"step {check.step}, seed {seed}, {prompt!r}" for prompt, seed in pairs], pl_module)
-            captions = [f"{score:.3f}\n{prompt}" for (prompt, _), score in zip(pairs, check.clip_t, strict=True)]
+            shown = check.scores("edit" if self.metric in OF_EDITS else "clip_t")
+            captions = [f"{score:.3f}\n{prompt}" for (prompt, _), score in zip(pairs, shown, strict=True)]
             self._show(trainer, draw_sheet(images, captions, self.num_images), f"step_{check.step:06d}")
-            numbers = {f"guard/{name}": check.mean(name) for name in ("clip_t", "clip_i")}
+            numbers = {f"guard/{name}": check.mean(name) for name in check.named}
             numbers["guard/best"] = self.best_metric if self.best_metric is not None else math.nan
             for logger in trainer.loggers:
                 known = {name: value for name, value in numbers.items() if math.isfinite(value)}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
+from lightning_aigc.callbacks.sampling.judges import Pair
 from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, require_sampling, sample_pairs
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, log_picture, write_png
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
@@ -26,9 +27,9 @@ class SeesSampleImages(Protocol):
     """Receives SampleGrid's images, on rank zero only, so it must not start a collective."""
 
     def on_sample_images(
-        self, trainer: Any, pl_module: Any, images_N3HW: Tensor, prompts: Sequence[str], step: int
+        self, trainer: Any, pl_module: Any, images_N3HW: Tensor, pairs: Sequence[Pair], step: int
     ) -> None:
-        """Receive the images of one step."""
+        """Receive the images of one step, and the prompt and seed of each."""
         ...
 
 
@@ -39,7 +40,7 @@ class SampleGrid(Callback):
     `<default_root_dir>/samples/step_000100.png` and to every logger that takes images. Works with any
     LightningModule that has `sample(prompts, seeds) -> [N, 3, H, W] in 0..1`; the training is not disturbed.
     Other callbacks can see the same images: on rank zero it calls their method
-    `on_sample_images(trainer, pl_module, images, prompts, step)`, in which no collective may start.
+    `on_sample_images(trainer, pl_module, images, pairs, step)`, in which no collective may start.
 
     Args:
         prompts: what to draw; the module's `validation_prompts` where None.
@@ -168,7 +169,7 @@ class SampleGrid(Callback):
         log_picture(trainer, "samples", sheet, step)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, SeesSampleImages):
-                callback.on_sample_images(trainer, pl_module, images_N3HW, [prompt for prompt, _ in pairs], step)
+                callback.on_sample_images(trainer, pl_module, images_N3HW, pairs, step)
 
     def _write(self, sheet: Image.Image, step: int) -> None:
         assert self._folder is not None

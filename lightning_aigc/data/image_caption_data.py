@@ -314,14 +314,22 @@ class ImageCaptionData(LightningDataModule):
 
         Pairs are held-out ones where there are any, all of one shape.
         """
+        pair = self._pair_of(prompt, seed)
+        numbers = range(len(pair.sources))
+        sources = [load_source_pixels(pair, number, crop_offset(pair.placement)) for number in numbers]
+        return [Image.fromarray(pixels) for pixels in sources], (pair.placement.width, pair.placement.height)
+
+    def edit_target(self, prompt: str, seed: int) -> Image.Image:
+        """The true target of the sample that starts from `edit_sources(prompt, seed)`."""
+        pair = self._pair_of(prompt, seed)
+        return Image.fromarray(load_pixels(pair, crop_offset(pair.placement))[0])
+
+    def _pair_of(self, prompt: str, seed: int) -> Sample:
         index = self.index()
         pairs = [s for s in index.validation if s.shape == index.validation[0].shape]
         pairs = pairs or index.spread_samples(len(index.samples))
         own = [pair for pair in pairs if pair.caption == prompt] or pairs
-        pair = own[(zlib.crc32(prompt.encode()) + seed) % len(own)]
-        numbers = range(len(pair.sources))
-        sources = [load_source_pixels(pair, number, crop_offset(pair.placement)) for number in numbers]
-        return [Image.fromarray(pixels) for pixels in sources], (pair.placement.width, pair.placement.height)
+        return own[(zlib.crc32(prompt.encode()) + seed) % len(own)]
 
     def image_sizes(self) -> list[tuple[int, int]]:
         """Each (width, height) of the buckets in use and of held-out images."""

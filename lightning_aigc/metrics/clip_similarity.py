@@ -139,14 +139,16 @@ class CLIPSimilarity(Metric):
                 ImageWarning,
                 stacklevel=2,
             )
-        clip = self._clip()
-        embeddings_ND = clip.embed_images(images, self.batch_size)
-        scores = clip_similarity(embeddings_ND, self._texts(prompts), self._references())
+        scores = clip_similarity(self.embed_images(images), self._texts(prompts), self._references())
         return {"clip_i": torch.full_like(scores["clip_t"], torch.nan)} | scores
+
+    def embed_images(self, images_N3HW: Tensor) -> Tensor:
+        """The model's embeddings of images in 0..1, [N, D] float32; values that are not finite count as black."""
+        return self._clip().embed_images(images_N3HW, self.batch_size)
 
     def similarity(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Cosine of each image [N, 3, H, W] to each of P prompts, float32 [N, P] on the CPU."""
-        embeddings_ND = self._clip().embed_images(images, self.batch_size)
+        embeddings_ND = self.embed_images(images)
         texts_PD = self._texts(prompts)
         return cosine_similarity(embeddings_ND[:, None], texts_PD[None], dim=-1).float().cpu()
 

@@ -14,7 +14,7 @@ WIDTH = 640
 """In images; on a page a chart is as wide as the page."""
 AXIS_WIDTH = 44
 """The same for every chart, so that steps are above one another."""
-SCORE_COLOURS = {"clip_t": "blue", "clip_i": "orange"}
+SCORE_COLOURS = {"clip_t": "blue", "clip_i": "orange", "direction": "blue", "kept": "orange"}
 Rows = Sequence[dict[str, Any]]
 
 

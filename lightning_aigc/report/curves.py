@@ -12,7 +12,9 @@ from lightning_aigc.report.record import Curve
 MOST_POINTS = 600
 """Points of a line; beyond, each stands for several steps."""
 SMOOTHED_STEPS = 20
-METRICS = {"clip_t": "CLIP-T", "clip_i": "CLIP-I"}
+METRICS = {
+    "clip_t": "CLIP-T", "clip_i": "CLIP-I", "direction": "Edit: direction of the target", "kept": "Edit: what it keeps",
+}  # fmt: skip
 
 
 def smooth(values: Sequence[float], window: int = SMOOTHED_STEPS) -> list[float]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MEMORISING_CHECKS = 3
 """Checks over which one score must rise and the other fall before that is reported."""
+
+
+MEANS = ("mean", "edit")
+"""Metrics that are the mean of all named scores."""
 
 
 @dataclass(frozen=True)
@@ -15,16 +19,14 @@ class Check:
     """The scores of one step's images, in the order of the prompts and seeds."""
 
     step: int
-    clip_t: list[float]
-    clip_i: list[float]
-    """NaN without reference images."""
+    named: dict[str, list[float]] = field(default_factory=dict)
+    """By name: clip_t and clip_i, which is NaN without reference images; of edits, direction and kept."""
 
     def scores(self, metric: str) -> list[float]:
-        """Each image's score in clip_t, clip_i, or the mean of both."""
-        if metric == "mean":
-            return [(t + i) / 2 for t, i in zip(self.clip_t, self.clip_i, strict=True)]
-        found: list[float] = getattr(self, metric)
-        return found
+        """Each image's score of this name; for `mean` and `edit` the mean of all. Empty for one that is not there."""
+        if metric in MEANS:
+            return [sum(each) / len(each) for each in zip(*self.named.values(), strict=True)]
+        return self.named.get(metric, [])
 
     def mean(self, metric: str) -> float:
         scores = self.scores(metric)
@@ -45,9 +47,11 @@ def improvement(now: Sequence[float], before: Sequence[float]) -> tuple[float, f
 
 
 def memorising(before: Check, check: Check) -> str | None:
-    """A warning if one score clearly rises while the other falls; else None."""
-    text, text_noise = improvement(check.clip_t, before.clip_t)
-    image, image_noise = improvement(check.clip_i, before.clip_i)
+    """A warning if CLIP-T or CLIP-I clearly rises while the other falls; else None."""
+    if "clip_t" not in check.named or "clip_i" not in check.named:
+        return None
+    text, text_noise = improvement(check.scores("clip_t"), before.scores("clip_t"))
+    image, image_noise = improvement(check.scores("clip_i"), before.scores("clip_i"))
     clear = abs(text) > text_noise and abs(image) > image_noise  # never with a NaN
     if not clear or text * image >= 0:
         return None

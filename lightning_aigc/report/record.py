@@ -74,7 +74,7 @@ class Looks:
 class GuardResult:
     """Scores and decision of CLIPConvergenceGuard."""
 
-    metric: Literal["clip_t", "clip_i", "mean"]
+    metric: Literal["clip_t", "clip_i", "mean", "edit", "direction", "kept"]
     checks: list[Check] = field(default_factory=list)
     best_step: int | None = None
     best_file: str | None = None
@@ -192,7 +192,8 @@ class RunRecord:
     precision: str = ""
     date: str = ""
     scores: dict[str, Paired] = field(default_factory=dict)
-    """`clip_t` and `clip_i`, and `prior_clip_t` and `prior_clip_i` of the unrelated prompts."""
+    """`clip_t` and `clip_i`, and `prior_clip_t` and `prior_clip_i` of the unrelated prompts; of edits `direction` and
+    `kept`."""
     pictures: list[Picture] = field(default_factory=list)
     grids: list[Check] = field(default_factory=list)
     """The scores of the sample grids."""

@@ -33,6 +33,8 @@ MOST_ALERTS = 50
 SCORES = {
     "clip_t": "CLIP-T, fit to the prompt",
     "clip_i": "CLIP-I, like your images",
+    "direction": "edit, in the direction of the target",
+    "kept": "edit, what it keeps",
     "prior_clip_t": "CLIP-T of other prompts",
     "full_base_clip_t": "CLIP-T, packed → full-precision base",
     "full_base_clip_i": "CLIP-I, packed → full-precision base",

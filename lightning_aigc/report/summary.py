@@ -13,7 +13,7 @@ from lightning_aigc.report.verdict import change, judge
 
 LAST_LOSSES = 50
 """Losses whose mean is the final one."""
-SCORES = ("clip_t", "clip_i", "prior_clip_t")
+SCORES, EDIT_SCORES = ("clip_t", "clip_i", "prior_clip_t"), ("direction", "kept")
 
 
 def finite_or_none(value: float) -> float | None:
@@ -26,7 +26,7 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
     verdict = judge(record)
     guard, losses = record.guard, record.curves.get("loss", Curve()).values[-LAST_LOSSES:]
     scores: dict[str, Any] = {}
-    for name in SCORES:
+    for name in EDIT_SCORES if "direction" in record.scores else SCORES:
         if name == "prior_clip_t" and not has_prior_prompts:
             continue
         paired = record.scores.get(name, Paired())
@@ -36,7 +36,7 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
             f"{name}_after": _mean_or_none(paired.after),
             f"{name}_stderr": None if found is None else finite_or_none(found.stderr),
         }
-    for metric in ("clip_t", "clip_i"):
+    for metric in ("clip_t", "clip_i", *EDIT_SCORES):
         if f"full_base_{metric}" in record.scores:
             scores[f"{metric}_on_full_precision_base"] = _mean_or_none(record.scores[f"full_base_{metric}"].after)
     return {
@@ -66,6 +66,8 @@ def summary_table(record: RunRecord, report_file: str) -> str:
         "peak memory": memory_text(record.peak_memory_mib),
         "CLIP-T before -> after": score_text(record, "clip_t"),
         "CLIP-I before -> after": score_text(record, "clip_i"),
+        "edit direction": score_text(record, "direction"),
+        "edit keeps": score_text(record, "kept"),
         "CLIP-T of other prompts": score_text(record, "prior_clip_t"),
         "CLIP-T packed -> whole base": score_text(record, "full_base_clip_t"),
         "LoRA": record.lora.file if record.lora is not None else UNKNOWN,

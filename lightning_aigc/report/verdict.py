@@ -26,6 +26,8 @@ MOST_CHANGED = 0.6
 others: 0.24 in the demo, which forgets nothing, and 0.75 in a training that ended as noise."""
 RUINED_SHARE = 0.25
 """Share of images that became noise, flat, saturated or black from which a training has ruined the model."""
+LOST_SHARE = 0.05
+"""Fall of `kept`, 1 minus an error in 0..1, from which an edit changes what it should leave alone."""
 END_SHARE = 0.1
 """Share of the losses at either end that are compared for divergence."""
 DIVERGED_FACTOR = 2.0
@@ -86,7 +88,9 @@ def judge(record: RunRecord) -> Verdict:
     In this order: divergence, ruined images, no usable file, a judge that does not recognise the images, memorising,
     forgetting, a fall, no gain, a gain that FineTuneCheck did not find.
     """
-    text, image = change(record.scores.get("clip_t")), change(record.scores.get("clip_i"))
+    is_edit = "direction" in record.scores
+    title = "edit direction" if is_edit else "CLIP-T"
+    text, image = change(record.scores.get("direction" if is_edit else "clip_t")), change(record.scores.get("clip_i"))
     other = change(record.scores.get("prior_clip_t"))
     if _has_diverged(record):
         return Verdict("diverged", "bad", f"Diverged: {_divergence(record)}. Lower the learning rate{_kept(record)}.")
@@ -100,7 +104,7 @@ def judge(record: RunRecord) -> Verdict:
     if math.isnan(text.stderr):
         return Verdict(
             "not scored", "unknown",
-            f"Not decided: CLIP-T {text.numbers()} on one image, whose noise is unknown; raise RunReport.num_images.",
+            f"Not decided: {title} {text.numbers()} on one image, whose noise is unknown; raise RunReport.num_images.",
         )  # fmt: skip
     unknown = _unrecognised(record)
     if record.guard is not None and record.guard.best_step == 0 and len(record.guard.checks) > 1:
@@ -111,6 +115,8 @@ def judge(record: RunRecord) -> Verdict:
         )  # fmt: skip
     if unknown:
         return Verdict("cannot tell", "unknown", f"Cannot tell what it learned: {unknown}; look at the images.")
+    if is_edit:
+        return _judge_edit(record, text, change(record.scores.get("kept")))
     memory = _memory(record, other)
     if image is not None and image.is_rise and text.is_fall:
         return Verdict(
@@ -135,6 +141,21 @@ def judge(record: RunRecord) -> Verdict:
     return Verdict(
         "learned", "mixed" if is_mixed else "good", f"{_learned(record, text, image)}{_kept(record)}{memory}{said}."
     )
+
+
+def _judge_edit(record: RunRecord, direction: Change, kept: Change | None) -> Verdict:
+    """The verdict on edits, which are compared with their true targets."""
+    where, rest = _kept(record), ""
+    is_loss = kept is not None and kept.is_fall and kept.difference < -LOST_SHARE
+    if kept is not None:
+        said = "changes what should stay" if is_loss else "keeps the rest"
+        rest = f"; {said} ({kept.numbers()})"
+    numbers = f"in the direction of the target {direction.numbers()}"
+    if direction.is_fall:
+        return Verdict("worse", "bad", f"Got worse: {numbers}{rest}{where}.")
+    if not direction.is_rise:
+        return Verdict("no gain", "mixed", f"No gain beyond noise: {numbers}{rest}{where}.")
+    return Verdict("learned", "mixed" if is_loss else "good", f"Learned the edit: {numbers}{rest}{where}.")
 
 
 def _learned(record: RunRecord, text: Change, image: Change | None) -> str:

@@ -86,7 +86,7 @@ def test_it_stops_after_its_patience_and_keeps_the_best(tmp_path: Path, caplog: 
     assert trainer.global_step == BEST_STEP + 6
     assert watching.should_stop_early()
     best = next(check for check in watching.checks if check.step == BEST_STEP)
-    assert watching.best_metric == pytest.approx(sum(best.clip_t) / 4)
+    assert watching.best_metric == pytest.approx(sum(best.scores("clip_t")) / 4)
     assert watching.best_metric > 0.8 > watching.checks[0].mean("clip_t")
     line = next(r.message for r in caplog.records if "CLIPConvergenceGuard" in r.message)
     assert f"stopped at step {BEST_STEP + 6}; best clip_t {watching.best_metric:.4f} at step {BEST_STEP}" in line
@@ -151,7 +151,9 @@ def test_its_state_resumes_and_is_plain(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning: the loader is not resumable, which does not matter here
         trainer.fit(Painter(), loader, ckpt_path=str(tmp_path / "step=8.ckpt"), weights_only=True)
-    assert [(c.step, c.clip_t) for c in resumed.checks] == [(c.step, c.clip_t) for c in whole.checks]
+    assert [(c.step, c.scores("clip_t")) for c in resumed.checks] == [
+        (c.step, c.scores("clip_t")) for c in whole.checks
+    ]
     assert (resumed.best_step, trainer.global_step) == (whole.best_step, BEST_STEP + 6)
 
 
@@ -190,7 +192,7 @@ def test_a_resumed_guard_draws_the_whole_runs_before_and_after(tmp_path: Path, e
 
 def test_a_guard_that_is_asked_for_other_pictures_begins_anew(tmp_path: Path) -> None:
     first = guard()
-    first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, [0.1] * 4, [0.1] * 4)], 0
+    first._prompts, first.checks, first.best_step = PROMPTS, [Check(0, {"clip_t": [0.1] * 4})], 0
     other = guard(num_images=1)
     other._prompts = PROMPTS
     with pytest.warns(UserWarning, match="begins anew: other images"):
@@ -225,7 +227,7 @@ def test_broken_pictures_are_named_and_score_as_black(tmp_path: Path) -> None:
 def test_words_that_are_lost_while_pictures_are_copied_are_reported() -> None:
     watching = guard()
     rows = [(0.8, 0.2), (0.7, 0.4), (0.6, 0.6), (0.5, 0.8)]
-    watching.checks = [Check(i, [t, t + 0.01], [s, s + 0.01]) for i, (t, s) in enumerate(rows)]
+    watching.checks = [Check(i, {"clip_t": [t, t + 0.01], "clip_i": [s, s + 0.01]}) for i, (t, s) in enumerate(rows)]
     with pytest.warns(UserWarning, match=r"clip_i rises while clip_t falls.*memorises"):
         watching._watch_memorising(None, watching.checks[-1])
     with warnings.catch_warnings():
@@ -247,7 +249,7 @@ def test_sampling_that_takes_too_long_ends_the_checks_and_not_the_training(tmp_p
     [
         ({"prompts": []}, "wanted a list of prompts"),
         ({"prompts": "a cup"}, "wanted a list of prompts"),
-        ({"metric": "fid"}, "clip_t, clip_i or mean, got 'fid'"),
+        ({"metric": "fid"}, "metric='fid'; wanted one of clip_t, clip_i, mean, edit, direction, kept"),
         ({"patience": 0}, "patience must be at least 1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
         ({"min_delta": -1.0}, "min_delta must be at least 0"),
@@ -301,7 +303,7 @@ def test_a_stable_diffusion_trains_the_same_to_the_bit_with_the_guard(tmp_path: 
     watching = guard(prompts=None, metric="mean", stop=False, min_delta=0.0)
     watched, watched_losses = tiny_run(tmp_path / "watched", watching)
     assert [check.step for check in watching.checks] == [0, 2, 4, 6]
-    assert all(torch.tensor(check.clip_i).isfinite().all() for check in watching.checks)
+    assert all(torch.tensor(check.scores("clip_i")).isfinite().all() for check in watching.checks)
     assert watched_losses == losses
     assert plain.keys() == watched.keys()
     assert all(torch.equal(watched[name], value) for name, value in plain.items())
@@ -315,8 +317,8 @@ def two_ranks(rank: int, folder: str) -> dict[str, Any]:
     watching, painter = guard(num_images=3), Painter()
     trainer = fit(painter, Path(folder), watching, devices=2, strategy="ddp")
     return {
-        "steps": trainer.global_step, "best": watching.best_step, "checks": [c.clip_t for c in watching.checks],
-        "drawn": painter.drawn[0],
+        "steps": trainer.global_step, "best": watching.best_step,
+        "checks": [c.scores("clip_t") for c in watching.checks], "drawn": painter.drawn[0],
     }  # fmt: skip
 
 
@@ -329,4 +331,4 @@ def test_two_ranks_share_the_pictures_and_decide_alike(tmp_path: Path) -> None:
     assert first["checks"] == second["checks"]
     assert (first["steps"], first["best"]) == (second["steps"], second["best"]) == (BEST_STEP + 6, BEST_STEP)
     for mine, theirs in zip(first["checks"], alone.checks, strict=True):
-        assert mine == pytest.approx(theirs.clip_t, abs=1e-5)
+        assert mine == pytest.approx(theirs.scores("clip_t"), abs=1e-5)

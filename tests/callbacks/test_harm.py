@@ -74,12 +74,12 @@ def test_a_held_out_loss_above_the_untrained_one_is_harm() -> None:
 
 
 def test_images_that_score_clearly_below_step_0_are_harm_once_a_check() -> None:
-    guard = SimpleNamespace(checks=[Check(0, [0.3, 0.32, 0.31], [math.nan] * 3)], metric="clip_t")
+    guard = SimpleNamespace(checks=[Check(0, {"clip_t": [0.3, 0.32, 0.31], "clip_i": [math.nan] * 3})], metric="clip_t")
     watch = HarmWatch()
     assert watch.scores(seen(0, guard=guard)) is None
-    guard.checks.append(Check(50, [0.29, 0.33, 0.31], [math.nan] * 3))
+    guard.checks.append(Check(50, {"clip_t": [0.29, 0.33, 0.31], "clip_i": [math.nan] * 3}))
     assert watch.scores(seen(50, guard=guard)) is None  # within the noise
-    guard.checks.append(Check(100, [0.1, 0.15, 0.12], [math.nan] * 3))
+    guard.checks.append(Check(100, {"clip_t": [0.1, 0.15, 0.12], "clip_i": [math.nan] * 3}))
     assert watch.scores(seen(100, guard=guard)) == "the images of step 100 score 0.187 below the untrained model's"
     assert watch.scores(seen(101, guard=guard)) is None
 

@@ -333,7 +333,7 @@ def test_the_grid_of_step_zero_is_scored_whatever_the_order_of_the_callbacks(tmp
         fit(tmp_path / name, *callbacks[::order], steps=6)
         record = read_run(tmp_path / name)
         assert [grid.step for grid in record.grids] == [0, 3, 6]
-        assert all(len(grid.clip_t) == 2 for grid in record.grids)
+        assert all(len(grid.scores("clip_t")) == 2 for grid in record.grids)
 
 
 def test_a_run_that_was_killed_has_a_record_of_what_it_measured(tmp_path: Path) -> None:

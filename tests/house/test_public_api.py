@@ -40,7 +40,10 @@ NAMES = {
         "save_lora",
     ],
     "lightning_aigc.gradient_sync": ["GradientCompressor", "SyncError", "SyncOptions"],
-    "lightning_aigc.metrics": ["CLIPSimilarity", "EdgeFidelity", "canny", "clip_similarity", "edge_magnitude"],
+    "lightning_aigc.metrics": [
+        "CLIPSimilarity", "EdgeFidelity", "EditSimilarity", "canny", "clip_similarity", "edge_magnitude",
+        "edit_direction",
+    ],
     "lightning_aigc.precision": ["FusedBackwardPrecision"],
     "lightning_aigc.quantization": ["BaseQuantization", "Kind", "PackedBase", "quantize_frozen_"],
     "lightning_aigc.report": ["RunRecord"],

@@ -23,10 +23,10 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_nan_survives_json(tmp_path: Path) -> None:
-    made = RunRecord("run", grids=[Check(0, [0.1], [math.nan])])
+    made = RunRecord("run", grids=[Check(0, {"clip_t": [0.1], "clip_i": [math.nan]})])
     made.write(tmp_path)
     assert "NaN" not in (tmp_path / "report.json").read_text()  # which is no JSON
-    assert math.isnan(read_run(tmp_path).grids[0].clip_i[0])
+    assert math.isnan(read_run(tmp_path).grids[0].scores("clip_i")[0])
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,15 @@ def test_charts_are_valid_vega_lite_and_pictures_of_them_can_be_written(tmp_path
 
 
 def test_a_score_carries_the_noise_of_its_difference_to_step_zero() -> None:
-    first, last = score_rows([Check(0, [0.1, 0.5], []), Check(5, [0.3, 0.9], [])], "clip_t")
+    first, last = score_rows(
+        [Check(0, {"clip_t": [0.1, 0.5], "clip_i": []}), Check(5, {"clip_t": [0.3, 0.9], "clip_i": []})], "clip_t"
+    )
     assert first["noise"] == 0 and last["value"] == 0.6
     assert last["noise"] == round(math.sqrt(0.02 / 2), 5) and last["low"] < last["value"] < last["high"]
 
 
 def test_scores_that_are_not_finite_are_left_out() -> None:
-    assert score_rows([Check(0, [0.1], [math.nan])], "clip_i") == []
+    assert score_rows([Check(0, {"clip_t": [0.1], "clip_i": [math.nan]})], "clip_i") == []
 
 
 def test_long_curves_are_thinned_by_means_and_end_at_their_last_step() -> None:

@@ -38,8 +38,16 @@ def record(text: list[float] | None = None, **more: Any) -> RunRecord:
     return made
 
 
+def check(step: int, clip_t: list[float], clip_i: list[float]) -> Check:
+    return Check(step, {"clip_t": clip_t, "clip_i": clip_i})
+
+
 def guard(best: int, kept: bool = True) -> GuardResult:
-    checks = [Check(0, LOW, LOW), Check(240, HIGH, HIGH), Check(300, HIGH if best == 300 else SAME, HIGH)]
+    checks = [
+        check(0, LOW, LOW),
+        check(240, HIGH, HIGH),
+        check(300, HIGH if best == 300 else SAME, HIGH),
+    ]
     return GuardResult("clip_t", checks, best, "runs/x/zorp_best.safetensors" if kept else None)
 
 
@@ -125,7 +133,15 @@ def looks(recognition: float = 0.4, changed: float = 0.2, ruined: int = 0, stder
 def test_step_0_as_the_best_is_no_usable_file_whatever_rose() -> None:
     # 18 photographs on the tiny base: CLIP-I rose over coloured noise, and the page said "Learned".
     made = record(SAME, scores={"clip_i": Paired(LOW, HIGH)}, looks=looks())
-    made.guard = GuardResult("clip_t", [Check(0, LOW, LOW), Check(70, SAME, HIGH), Check(140, SAME, HIGH)], 0)
+    made.guard = GuardResult(
+        "clip_t",
+        [
+            check(0, LOW, LOW),
+            check(70, SAME, HIGH),
+            check(140, SAME, HIGH),
+        ],
+        0,
+    )
     found = judge(made)
     assert (found.kind, found.tone) == ("no usable file", "bad")
     assert "no check scored better than step 0, the untrained model (clip_t 0.32, then 0.32 at best)" in found.sentence
@@ -179,3 +195,24 @@ def test_other_prompts_whose_images_changed_are_named_without_a_score_and_no_goo
 def test_a_score_that_is_no_number_is_not_blamed_on_the_config() -> None:
     assert "no score that is a number" in judge(record(scores={"clip_t": Paired(LOW, [])})).sentence
     assert "no score that is a number" in judge(record(scores={"clip_t": Paired(LOW, [math.nan] * len(LOW))})).sentence
+
+
+STAYS, LESS = [0.97, 0.96, 0.98, 0.97], [0.85, 0.84, 0.86, 0.86]
+
+
+@pytest.mark.parametrize(
+    ("after", "kept", "wanted"),
+    [
+        (HIGH, STAYS, ("learned", "good", "Learned the edit: in the direction of the target 0.32 → 0.76 ± 0.02; kee")),
+        (HIGH, LESS, ("learned", "mixed", "; changes what should stay (0.97 → 0.85 ± 0.003).")),
+        (SAME, STAYS, ("no gain", "mixed", "No gain beyond noise: in the direction of the target 0.32 → 0.32")),
+        ([*LOW[:1], 0.1, 0.1, 0.05], STAYS, ("worse", "bad", "Got worse: in the direction of the target")),
+        (HIGH[:1], STAYS[:1], ("not scored", "unknown", "Not decided: edit direction")),
+    ],
+)  # fmt: skip
+def test_an_edit_is_judged_by_its_targets_direction_and_by_what_it_keeps(
+    after: list[float], kept: list[float], wanted: tuple[str, str, str]
+) -> None:
+    scores = {"direction": Paired(LOW[: len(after)], after), "kept": Paired(STAYS[: len(kept)], kept)}
+    found = judge(record(scores=scores))
+    assert (found.kind, found.tone) == wanted[:2] and wanted[2] in found.sentence, found

@@ -19,16 +19,14 @@ from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.fine_tune.copies import copy_ratios
 from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_all, summary
 from lightning_aigc.callbacks.fine_tune.ranks import effective_ranks
+from lightning_aigc.callbacks.sampling.judges import PromptJudge, refuse_edits
 from lightning_aigc.callbacks.sampling.pairs import (
     find_prompts,
     make_pairs,
-    refuse_edits,
     require_sampling,
     sample_on_all_ranks,
-    set_references,
 )
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
-from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import DescribesTrainingData, HasReferenceImages
 from lightning_aigc.report.record import FineTuneFinding, FineTuneResult
 
@@ -92,7 +90,7 @@ class FineTuneCheck(Callback):
         self.reference_images = reference_images
         self.findings: list[FineTuneFinding] = []
         self.figures: Figures | None = None
-        self._judge: CLIPSimilarity | None = None
+        self._judge: PromptJudge | None = None
         self._before: list[Pictures] = []
         self._text_before: Tensor | None = None
         self._sets: list[list[str]] = []
@@ -112,7 +110,7 @@ class FineTuneCheck(Callback):
         if not prompts:
             raise ConfigError("FineTuneCheck got no prompts; set its `prompts`, or model.init_args.validation_prompts")
         self._sets = [prompts]
-        self._judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
+        self._judge = PromptJudge(self.clip_model, self.clip_pretrained)
         self._judge.check()
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,8 +126,7 @@ class FineTuneCheck(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._judge is None:
             return
-        self._judge.to(pl_module.device)
-        set_references(self._judge, trainer, self.reference_images, pl_module.device)
+        self._judge.begin(trainer, self.reference_images, pl_module.device)
         self._sets = [self._sets[0], self._plain_prompts(trainer, self._sets[0])]
         resumed = getattr(self, "_resumed", None)
         if resumed and resumed["asked"] == self._asked():
@@ -179,10 +176,10 @@ class FineTuneCheck(Callback):
             except SamplingTooSlow as slow:
                 rank_zero_warn(f"FineTuneCheck checks nothing: {slow}")
                 return None
-            assert sampled.clip_t is not None and sampled.clip_i is not None
             images = sampled.images.nan_to_num()
             colours_N4 = torch.cat([images.mean(dim=(2, 3)), images.std(dim=(1, 2, 3))[:, None]], dim=1)
-            found.append((Pictures(sampled.clip_t.tolist(), sampled.clip_i.tolist(), colours_N4), images))
+            clip_t, clip_i = (sampled.scores[name].tolist() for name in ("clip_t", "clip_i"))
+            found.append((Pictures(clip_t, clip_i, colours_N4), images))
         return found
 
     def _plain_prompts(self, trainer: Trainer, prompts: Sequence[str]) -> list[str]:

@@ -15,9 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import Tensor
 
-from lightning_aigc.callbacks.sampling.pairs import Pair, sample_on_all_ranks
+from lightning_aigc.callbacks.sampling.judges import Judge, Pair, PromptJudge, as_pixels
+from lightning_aigc.callbacks.sampling.pairs import sample_on_all_ranks
 from lightning_aigc.errors import SamplingTooSlow, UserError
-from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.metrics.clip_similarity import recognition
 from lightning_aigc.metrics.image_problems import find_ruined
 from lightning_aigc.protocols import HasPackedBase, SamplesEdits, SupportsSampling
@@ -40,9 +40,9 @@ class BeforeAfter:
         self.prompts = {kind: list(found) for kind, found in prompts.items() if found}
         self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
         self.images: dict[str, Tensor] = {}
+        """Thumbnails by kind and time, such as `prior_before`."""
         self.sources: dict[str, list[str]] = {}
         """By kind, the sources of the images on the page, as data URIs."""
-        """Thumbnails by kind and time, such as `prior_before`."""
         self.scores: dict[str, list[float]] = {}
         """Scores of each image by name, such as `clip_t_before`."""
         self.ruined: dict[str, list[str]] = {}
@@ -57,7 +57,7 @@ class BeforeAfter:
         trainer: Trainer,
         pl_module: LightningModule,
         when: str,
-        judge: CLIPSimilarity | None,
+        judge: Judge | None,
         note: Callable[[str], None],
     ) -> None:
         """Sample and score each set of prompts. Collective.
@@ -67,7 +67,8 @@ class BeforeAfter:
         if not isinstance(pl_module, SupportsSampling) or (when == "after" and not self.images):
             return
         everything = list(dict.fromkeys(prompt for prompts in self.prompts.values() for prompt in prompts))
-        similarities, own = [], []
+        similarities: list[Tensor] = []
+        own: list[int] = []
         for kind, prompts in self.prompts.items():
             try:
                 sampled = sample_on_all_ranks(trainer, pl_module, self.pairs(prompts), judge)
@@ -76,26 +77,26 @@ class BeforeAfter:
                 return
             if trainer.is_global_zero:
                 self.ruined[kind + when] = list(find_ruined(sampled.images).values())
-            if judge is not None and when == "before" and trainer.is_global_zero:
-                similarities.append(judge.similarity(sampled.images.to(judge.device), everything))
+            if isinstance(judge, PromptJudge) and when == "before" and trainer.is_global_zero:
+                similarities.append(judge.clip.similarity(sampled.images.to(judge.clip.device), everything))
                 own += [everything.index(prompt) for prompt, _ in self.pairs(prompts)]
             self.images[kind + when] = torch.stack([thumbnail(sampled.images[i]) for i in self._shown(prompts)])
             self.sources[kind] = self._sources(pl_module, prompts)
-            for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
-                if scores_N is not None and bool(scores_N.isfinite().all()):
+            for metric, scores_N in sampled.scores.items():
+                if bool(scores_N.isfinite().all()):
                     self.scores[f"{kind}{metric}_{when}"] = scores_N.tolist()
         if similarities:
             self.recognition = recognition(torch.cat(similarities), torch.tensor(own))
 
     def measure_full_base(
-        self, trainer: Trainer, pl_module: LightningModule, judge: CLIPSimilarity, note: Callable[[str], None]
+        self, trainer: Trainer, pl_module: LightningModule, judge: Judge, note: Callable[[str], None]
     ) -> None:
         """Score what was trained on a packed base where it is used, on the full-precision one. Collective."""
         prompts = self.prompts.get("", [])
         if (
             not isinstance(pl_module, HasPackedBase)
             or pl_module.packed_base is None
-            or "clip_t_after" not in self.scores
+            or not any(name.endswith("_after") for name in self.scores)
         ):
             return
         with contextlib.ExitStack() as stack:
@@ -112,8 +113,8 @@ class BeforeAfter:
             except SamplingTooSlow as slow:
                 note(str(slow))
                 return
-        for metric, scores_N in (("clip_t", sampled.clip_t), ("clip_i", sampled.clip_i)):
-            if scores_N is not None and f"{metric}_after" in self.scores:
+        for metric, scores_N in sampled.scores.items():
+            if f"{metric}_after" in self.scores:
                 self.full_base[f"full_base_{metric}"] = Paired(self.scores[f"{metric}_after"], scores_N.tolist())
 
     def pairs(self, prompts: Sequence[str]) -> list[Pair]:
@@ -128,8 +129,7 @@ class BeforeAfter:
         if not isinstance(pl_module, SamplesEdits):
             return []
         found = pl_module.sources_of_samples([prompt for prompt, _ in pairs], [seed for _, seed in pairs])
-        as_tensors = [torch.from_numpy(np.array(images[0])).permute(2, 0, 1).float() / 255 for images in found or ()]
-        return [data_uri(thumbnail(image)) for image in as_tensors]
+        return [data_uri(thumbnail(as_pixels(images[0]))) for images in found or ()]
 
     def _shown(self, prompts: Sequence[str]) -> list[int]:
         """Indices of the pairs on the page."""
@@ -183,17 +183,12 @@ class BeforeAfter:
     def load(
         self, images_before: Mapping[str, Tensor], scores: Mapping[str, Any], looks: Mapping[str, Any] | None = None
     ) -> None:
-        """Load a checkpoint's; older ones have a mean where newer ones have a score for each image."""
+        """Load a checkpoint's."""
         if looks is not None:
             self.recognition = (float(looks["recognition"][0]), float(looks["recognition"][1]))
             self.ruined = {key: list(words) for key, words in looks["ruined"].items()}
         self.images = {f"{kind}before": images for kind, images in images_before.items()}
-        self.scores = {name: as_list(found) for name, found in scores.items()}
-
-
-def as_list(scores: Any) -> list[float]:
-    """Scores of an older checkpoint, a mean or None, as a list."""
-    return list(scores) if isinstance(scores, (list, tuple)) else [] if scores is None else [float(scores)]
+        self.scores = {name: list(found) for name, found in scores.items()}
 
 
 LARGEST_SIDE = 256

@@ -24,7 +24,7 @@ from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.order import LATE, order_callbacks
 from lightning_aigc.callbacks.run_progress import RunProgress
-from lightning_aigc.callbacks.run_report.before_after import BeforeAfter, as_list
+from lightning_aigc.callbacks.run_report.before_after import BeforeAfter
 from lightning_aigc.callbacks.run_report.run_curves import RunCurves
 from lightning_aigc.callbacks.run_report.run_facts import (
     announce_hyperparameters,
@@ -33,10 +33,10 @@ from lightning_aigc.callbacks.run_report.run_facts import (
     record_of,
     result_file,
 )
-from lightning_aigc.callbacks.sampling.pairs import find_prompts, refuse_edits, set_references
+from lightning_aigc.callbacks.sampling.judges import Judge, Pair, make_judge
+from lightning_aigc.callbacks.sampling.pairs import find_prompts
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.errors import SnapshotError, UserError
-from lightning_aigc.metrics import CLIPSimilarity
 from lightning_aigc.protocols import SupportsSampling
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import RECORD_FILE, SUMMARY_FILE, RunRecord
@@ -91,7 +91,7 @@ class RunReport(Callback):
         self.prompts, self.prior_prompts = prompts, list(prior_prompts)
         self.num_images, self.seed, self.images_shown = num_images, seed, images_shown
         self.summary: dict[str, Any] = {}
-        self._judge: CLIPSimilarity | None = None
+        self._judge: Judge | None = None
         self._notes: list[str] = []
         self._is_off = False
         self._resumed: dict[str, Any] | None = None
@@ -120,20 +120,18 @@ class RunReport(Callback):
         if self.prompts is None:
             self.prompts = find_prompts(pl_module, None)
         self._reset()  # a report may serve two fits; a checkpoint is loaded after this
-        if self.clip_model is not None:
-            refuse_edits(trainer, "RunReport", "set its clip_model: null, for a page with the images alone")
         if self.clip_model is not None and isinstance(pl_module, SupportsSampling) and self.prompts:
-            judge = self._load_judge()
+            judge = self._load_judge(trainer, pl_module)
             # Scores are gathered from all ranks, so all of them need the model, or none.
             self._judge = judge if trainer.strategy.reduce_boolean_decision(judge is not None, all=True) else None
             if self._judge is not judge:
                 self._note("no CLIP score: another rank could not load the CLIP model, its log says why")
         announce_hyperparameters(trainer, pl_module)
 
-    def _load_judge(self) -> CLIPSimilarity | None:
+    def _load_judge(self, trainer: Trainer, pl_module: LightningModule) -> Judge | None:
         assert self.clip_model is not None
-        judge = CLIPSimilarity(self.clip_model, self.clip_pretrained)
         try:
+            judge = make_judge(trainer, pl_module, self.clip_model, self.clip_pretrained, "RunReport")
             judge.check()
         except UserError as error:
             # A model that cannot be loaded must not cost a training run; the summary says why it has no score.
@@ -155,8 +153,7 @@ class RunReport(Callback):
         found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._snapshots = next((callback for callback in found if isinstance(callback, ExactSnapshot)), None)
         if self._judge is not None:
-            self._judge.to(pl_module.device)
-            set_references(self._judge, trainer, REFERENCE_IMAGES, pl_module.device)
+            self._judge.begin(trainer, REFERENCE_IMAGES, pl_module.device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_off:
@@ -186,16 +183,16 @@ class RunReport(Callback):
             self._write_so_far(trainer, pl_module)
 
     def on_sample_images(
-        self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, prompts: Sequence[str], step: int
+        self, trainer: Trainer, pl_module: LightningModule, images_N3HW: Tensor, pairs: Sequence[Pair], step: int
     ) -> None:
         """Score the images of a SampleGrid, for the logger and the progress bar, and keep report.json up to date."""
         if self._is_off:
             return
         if self._judge is not None:
             # `scores`, not `compute`: this runs on rank zero alone, where no collective may start.
-            scores = self._judge.scores(images_N3HW.to(self._judge.device), list(prompts))
+            scores = self._judge.scores(images_N3HW, pairs)
             self._grids = [grid for grid in self._grids if grid.step != step]
-            self._grids.append(Check(step, scores["clip_t"].tolist(), scores["clip_i"].tolist()))
+            self._grids.append(Check(step, {name: found.tolist() for name, found in scores.items()}))
             known = {k: float(v.mean()) for k, v in scores.items() if math.isfinite(float(v.mean()))}
             for logger in trainer.loggers:
                 logger.log_metrics(known, step=step)
@@ -264,7 +261,7 @@ class RunReport(Callback):
             "looks": self._pictures.looks_before(),
             "losses": self._curves.loss_state(),
             "curves": self._curves.state_dict(),
-            "scores": [[grid.step, grid.clip_t, grid.clip_i] for grid in self._grids],
+            "scores": [[grid.step, grid.named] for grid in self._grids],
             "notes": list(self._notes),
             "seconds": self._seconds(),
             "peak_memory_mib": self._peak_mib(self._device),
@@ -288,7 +285,7 @@ class RunReport(Callback):
         if state is None:
             return False
         self._curves.load_state_dict(state["losses"], state.get("curves", {}))
-        self._grids = [Check(int(step), as_list(t), as_list(i)) for step, t, i in state["scores"]]
+        self._grids = [Check(int(step), dict(named)) for step, named in state["scores"]]
         self._earlier_s, self._earlier_peak_mib = state["seconds"], state["peak_memory_mib"]
         self._earlier_blocked_ms = list(state.get("blocked_ms", []))
         self._notes += [note for note in state["notes"] if note not in self._notes]

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
-from lightning_aigc.errors import ConfigError, ModelError, SamplingTooSlow
+from lightning_aigc.callbacks.sampling.judges import Judge, Pair
+from lightning_aigc.errors import ModelError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
-from lightning_aigc.metrics import CLIPSimilarity
-from lightning_aigc.protocols import HasEditSources, HasReferenceImages, HasValidationPrompts, SupportsSampling
+from lightning_aigc.protocols import HasValidationPrompts, SupportsSampling
 from lightning_aigc.rng import isolate_rng
 from lightning_aigc.sharding.local_parts import original_class
 
@@ -23,7 +23,6 @@ HOW_TO_SAMPLE = (
     "add this method to it: `def sample(self, prompts: list[str], seeds: list[int]) -> Tensor`, which returns one "
     "image for each pair, [N, 3, H, W] in 0..1"
 )
-Pair = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,8 @@ class SampledPairs:
 
     images: Tensor
     """float32 [N, 3, H, W] in 0..1, on the CPU."""
-    clip_t: Tensor | None
-    """Scores [N] on the training's device; None without a judge."""
-    clip_i: Tensor | None
+    scores: dict[str, Tensor]
+    """Each score [N] by name, on the training's device; empty without a judge."""
 
 
 def make_pairs(prompts: Sequence[str], seeds: Sequence[int]) -> list[Pair]:
@@ -50,28 +48,11 @@ def require_sampling(pl_module: LightningModule, callback: str) -> None:
         )
 
 
-def refuse_edits(trainer: Trainer, callback: str, remedy: str) -> None:
-    """Raises: ConfigError, in the name of the callback, where images are edits, whose prompts describe no image."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    if isinstance(data, HasEditSources) and data.sources_per_image:
-        raise ConfigError(
-            f"{callback} compares images with their prompts, and the prompt of an edit is an instruction that describes"
-            f" no image; {remedy}"
-        )
-
-
 def find_prompts(pl_module: LightningModule, prompts: Sequence[str] | None) -> list[str]:
     """The callback's own prompts, else the module's `validation_prompts`; empty where there are neither."""
     if prompts:
         return list(prompts)
     return list(pl_module.validation_prompts or ()) if isinstance(pl_module, HasValidationPrompts) else []
-
-
-def set_references(judge: CLIPSimilarity, trainer: Trainer, count: int, device: torch.device) -> None:
-    """Let a judge compare with `count` of the data module's training images, where it hands out any."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    if isinstance(data, HasReferenceImages):
-        judge.set_reference_images(data.reference_images(count).to(device))
 
 
 def sample_pairs(pl_module: LightningModule, pairs: Sequence[Pair]) -> Tensor:
@@ -94,7 +75,7 @@ def sample_on_all_ranks(
     trainer: Trainer,
     pl_module: LightningModule,
     pairs: Sequence[Pair],
-    judge: CLIPSimilarity | None = None,
+    judge: Judge | None = None,
     *,
     warn_of_broken: bool = True,
 ) -> SampledPairs:
@@ -111,11 +92,11 @@ def sample_on_all_ranks(
     share = pairs[rank::world]
     images = _sample_share(trainer, pl_module, share)
     scores = None if images is None or judge is None else _score(judge, images, share, warn_of_broken)
+    names = judge.names if judge is not None else ()
     if world > 1:
-        scores, images = _gather(pl_module, len(pairs), world, scores, images, has_judge=judge is not None)
+        scores, images = _gather(pl_module, len(pairs), world, scores, images, len(names))
     assert images is not None
-    clip_t, clip_i = (None, None) if scores is None else scores
-    return SampledPairs(images.cpu(), clip_t, clip_i)
+    return SampledPairs(images.cpu(), {} if scores is None else dict(zip(names, scores, strict=True)))
 
 
 def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[Pair]) -> Tensor | None:
@@ -131,25 +112,24 @@ def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[
     return images
 
 
-def _score(judge: CLIPSimilarity, images_N3HW: Tensor, share: Sequence[Pair], warn_of_broken: bool) -> Tensor:
-    """CLIP-T and CLIP-I of each image, [2, N]."""
+def _score(judge: Judge, images_N3HW: Tensor, share: Sequence[Pair], warn_of_broken: bool) -> Tensor:
+    """The judge's scores of each image, [names, N]."""
     with warnings.catch_warnings():
         if not warn_of_broken:
             warnings.simplefilter("ignore")
-        scores = judge.scores(images_N3HW.to(judge.device), [prompt for prompt, _ in share])
-    return torch.stack([scores["clip_t"], scores["clip_i"]])
+        scores = judge.scores(images_N3HW, share)
+    return torch.stack([scores[name] for name in judge.names])
 
 
 def _gather(
     pl_module: LightningModule,
     count: int,
     world: int,
-    scores_2N: Tensor | None,
+    scores_KN: Tensor | None,
     images_N3HW: Tensor | None,
-    *,
-    has_judge: bool,
+    kinds: int,
 ) -> tuple[Tensor | None, Tensor]:
-    """Scores [2, count] and images [count, 3, H, W] of all ranks, in the order of the pairs."""
+    """Scores [kinds, count] and images [count, 3, H, W] of all ranks, in the order of the pairs."""
     device = pl_module.device
     per_rank = -(-count // world)
     size = torch.tensor((0, 0) if images_N3HW is None else images_N3HW.shape[2:], device=device, dtype=torch.int32)
@@ -158,12 +138,12 @@ def _gather(
     if images_N3HW is not None:
         padded[: len(images_N3HW)] = images_N3HW.to(device)
     scores = None
-    if has_judge:
-        padded_scores = torch.zeros(2, per_rank, device=device)
-        if scores_2N is not None:
-            padded_scores[:, : scores_2N.shape[1]] = scores_2N
+    if kinds:
+        padded_scores = torch.zeros(kinds, per_rank, device=device)
+        if scores_KN is not None:
+            padded_scores[:, : scores_KN.shape[1]] = scores_KN
         # Rank r drew the pairs r, r + world, ...: its e-th image is number e * world + r.
-        scores = _all_gather(pl_module, padded_scores).permute(1, 2, 0).reshape(2, -1)[:, :count]
+        scores = _all_gather(pl_module, padded_scores).permute(1, 2, 0).reshape(kinds, -1)[:, :count]
     images = _all_gather(pl_module, padded).transpose(0, 1).flatten(0, 1)[:count]
     return scores, images
 

@@ -86,6 +86,8 @@ SETTINGS = (
 SCORES = {
     "clip_t": "CLIP-T, images against their prompts",
     "clip_i": "CLIP-I, images against training images",
+    "direction": "CLIP directional similarity of edits to their true targets",
+    "kept": "What edits keep of the pixels that they should leave alone",
     "prior_clip_t": "CLIP-T of unrelated prompts, which shows forgetting",
 }
 

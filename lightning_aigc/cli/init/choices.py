@@ -17,8 +17,10 @@ from lightning_aigc.diffusion.families import SHORT
 from lightning_aigc.errors import ConfigError
 
 _WORD = re.compile(r"\w[\w-]*")
-CAPTION_CALLBACKS = ("CLIPConvergenceGuard", "FineTuneCheck")
-"""Callbacks that compare images with captions, which instructions are not."""
+CAPTION_CALLBACK = "FineTuneCheck"
+"""Callback that compares images with captions, which instructions are not."""
+JUDGING = ("RunReport", "CLIPConvergenceGuard", CAPTION_CALLBACK)
+"""Callbacks with a CLIP model."""
 NO_TRIGGER = Choice("data.init_args.trigger_word", None, "an instruction needs no trigger word")
 LOOKS_PER_PICTURE = 100
 FEWEST_STEPS, MOST_STEPS = 400, 3000
@@ -69,12 +71,11 @@ def choose(
         chosen.append(Choice("trainer.accelerator", "npu", card.reason))
     chosen.append(_held_out(look))
     if look.sources:
-        chosen = [choice for choice in chosen if not _belongs_to(choice, CAPTION_CALLBACKS)]
         if not base.family.needs_sources:  # of one that does, a step was counted with its source
             memory_reason += "; that is without sources, which add their tokens"
         chosen += _of_edits(look, memory_reason)
     if is_embedded(base):
-        for callback in () if look.sources else ("RunReport", *CAPTION_CALLBACKS):
+        for callback in JUDGING[: -1 if look.sources else None]:
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_pretrained", None, "its own weights"))
         measured = read_shipped(EMBEDDED_DEMOS[base.family.name])["model"]["init_args"]
@@ -100,10 +101,6 @@ def check_edits(look: FolderSummary, base: Base) -> None:
         )
 
 
-def _belongs_to(choice: Choice, callbacks: Sequence[str]) -> bool:
-    return any(choice.key.startswith(f"trainer.callbacks.{callback}.") for callback in callbacks)
-
-
 def _of_edits(look: FolderSummary, memory_reason: str) -> Iterator[Choice]:
     """Choices for pairs of an edit, which take precedence over those for captioned images."""
     where = "listed in the captions' table"
@@ -115,7 +112,7 @@ def _of_edits(look: FolderSummary, memory_reason: str) -> Iterator[Choice]:
     yield Choice("data.init_args.random_flip", False, "an instruction may say left or right")
     prompts = sorted(set(look.written))[:3]
     yield Choice("model.init_args.validation_prompts", prompts, "instructions; the sources are those of your pairs")
-    yield Choice("trainer.callbacks.RunReport.clip_model", None, "an instruction describes no image to compare with")
+    yield Choice("trainer.callbacks.CLIPConvergenceGuard.metric", "edit", "edits are compared with their true targets")
     yield Choice("trainer.callbacks.RunReport.prior_prompts", [], "captions of other images, which are no instructions")
     yield Choice("trainer.plugins.init_args.memory", "max", memory_reason)
 

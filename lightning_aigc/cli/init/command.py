@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported late: torch takes seconds, and a wrong path should not.
     from lightning_aigc.cli.init.base import find_base
     from lightning_aigc.cli.init.cards import find_card, values_for
-    from lightning_aigc.cli.init.choices import CAPTION_CALLBACKS, check_edits, choose
+    from lightning_aigc.cli.init.choices import CAPTION_CALLBACK, check_edits, choose
     from lightning_aigc.cli.init.config import read_shipped, render
     from lightning_aigc.cli.init.folder import inspect_folder
     from lightning_aigc.data.index.argument_checks import check_trigger_word
@@ -59,9 +59,8 @@ def run(args: argparse.Namespace) -> int:
     check_edits(look, base)
     config = read_shipped(values.template)
     if look.sources:
-        callbacks = config["trainer"]["callbacks"]
-        for at in reversed([n for n, each in enumerate(callbacks) if each["class_path"] in CAPTION_CALLBACKS]):
-            del callbacks[at]
+        found = config["trainer"]["callbacks"]
+        config["trainer"]["callbacks"] = [each for each in found if each["class_path"] != CAPTION_CALLBACK]
     pictures_a_step = config["data"]["init_args"]["train_batch_size"] * config["trainer"]["accumulate_grad_batches"]
     choices = choose(look, base, card, values, pictures_a_step, args.trigger_word, name)
     found = f"{len(look.sizes)} images, {len(look.written)} with a caption"

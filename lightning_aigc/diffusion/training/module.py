@@ -525,6 +525,11 @@ class DiffusionTraining(LightningModule):
             )
 
     @property
+    def has_own_sources(self) -> bool:
+        """protocols.SamplesEdits: whether samples start from `validation_sources`."""
+        return bool(self.settings.validation_sources)
+
+    @property
     def edit_pipeline(self) -> str | None:
         """protocols.SamplesEdits: diffusers' class that edits with this family; None where there is none."""
         return self.loaded().family.edit_pipeline

@@ -37,10 +37,10 @@ class Colours(nn.Module):
 class Judge:
     """Scores an image by its first value and its prompt's length."""
 
-    device = torch.device("cpu")
+    names = ("value", "length")
 
-    def scores(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        return {"clip_t": images[:, 0, 0, 0], "clip_i": torch.tensor([float(len(prompt)) for prompt in prompts])}
+    def scores(self, images: Tensor, pairs: list[tuple[str, int]]) -> dict[str, Tensor]:
+        return {"value": images[:, 0, 0, 0], "length": torch.tensor([float(len(prompt)) for prompt, _ in pairs])}
 
 
 def any_rank(decision: bool, all: bool) -> bool:  # noqa: A002  Lightning's name
@@ -59,7 +59,7 @@ def sample(rank: int, seeds: int, has_judge: bool, slow_rank: int) -> Any:
         found = sample_on_all_ranks(trainer, module, make_pairs(["a", "bcd"], range(seeds)), judge)
     except SamplingTooSlow as error:
         return str(error)
-    return getattr(module, "drawn", []), found.images, found.clip_t, found.clip_i
+    return getattr(module, "drawn", []), found.images, found.scores
 
 
 @pytest.mark.parametrize("has_judge", [True, False])
@@ -71,14 +71,14 @@ def test_three_ranks_draw_each_pair_once_and_all_have_the_results_in_order(
     ranks = run_ranks(sample, 3, tmp_path, seeds, has_judge, -1)
     pairs = make_pairs(["a", "bcd"], range(seeds))
     assert [drawn for drawn, *_ in ranks] == [pairs[rank::3] for rank in range(3)]
-    for _, images, clip_t, clip_i in ranks:
+    for _, images, scores in ranks:
         assert images.shape == (2 * seeds, 3, 4, 6)
         torch.testing.assert_close(images[:, 0, 0, 0], torch.tensor([seed / 100 for _, seed in pairs]))
         if has_judge:
-            assert torch.equal(clip_t, images[:, 0, 0, 0])
-            assert clip_i.tolist() == [len(prompt) for prompt, _ in pairs]
+            assert torch.equal(scores["value"], images[:, 0, 0, 0])
+            assert scores["length"].tolist() == [len(prompt) for prompt, _ in pairs]
         else:
-            assert clip_t is None and clip_i is None
+            assert scores == {}
 
 
 def test_a_slow_rank_ends_the_sampling_on_every_rank(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def pairs(tmp_path: Path) -> Path:
 def quick(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     config["threads"] = 1
     config["trainer"] |= {"accelerator": "cpu", "default_root_dir": str(folder), "accumulate_grad_batches": 1}
-    config["trainer"]["callbacks"] = [c for c in config["trainer"]["callbacks"] if c["class_path"] == "RunReport"]
+    kept = ("RunReport", "CLIPConvergenceGuard")
+    config["trainer"]["callbacks"] = [c for c in config["trainer"]["callbacks"] if c["class_path"] in kept]
     config["model"]["init_args"] |= {"max_train_steps": 2, "num_inference_steps": 2, "num_validation_images": 1}
     config["data"]["init_args"] |= {"cache_dir": str(folder / "cache"), "num_workers": 0}
     return config
@@ -50,11 +51,15 @@ def test_pairs_are_trained_drawn_and_shown_with_their_sources(command: Any, tmp_
     assert config["data"]["init_args"]["train_data_dir"] == str(pairs / "after")
     assert config["model"]["init_args"]["validation_prompts"] == ["make it green, 0", "make it green, 1"]
     named = [callback["class_path"] for callback in config["trainer"]["callbacks"]]
-    assert "RunReport" in named and not {"CLIPConvergenceGuard", "FineTuneCheck"} & set(named)
+    assert {"RunReport", "CLIPConvergenceGuard"} <= set(named) and "FineTuneCheck" not in named
     (tmp_path / "quick.yaml").write_text(yaml.safe_dump(quick(config, tmp_path / "run")))
     said = command("fit", "-c", tmp_path / "quick.yaml")
     assert said.code == 0, said.err
-    pictures = json.loads((tmp_path / "run" / "report.json").read_text())["pictures"]
+    record = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert record["guard"]["metric"] == "edit" and record["scores"].keys() == {"direction", "kept"}
+    assert [check["step"] for check in record["guard"]["checks"]] == [0, 2]
+    assert "Edit: direction of the target" in (tmp_path / "run" / "report.html").read_text()
+    pictures = record["pictures"]
     assert all(p["source"] and p["source"] != p["before"] != p["after"] for p in pictures) and len(pictures) >= 2
     assert (tmp_path / "run" / "report.html").read_text().count('<span class="when">source</span>') == 2
     sources = [str(pairs / "before" / f"{number}.png") for number in (0, 1)]
@@ -95,8 +100,10 @@ def test_pairs_for_a_base_that_takes_none_name_those_that_do(command: Any, tmp_p
             {"class": "DiffusionControlNet"},
             "a ControlNet does not read; set data.init_args.source_d",
         ),
-        ("embedded:sd3", {"clip_model": "embedded:clip"}, "RunReport compares images with their prompts"),
-        ("embedded:sd3", {"guard": "CLIPConvergenceGuard"}, "CLIPConvergenceGuard compares images with their prompts"),
+        ("embedded:sd3", {"guard": {}}, "metric=clip_t, and this run draws edits, whose prompts describe no image"),
+        ("embedded:sd3", {"guard": {"metric": "edit"}, "validation_sources": "own"}, "validation_sources have none"),
+        ("embedded:sd3", {"source_data_dir": None, "guard": {"metric": "edit"}}, "this run draws images without sour"),
+        ("embedded:sd3", {"check": True}, "FineTuneCheck compares images with their prompts"),
         ("embedded:sd3", {"verb": ("encode", "-o", "shards")}, "the data has source images of edits, which encoded"),
         ("embedded:sd3", {"validation_sources": ["nowhere.png"]}, "validation_sources: nowhere.png cannot be ed"),
     ],
@@ -115,9 +122,13 @@ def test_what_does_not_fit_is_one_sentence_before_the_first_step(
         "train_data_dir": str(pairs / "after"), "resolution": 64, "num_workers": 0,
         "source_data_dir": changes.get("source_data_dir", str(pairs / "before")), "cache_dir": str(tmp_path / "cache"),
     }  # fmt: skip
-    report = {"class_path": "RunReport", "init_args": {"clip_model": changes.get("clip_model"), "num_images": 1}}
-    guard = {"class_path": "CLIPConvergenceGuard", "init_args": {"clip_model": "embedded:clip"}}
-    callbacks = [guard, report] if "guard" in changes else [report]
+    if model["validation_sources"] == "own":
+        model["validation_sources"] = [str(pairs / "before" / "0.png")]
+    callbacks: list[dict[str, Any]] = [{"class_path": "RunReport", "init_args": {"clip_model": None, "num_images": 1}}]
+    for name, key in (("CLIPConvergenceGuard", "guard"), ("FineTuneCheck", "check")):
+        if key in changes:
+            given = changes[key] if key == "guard" else {}
+            callbacks.append({"class_path": name, "init_args": {"clip_model": "embedded:clip"} | given})
     config = {
         "threads": 1,
         "trainer": {"accelerator": "cpu", "default_root_dir": str(tmp_path / "run"), "callbacks": callbacks},
