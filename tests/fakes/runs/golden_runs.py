@@ -93,11 +93,10 @@ def run_config(config: Path, folder: Path, base: str) -> dict[str, Any]:
             "callbacks": [
                 {"class_path": "ExactSnapshot", "init_args": {"every_n_steps": 1, "keep_last": 9}},
                 {"class_path": "fakes.runs.golden_runs.LossRecorder"},
-                {"class_path": "RunReport", "init_args": {"num_images": 1}},
             ],
         },
         "model": {"init_args": {
-            "pretrained_model_name_or_path": base, "validation_prompts": ["a zorp mug"], "output_name": "mug",
+            "pretrained_model_name_or_path": base, "validation_prompts": [], "output_name": "mug",
             "max_train_steps": STEPS, "lr_warmup_steps": 0, "num_validation_images": 1, "num_inference_steps": 2,
             "sample_resolution": 64,
         }},
