@@ -105,6 +105,10 @@ class HasEditSources(Protocol):
         """Return the true target of that sample, as a PIL image."""
         ...
 
+    def edit_examples(self, count: int) -> Sequence[tuple[str, Any, Any]]:
+        """Return up to `count` pairs: the instruction, its first source and its target, as PIL images."""
+        ...
+
 
 @runtime_checkable
 class HasPackedBase(Protocol):

@@ -315,14 +315,15 @@ class ImageCaptionData(LightningDataModule):
         Pairs are held-out ones where there are any, all of one shape.
         """
         pair = self._pair_of(prompt, seed)
-        numbers = range(len(pair.sources))
-        sources = [load_source_pixels(pair, number, crop_offset(pair.placement)) for number in numbers]
-        return [Image.fromarray(pixels) for pixels in sources], (pair.placement.width, pair.placement.height)
+        return _sources_of(pair), (pair.placement.width, pair.placement.height)
 
     def edit_target(self, prompt: str, seed: int) -> Image.Image:
         """The true target of the sample that starts from `edit_sources(prompt, seed)`."""
-        pair = self._pair_of(prompt, seed)
-        return Image.fromarray(load_pixels(pair, crop_offset(pair.placement))[0])
+        return _target_of(self._pair_of(prompt, seed))
+
+    def edit_examples(self, count: int) -> list[tuple[str, Image.Image, Image.Image]]:
+        """Up to `count` pairs, evenly spread over the largest bucket: instruction, first source and target."""
+        return [(pair.caption, _sources_of(pair)[0], _target_of(pair)) for pair in self.index().spread_samples(count)]
 
     def _pair_of(self, prompt: str, seed: int) -> Sample:
         index = self.index()
@@ -409,3 +410,14 @@ class ImageCaptionData(LightningDataModule):
     def _loader_settings(self, caches: EncodedCaches, batches: int, processes: int) -> dict[str, Any]:
         chosen = (self.num_workers, self.pin_memory, self.prefetch_factor)
         return loader_settings(*chosen, in_memory=caches.hold_all_in_memory, batches=batches, processes=processes)
+
+
+def _sources_of(pair: Sample) -> list[Image.Image]:
+    """The sources of a pair, cut as they are trained on."""
+    numbers = range(len(pair.sources))
+    return [Image.fromarray(load_source_pixels(pair, number, crop_offset(pair.placement))) for number in numbers]
+
+
+def _target_of(pair: Sample) -> Image.Image:
+    """The image of a pair, cut as it is trained on."""
+    return Image.fromarray(load_pixels(pair, crop_offset(pair.placement))[0])

@@ -14,7 +14,12 @@ from torch import Tensor
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.metrics import CLIPSimilarity, EditSimilarity
 from lightning_aigc.protocols import HasEditSources, HasReferenceImages, SamplesEdits
+from lightning_aigc.report.paired_scores import improvement
 
+PAIRS_COMPARED = 32
+"""Pairs whose instruction is compared with both sides."""
+CLEAR = 2.0
+"""Standard errors beyond which a difference is no noise."""
 Pair = tuple[str, int]
 """A prompt and a seed."""
 
@@ -75,6 +80,27 @@ class EditJudge:
         sources = [self.data.edit_sources(*pair)[0][0] for pair in pairs]
         targets = [self.data.edit_target(*pair) for pair in pairs]
         return self.metric.scores(images_N3HW, [*map(as_pixels, sources)], [*map(as_pixels, targets)])
+
+
+def swapped_sides(judge: EditJudge) -> str | None:
+    """A warning where sources fit their instructions better than the targets do; None where they do not.
+
+    Example: `make it orange` fits the orange image, whichever side of the pair it stands on.
+    """
+    pairs = judge.data.edit_examples(PAIRS_COMPARED)
+    captions, sources, targets = [caption for caption, _, _ in pairs], *zip(*(pair[1:] for pair in pairs), strict=True)
+    before, after = (
+        judge.metric.clip.scores(torch.stack([as_pixels(image) for image in images]), captions)["clip_t"]
+        for images in (sources, targets)
+    )
+    difference, noise = improvement(after.tolist(), before.tolist())
+    if len(pairs) < 2 or difference >= -CLEAR * noise:
+        return None
+    return (
+        f"the sources fit their instructions better than the targets do (CLIP-T {-difference:+.3f} ± {noise:.3f} over"
+        f" {len(pairs)} pairs), as if the sides were swapped; train_data_dir has the images after the edit, and"
+        " source_data_dir those before it"
+    )
 
 
 def draws_edits(trainer: Trainer) -> bool:

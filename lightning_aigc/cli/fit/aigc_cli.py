@@ -265,12 +265,12 @@ class AIGCCLI(LightningCLI):
             raise bug_within(error, root) or user_error_within(error) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
+        trainer = self._get(self.config, "trainer")
         if self._get(self.config, "dry_run"):
             from lightning_aigc.cli.fit.dry_run import dry_run_trainer_arguments
 
-            kwargs |= dry_run_trainer_arguments()
+            kwargs |= dry_run_trainer_arguments(self._get(self.config_init, "trainer").get("callbacks") or ())
             self.save_config_callback = None
-        trainer = self._get(self.config, "trainer")
         if self.subcommand in EVALUATION_VERBS and trainer.get("logger") in (None, True):
             kwargs["logger"] = False  # the run's own logs stay as they are
         try:

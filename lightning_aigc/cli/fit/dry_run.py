@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lightning_aigc.callbacks.sampling.judges import EditJudge, draws_edits, swapped_sides
 from lightning_aigc.cli.fit.start_lines import unwanted_settings
 from lightning_aigc.cli.quantities import with_scale
 from lightning_aigc.devices import peak_memory_mib, reset_peak_memory
 from lightning_aigc.diffusion.objectives.flow import Flow
 from lightning_aigc.diffusion.pipeline.vae_checks import describe_vae
+from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.protocols import (
     HasExampleBatch,
@@ -41,19 +44,29 @@ class HasComponents(Protocol):
     """With `vae` and `text_encoders`; None before they are loaded."""
 
 
-def dry_run_trainer_arguments() -> dict[str, Any]:
-    """Trainer arguments that replace the config's: one batch, and no files except the caches."""
+def dry_run_trainer_arguments(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Trainer arguments that replace the config's: one batch, and no files except the caches.
+
+    callbacks: Those of the config, which do not run; pairs of an edit are checked by the CLIP model of one of them.
+    """
+    judges = ((each.clip_model, each.clip_pretrained) for each in callbacks if getattr(each, "clip_model", None))
     return {
         "fast_dev_run": 1,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
-        "callbacks": [DryRun()],
+        "callbacks": [DryRun(next(judges, None))],
     }
 
 
 class DryRun(Callback):
-    """Prints trainable parameters and a memory estimate, times one step, and measures its peak memory."""
+    """Prints trainable parameters and a memory estimate, times one step, and measures its peak memory.
+
+    clip: Name and weights of the CLIP model that says which side of a pair fits its instruction.
+    """
+
+    def __init__(self, clip: tuple[str, str | None] | None = None) -> None:
+        self.clip = clip
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         print("\n".join([memory_table(pl_module), *unwanted_settings(trainer, pl_module)]))
@@ -65,6 +78,11 @@ class DryRun(Callback):
         if isinstance(objective, Flow) and isinstance(data, HasExampleBatch):
             module: Any = pl_module
             print(objective.density(module.encoders.latents(data.example_batch(1))))
+        if self.clip is not None and draws_edits(trainer):
+            try:
+                print(swapped_sides(EditJudge(*self.clip, data)) or "pairs: the targets fit their instructions")
+            except ModelError as error:
+                print(f"pairs: not compared with their instructions: {error}")
         reset_peak_memory(pl_module.device)
         self._started_at = time.perf_counter()
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from fakes.models.edit_pipelines import make_flux_kontext_pipeline, make_image
 from lightning_aigc.diffusion.families import SHORT
+from tools.embedded import edits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loaders and precisions
 
@@ -166,3 +167,31 @@ def test_a_bad_source_of_a_sample_is_one_sentence(
     given = () if source is None else ("--source", source)
     said = command("sample", "-c", "my.yaml", "--prompts", "a", "--lora", "none", *given, *more)
     assert said.code != 0 and wanted in said.err
+
+
+def test_a_dry_run_says_whether_the_sides_are_swapped(command: Any, tmp_path: Path) -> None:
+    for number, pair in enumerate(edits.held_out(edits.ORANGE, 8)):
+        for side, pixels in (("first", pair.source), ("second", pair.target)):
+            (tmp_path / side).mkdir(exist_ok=True)
+            Image.fromarray(pixels).save(tmp_path / side / f"{number}.png")
+            (tmp_path / side / f"{number}.txt").write_text(edits.ORANGE)
+    config = {
+        "threads": 1,
+        "trainer": {
+            "accelerator": "cpu", "default_root_dir": str(tmp_path / "run"),
+            "callbacks": [{"class_path": "RunReport", "init_args": {"clip_model": "embedded:clip"}}],
+        },
+        "model": {"class_path": "DiffusionLoRA", "init_args": {"pretrained_model_name_or_path": "embedded:sd3"}},
+        "data": {"class_path": "ImageCaptionData", "init_args": {"resolution": 64, "num_workers": 0}},
+    }  # fmt: skip
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+
+    def dry_run(source: str, target: str) -> str:
+        folders = (("--data.source_data_dir", source), ("--data.train_data_dir", target))
+        given = [f"{key}={tmp_path / side}" for key, side in folders]
+        said = command("fit", "-c", tmp_path / "my.yaml", "--dry_run", *given)
+        assert said.code == 0, said.err
+        return str(said.out)
+
+    assert "pairs: the targets fit their instructions" in dry_run("first", "second")
+    assert "the sources fit their instructions better than the targets do (CLIP-T +0." in dry_run("second", "first")
