@@ -207,14 +207,16 @@ def run_with(strategy: Any = None, **precision: Any) -> Any:
         (run_with(ZeRO23Strategy()), {}, "zero_3 cuts weights over the ranks itself; use strategy ddp"),
         (run_with(SimpleNamespace(root_device=CPU)), {}, "computes on the CPU"),
         (run_with(), {"gradient_checkpointing": True}, "set model.init_args.gradient_checkpointing: false"),
-        (run_with(), {"dropout": 0.1}, "set model.init_args.lora_dropout: 0"),
+        (run_with(), {"dropout": True}, "set model.init_args.lora_dropout: 0"),
         (run_with(memory={"kept": 0.5}), {}, "set memory: lean"),
         (run_with(graph=True), {}, "set graph: false"),
     ],
 )
 def test_runs_that_streaming_does_not_go_with_are_refused(trainer: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        streamed_base.check_run(trainer, **({"gradient_checkpointing": False, "dropout": 0.0} | options))
+        streamed_base.check_run(
+            trainer, {"device": 0.5}, **({"gradient_checkpointing": False, "dropout": False} | options)
+        )
 
 
 def test_too_little_host_memory_is_said_with_the_numbers(
@@ -227,6 +229,15 @@ def test_too_little_host_memory_is_said_with_the_numbers(
         ConfigError, match=r"would wait in host memory, which has 3\.0 GiB left, and 4 of them stay free"
     ):
         streamed_base.stream_base(module, module.loaded(), {"device": 0.5}, CPU)
+
+
+def test_as_much_as_fits_is_everything_where_the_run_computes_in_host_memory(folder_of: Callable[[str], str]) -> None:
+    """A config that was written for a card passes a dry run on a CPU."""
+    streamed_base.check_run(
+        run_with(SimpleNamespace(root_device=CPU)), "fit", gradient_checkpointing=False, dropout=False
+    )
+    module, _ = make_module(folder_of("flux"), None)
+    assert streamed_base.stream_base(module, module.loaded(), "fit", CPU) is None
 
 
 def test_a_cpu_run_is_refused_before_the_first_step(folder_of: Callable[[str], str], tmp_path: Path) -> None:

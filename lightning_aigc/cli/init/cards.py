@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_aigc.cli.init.card_sizes import CARD_GIB, CARDS
+from lightning_aigc.cli.init.card_sizes import CARD_GIB, CARD_SPEEDS, CARDS
 from lightning_aigc.diffusion.families import FAMILIES, Family, StepMemory
+from lightning_aigc.diffusion.families.family import BYTES_A_WEIGHT
 from lightning_aigc.errors import ConfigError
 
 KINDS_BY_GIB = ((22, "24gb"), (11, "12gb"), (7, "8gb"), (5, "6gb"))
@@ -39,6 +40,8 @@ class CardValues:
     memory: tuple[str, str]
     base_quantization: tuple[str | None, str] | None
     """None where the shipped config says it."""
+    base_location: tuple[str, str] | None = None
+    """None where the whole base stays on the card."""
 
 
 def find_card(given: str | None, family: Family = FAMILIES["sd"]) -> Card:
@@ -67,8 +70,11 @@ def values_for(family: Family, card: Card) -> CardValues:
         return CardValues(row.config, (row.memory, row.reason), quantization)
     counted = _memory_of(family)
     fitting = _fitting(counted, card.kind)
+    streamed = _streamed(counted, card.kind)
+    if not fitting and streamed is not None:
+        return _values_of_streaming(family, card, counted, streamed)
     if not fitting:
-        enough = ", ".join(each for each in CARDS if _fitting(counted, each))
+        enough = ", ".join(each for each in CARDS if _fitting(counted, each) or _streamed(counted, each))
         smallest = min((f for f in FAMILIES.values() if f.step_memory is not None), key=lambda f: _least(_memory_of(f)))
         raise ConfigError(
             f"{card.reason}: a step of {counted.model} at 1024 px takes {_least(counted)} GiB, counted on shapes"
@@ -82,7 +88,40 @@ def values_for(family: Family, card: Card) -> CardValues:
         level, gib = "off", counted.off_gib
     memory = (level, f"a step of {counted.model} at 1024 px takes {gib} GiB, counted on shapes; {run}")
     more = ", ".join(f"{gib} GiB {_said(other)}" for other, gib in counted.gib.items() if other != kind)
+    if kind == "nf4" and streamed == "int8":
+        waiting = counted.gib_of("int8") - FREE_SHARE * CARD_GIB[card.kind]
+        more += f"; or int8 and base_location: fit, with {waiting:.0f} GiB in host memory"
     return CardValues(family.shipped_config, memory, (kind, f"{_said(kind)}; a step would take {more}"))
+
+
+def _streamed(counted: StepMemory, card: str) -> str | None:
+    """The most bits with which the base's blocks fit by waiting in host memory, and hide their copies; else None.
+
+    A weight's bytes travel in forward and again in backward, and its three products (forward, forward again, backward)
+    take 2 operations a token: two copies hide where `tokens >= bytes * TFLOP/s / (3 * GB/s)`.
+    """
+    if not counted.tokens or card not in CARD_SPEEDS:
+        return None
+    tflops, gb_s = CARD_SPEEDS[card]
+    for kind in ("int8", "nf4"):
+        hides = counted.tokens >= BYTES_A_WEIGHT[kind] * 1000 * tflops / (3 * gb_s)
+        if hides and counted.gib_of(kind) - counted.billions * BYTES_A_WEIGHT[kind] < FREE_SHARE * CARD_GIB[card]:
+            return kind
+    return None
+
+
+def _values_of_streaming(family: Family, card: Card, counted: StepMemory, kind: str) -> CardValues:
+    """Values with blocks of the base in host memory."""
+    base_gib = counted.billions * BYTES_A_WEIGHT[kind]
+    waiting_gib = counted.gib_of(kind) - FREE_SHARE * CARD_GIB[card.kind]
+    tflops, gb_s = CARD_SPEEDS[card.kind]
+    memory = f"a step of {counted.model} at 1024 px takes {counted.gib_of(kind):.1f} GiB, counted on shapes"
+    where = (
+        f"{waiting_gib:.0f} of the base's {base_gib:.0f} GiB wait in host memory; their copies hide behind computing at"
+        f" {tflops} TFLOP/s and {gb_s} GB/s, which are assumed; no card has run it"
+    )
+    quality = f"{_said(kind)}; no kind fits on the card whole"
+    return CardValues(family.shipped_config, ("max", memory), (kind, quality), ("fit", where))
 
 
 def _memory_of(family: Family) -> StepMemory:

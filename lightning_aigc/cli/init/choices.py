@@ -61,6 +61,8 @@ def choose(
     ]
     if values.base_quantization is not None:
         chosen.append(Choice("model.init_args.base_quantization", *values.base_quantization))
+    if values.base_location is not None:
+        chosen.append(Choice("model.init_args.base_location", *values.base_location))
     if card.precision is not None:
         chosen.append(Choice("trainer.plugins.init_args.precision", card.precision, "this card has no bfloat16"))
     if base.family.name == "sdxl":

@@ -73,6 +73,10 @@ class CardRow:
     quantization_reason: str = ""
 
 
+BYTES_A_WEIGHT: Mapping[str | None, float] = {None: 2.0, "int8": 1.0625, "nf4": 0.5625}
+"""With the scales of a block."""
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """Peak memory of a LoRA step at 1024 px and batch 1, in GiB, counted on shapes (docs/results)."""
@@ -83,6 +87,19 @@ class StepMemory:
     """At `memory: max`, by the base's quantization; None is the full base."""
     off_gib: float | None = None
     """At `memory: off` with the full base, where that was counted."""
+    tokens: int = 0
+    """Tokens that a weight of the blocks reads, on average: in two-stream blocks half of the weights read the image and
+    half the text. 0 where base weights cannot wait in host memory."""
+
+    @property
+    def billions(self) -> float:
+        """Weights that are quantized, in 2**30, from the difference that their quantization makes."""
+        full, nf4 = self.gib[None], self.gib["nf4"]
+        return (full - nf4) / (BYTES_A_WEIGHT[None] - BYTES_A_WEIGHT["nf4"])
+
+    def gib_of(self, kind: str | None) -> float:
+        """The peak with this quantization; counted, or from the others where it was not."""
+        return self.gib.get(kind, self.gib[None] - self.billions * (BYTES_A_WEIGHT[None] - BYTES_A_WEIGHT[kind]))
 
 
 class Control(ABC):

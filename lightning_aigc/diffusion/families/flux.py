@@ -67,7 +67,7 @@ class Flux(TransformerFamily):
     training_adapters = "ostris/FLUX.1-schnell-training-adapter"
     few_steps = 4
     shipped_config = "flux_qlora_12gb.yaml"
-    step_memory = StepMemory("FLUX.1 dev", {None: 25.7, "int8": 15.3, "nf4": 9.8})
+    step_memory = StepMemory("FLUX.1 dev", {None: 25.7, "int8": 15.3, "nf4": 9.8}, tokens=3340)
     negative_prompt = None
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 19)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_2": 511}

@@ -39,7 +39,7 @@ class Flux2Klein(TransformerFamily):
     name_pattern = r"^(?!.*(qwen.?image|(?<![a-z])z.?image)).*klein"
     header_patterns: ClassVar[Mapping[str, str]] = {"flux2": r"flux2"}
     shipped_config = "flux2_klein_lora.yaml"
-    step_memory = StepMemory("FLUX.2 klein 4B", {None: 9.5, "int8": 6.1, "nf4": 4.3})
+    step_memory = StepMemory("FLUX.2 klein 4B", {None: 9.5, "int8": 6.1, "nf4": 4.3}, tokens=4000)
     pipeline = "Flux2KleinPipeline"
     folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -37,7 +37,7 @@ class FluxKontext(TransformerFamily):
     shipped_config = "flux_qlora_12gb.yaml"
     # An image and its source have the tokens of FLUX.1's image of 1456 px, which was counted with the whole base. The
     # activations do not depend on the format of the weights.
-    step_memory = StepMemory("FLUX.1 Kontext dev with one source", {None: 28.2, "int8": 17.8, "nf4": 12.2})
+    step_memory = StepMemory("FLUX.1 Kontext dev with one source", {None: 28.2, "int8": 17.8, "nf4": 12.2}, tokens=6300)
     negative_prompt = None
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = Flux.published_sizes
     caption_tokens: ClassVar[Mapping[str, int]] = Flux.caption_tokens

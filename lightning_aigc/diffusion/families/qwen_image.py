@@ -45,7 +45,7 @@ class QwenImage(TransformerFamily):
         path=("controlnet_x_embedder", "controlnet_blocks"),
     )
     shipped_config = "qwen_image_qlora.yaml"
-    step_memory = StepMemory("Qwen-Image", {None: 40.8, "nf4": 13.4})
+    step_memory = StepMemory("Qwen-Image", {None: 40.8, "nf4": 13.4}, tokens=2150)
     last_text = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
     negative_prompt = " "
     guidance_argument = "true_cfg_scale"

@@ -86,7 +86,7 @@ class StableDiffusion3(TransformerFamily):
         config={"force_zeros_for_pooled_projection": False},
     )
     shipped_config = "sd3_lora.yaml"
-    step_memory = StepMemory("SD 3.5 medium", {None: 6.0, "int8": 4.1, "nf4": 3.0}, off_gib=13.8)
+    step_memory = StepMemory("SD 3.5 medium", {None: 6.0, "int8": 4.1, "nf4": 3.0}, off_gib=13.8, tokens=2200)
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(1536, 24), (2432, 38)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_3": 255}
     modelspec = "stable-diffusion-3"

@@ -125,7 +125,7 @@ class ZImage(TransformerFamily):
     training_adapters = "ostris/zimage_turbo_training_adapter"
     few_step_guidance = 0.0
     shipped_config = "z_image_qlora_8gb.yaml"
-    step_memory = StepMemory("Z-Image", {None: 13.9, "int8": 8.5, "nf4": 5.7})
+    step_memory = StepMemory("Z-Image", {None: 13.9, "int8": 8.5, "nf4": 5.7}, tokens=4200)
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "z-image"
     draws_latents = False

@@ -87,7 +87,8 @@ class LoRA(Method):
         if self.base_location is None or trainer is None:
             return
         check_base_location(self.base_location, components.family)
-        check_run(trainer, gradient_checkpointing=settings.gradient_checkpointing, dropout=self.lora_dropout)
+        options = {"gradient_checkpointing": settings.gradient_checkpointing, "dropout": bool(self.lora_dropout)}
+        check_run(trainer, self.base_location, **options)
         self.streamed = stream_base(module, components, self.base_location, trainer.strategy.root_device)
 
     def sampling_base(self) -> AbstractContextManager[None]:

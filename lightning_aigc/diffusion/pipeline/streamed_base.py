@@ -43,13 +43,13 @@ def check_base_location(location: object, family: Family | None) -> None:
         )
 
 
-def check_run(trainer: Trainer, *, gradient_checkpointing: bool, dropout: float) -> None:
+def check_run(trainer: Trainer, location: BaseLocation, *, gradient_checkpointing: bool, dropout: bool) -> None:
     """Check that a run's strategy, device and precision go with streamed blocks. Raises: ConfigError."""
     precision: Any = trainer.precision_plugin
     strategy = type(trainer.strategy).__name__
     if strategy in ("ZeRO23Strategy", "FSDPStrategy", "ModelParallelStrategy") or "DeepSpeed" in strategy:
         reason = f"{getattr(trainer.strategy, 'label', strategy)} cuts weights over the ranks itself; use strategy ddp"
-    elif trainer.strategy.root_device.type == "cpu":
+    elif location != "fit" and trainer.strategy.root_device.type == "cpu":
         reason = "this run computes on the CPU, where host memory is all there is; leave it unset"
     elif gradient_checkpointing:
         reason = "streamed blocks run again in backward in any case; set model.init_args.gradient_checkpointing: false"
@@ -73,6 +73,9 @@ def stream_base(
     """
     network = components.denoiser
     blocks = blocks_of(network)
+    if location == "fit" and device.type == "cpu":
+        rank_zero_info("base_location: this run computes in host memory, so that no block is streamed")
+        return None
     if location == "fit":
         free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
         inside = {id(p) for block in blocks for p in block.parameters() if not p.requires_grad}
