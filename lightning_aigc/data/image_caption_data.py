@@ -58,6 +58,7 @@ class ImageCaptionData(LightningDataModule):
         dataset_name: Hugging Face dataset instead of a folder: its name on the hub, or a local copy's folder.
         shards: webdataset shards instead of a folder, for example `data/{000..009}.tar`.
         image_column: Column of the dataset that holds the images.
+        source_column: Column of the dataset that holds the image before an edit, or several in order.
         caption_column: Column of the dataset, or key in metadata.jsonl and captions.csv, that holds the captions.
         dataset_split: Split of the dataset.
         caption_extension: How a caption file's name ends; the rest is the image's name without its suffix.
@@ -156,6 +157,7 @@ class ImageCaptionData(LightningDataModule):
         mask_dir: str | None = None,
         conditioning_data_dir: str | None = None,
         source_data_dir: str | list[str] | None = None,
+        source_column: str | list[str] | None = None,
         source_fit: SourceFit = "crop",
         source_resolution: int | None = None,
         use_alpha_mask: bool = False,

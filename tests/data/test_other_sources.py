@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -181,6 +182,31 @@ def test_a_dataset_dict_is_read_by_its_split(make, saved, datasets, tmp_path):
 def test_a_column_that_is_not_there_is_named_with_those_that_are(make, saved, key, name):
     with pytest.raises(DataError, match=rf"no column '{name}', only \['image', 'text'\]; set data\.init_args\.{key}"):
         make(train_data_dir=None, dataset_name=str(saved), **{key: name}).setup("fit")
+
+
+def test_a_dataset_of_edits_gives_each_image_its_sources(make, tools, tmp_path, datasets):
+    """Columns as in timbrooks/instructpix2pix-clip-filtered."""
+    rows = {"edit_prompt": ["make it red"] * 3, "edited_image": [], "original_image": []}
+    for name, seed in (("edited_image", 0), ("original_image", 10)):
+        for number in range(3):
+            rows[name].append(str(tmp_path / f"{name}{number}.png"))
+            tools.picture(seed=seed + number).save(rows[name][-1])
+    kinds = dict.fromkeys(("edited_image", "original_image"), datasets.Image())
+    features = datasets.Features(kinds | {"edit_prompt": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    given = {"train_data_dir": None, "dataset_name": str(tmp_path / "saved"), "image_column": "edited_image"}
+    data = make(**given, caption_column="edit_prompt", source_column="original_image")
+    data.setup("fit")
+    assert data.sources_per_image == 1
+    found = {sample.path.name: sample.sources[0].path for sample in data.index().samples}
+    assert len(found) == 3
+    for name, path in found.items():
+        number = int(Path(name).stem)
+        assert path.read_bytes() == Path(rows["original_image"][number]).read_bytes()
+    with pytest.raises(DataError, match=r"has no column 'before'.*set data.init_args.source_column"):
+        make(**given, caption_column="edit_prompt", source_column="before").setup("fit")
+    with pytest.raises(DataError, match="source_column names a column of a dataset, and dataset_name is not set"):
+        make(source_column="before")
 
 
 def test_a_dataset_that_cannot_be_loaded_is_an_error_naming_it(make, datasets, monkeypatch):

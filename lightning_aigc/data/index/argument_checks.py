@@ -48,6 +48,13 @@ def check_choices(given: dict[str, Any]) -> None:
     if given["source_fit"] not in get_args(SourceFit):
         accepted = " or ".join(get_args(SourceFit))
         raise DataError(f"data.init_args.source_fit must be {accepted}, got {given['source_fit']!r}")
+    if given["source_column"] is not None and given["dataset_name"] is None:
+        raise DataError(
+            "data.init_args.source_column names a column of a dataset, and dataset_name is not set; a folder's sources"
+            " are in data.init_args.source_data_dir, or listed in its table"
+        )
+    if given["source_column"] is not None and given["source_data_dir"] is not None:
+        raise DataError("data.init_args.source_column and source_data_dir both say where sources are; set only one")
     if given["source_resolution"] is not None:
         if given["source_fit"] != "own":
             raise DataError(

@@ -78,7 +78,9 @@ def _picture_folder(given: dict[str, Any], cache_dir: Path) -> Path:
     if given["train_data_dir"] is not None:
         return resolve(given["train_data_dir"]).absolute()
     if given["dataset_name"] is not None:
-        columns = (given["image_column"], given["caption_column"])
+        named = given["source_column"]
+        sources = (named,) if isinstance(named, str) else tuple(named or ())
+        columns = (given["image_column"], given["caption_column"], sources)
         return folder_from_dataset(given["dataset_name"], given["dataset_split"], *columns, cache_dir)
     captions = (dotted(given["caption_extension"]), given["caption_column"], given["caption_encoding"])
     return folder_from_shards(given["shards"], cache_dir, *captions)

@@ -54,8 +54,10 @@ def folder_from_shards(
     return _materialize(cache_dir / "shards", [stamps, caption_extension, caption_key, encoding, SAMPLES_FORMAT], rows)
 
 
-def folder_from_dataset(name: str, split: str, image_column: str, caption_column: str, cache_dir: Path) -> Path:
-    """Write the images and captions of a Hugging Face dataset (hub name, or local folder) into the cache.
+def folder_from_dataset(
+    name: str, split: str, image_column: str, caption_column: str, source_columns: tuple[str, ...], cache_dir: Path
+) -> Path:
+    """Write images, captions and sources of a Hugging Face dataset (hub name, or local folder) into the cache.
 
     Raises: DataError if it cannot be loaded, or has no such split or columns.
     """
@@ -78,13 +80,15 @@ def folder_from_dataset(name: str, split: str, image_column: str, caption_column
             f"the dataset {name!r}, split {split!r}, cannot be loaded: {type(error).__name__}: {text}. Check "
             "data.init_args.dataset_name and dataset_split, and the network; a local copy can be named by its folder"
         ) from error
-    for key, column in (("image_column", image_column), ("caption_column", caption_column)):
+    wanted = [("image_column", image_column), ("caption_column", caption_column)]
+    for key, column in (*wanted, *(("source_column", column) for column in source_columns)):
         if column not in loaded.column_names:
             raise DataError(
                 f"the dataset {name!r} has no column {column!r}, only {loaded.column_names}; set data.init_args.{key}"
             )
-    if isinstance(loaded.features[image_column], datasets.Image):
-        loaded = loaded.cast_column(image_column, datasets.Image(decode=False))
+    for column in (image_column, *source_columns):
+        if isinstance(loaded.features[column], datasets.Image):
+            loaded = loaded.cast_column(column, datasets.Image(decode=False))
 
     def rows() -> Iterator[Sample]:
         for number, row in enumerate(loaded):
@@ -96,9 +100,12 @@ def folder_from_dataset(name: str, split: str, image_column: str, caption_column
                     f"the dataset {name!r}, row {number}: {caption_column!r} must be text, got "
                     f"{type(caption).__name__}; set data.init_args.caption_column"
                 )
-            yield Sample(_image_bytes(row[image_column], name, number, image_column), f"{number:08d}", caption)
+            image = _image_bytes(row[image_column], name, number, "image_column", image_column)
+            sources = [_image_bytes(row[each], name, number, "source_column", each) for each in source_columns]
+            yield Sample(image, f"{number:08d}", caption, tuple(sources))
 
-    return _materialize(cache_dir / "datasets", [name, split, loaded._fingerprint, image_column, caption_column], rows)
+    columns = [image_column, caption_column, *source_columns]
+    return _materialize(cache_dir / "datasets", [name, split, loaded._fingerprint, *columns], rows)
 
 
 def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[Sample]]) -> Path:
@@ -135,7 +142,7 @@ def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[Sample
     return folder
 
 
-def _image_bytes(value: Any, name: str, number: int, column: str) -> bytes:
+def _image_bytes(value: Any, name: str, number: int, key: str, column: str) -> bytes:
     if isinstance(value, dict) and value.get("bytes") is not None:
         return bytes(value["bytes"])
     if isinstance(value, bytes):
@@ -150,7 +157,7 @@ def _image_bytes(value: Any, name: str, number: int, column: str) -> bytes:
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
         return buffer.getvalue()
-    raise DataError(f"the dataset {name!r}, row {number}: {column!r} holds no image; set data.init_args.image_column")
+    raise DataError(f"the dataset {name!r}, row {number}: {column!r} holds no image; set data.init_args.{key}")
 
 
 def _suffix(content: bytes) -> str:
