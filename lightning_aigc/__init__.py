@@ -17,6 +17,13 @@ def _register() -> None:
     import lightning_aigc.strategies  # noqa: F401
 
 
+def _expand_masks() -> None:
+    from lightning_aigc._attention_masks import expand_masks
+
+    expand_masks()
+
+
+when_imported("torch", _expand_masks)
 when_imported("lightning.pytorch", _register)
 when_imported("pytorch_lightning", register_refusals)
 
