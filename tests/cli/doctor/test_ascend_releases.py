@@ -1,4 +1,4 @@
-"""What `lightning doctor` says of torch, torch_npu, CANN and triton-ascend, and that its remedies are in the table."""
+"""Judgements of torch, torch_npu, CANN and triton-ascend by `lightning doctor`; its remedies are in its own table."""
 
 from __future__ import annotations
 
