@@ -117,7 +117,7 @@ def _advice(cann: str, before: str = ";") -> str:
 
 
 def is_version(cann: str, release: str) -> bool:
-    """Whether a CANN is this release, also where its version goes on, as 8.5.0.1 does."""
+    """Whether a CANN is this release, also with more numbers behind, as in 8.5.0.1."""
     return re.match(rf"{re.escape(release)}(?![\w])", cann, re.IGNORECASE) is not None
 
 
