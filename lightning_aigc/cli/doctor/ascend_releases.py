@@ -53,7 +53,7 @@ TRITON_ASCEND_OF_CANN = {"9.0.0": "3.2.1", "8.5.0": "3.2.0", "8.3.RC2": "3.2.0rc
 """Sources: README.md of triton-lang/triton-ascend a84b1eb (2026-04-27); 3.2.1 from Ascend/pytorch's installation guide
 for TorchNPU 26.0.0. The package index has none after 3.2.0; 3.2.1 lies among the releases of Ascend/triton-ascend."""
 ABORTS_BESIDE_CUDA = (2, 14)
-"""torch_npu from here on ends the process beside a CUDA build of torch, at the import."""
+"""torch_npu from here on ends the process at its import where torch is a CUDA build."""
 
 
 def judge_torch_npu(torch: str | None, torch_npu: str) -> Verdict:
