@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # longest begin (tests/conftest.py). `make test PARALLEL=` runs them in one.
 PARALLEL ?= -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo demo-controlnet demo-edit demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-torch211 bench-cuda bench-cuda-short wheels \
+.PHONY: demo demo-controlnet demo-edit demo-sd3 test test-long test-pairs test-pages test-clients test-tables test-triton test-ascend test-ascend-newest test-torch211 bench-cuda bench-cuda-short wheels \
 	check check-systems check-demo docs embedded clean
 
 demo: $(READY)  ## fine-tune the tiny Stable Diffusion on its brand; results in runs/demo
@@ -58,6 +58,9 @@ test-triton: .venv-triton/ready  ## the Triton kernels: run in Triton's interpre
 test-ascend: .venv-ascend/ready .venv-npu/ready  ## the same kernels lowered for Ascend chips, and torch_npu's ops on stub CANN libraries
 	.venv-ascend/bin/python $(KERNEL_TESTS) tests/kernels/ascend
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
+
+test-ascend-newest: .venv-npu-newest/ready  ## the contract of the newest torch_npu; without a CPU build of its torch, this brings some gigabytes of CUDA
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu-newest/bin/python $(KERNEL_TESTS) tests/kernels/npu_contract
 
 test-torch211: .venv-torch211/ready  ## the tests of what leans on torch the most, under torch 2.11, the oldest that is tested
 	.venv-torch211/bin/python -m pytest -q -m "not long and not table and not browser and not pairs and not clients" $(PARALLEL) $(addprefix tests/,quantization sharding checkpoint strategies $(addprefix precision/test_,swaps.py replaced_forwards.py overflow.py stock_bits.py))
@@ -109,6 +112,12 @@ $(READY): pyproject.toml constraints.txt
 		--editable '.[dev]'
 	touch $@
 
+.venv-npu-newest/ready: constraints.txt constraints-kernels.txt
+	test -x .venv-npu-newest/bin/python || $(PYTHON) -m venv .venv-npu-newest
+	.venv-npu-newest/bin/python -m pip install --quiet --disable-pip-version-check torch==2.14.0 torch_npu==2.14.0 \
+		numpy pytest pytest-timeout pytest-xdist
+	touch $@
+
 # What ComfyUI and sd-scripts import, beside what we do.
 .venv-clients/ready: pyproject.toml constraints.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
@@ -129,4 +138,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:  ## remove what was built, but not runs/
-	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu .venv-torch211 .venv-clients build *.egg-info
+	rm -rf $(VENV) .venv-triton .venv-ascend .venv-npu .venv-npu-newest .venv-torch211 .venv-clients build *.egg-info

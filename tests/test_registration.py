@@ -97,22 +97,25 @@ import sys
 import lightning_aigc
 assert not {"lightning", "pytorch_lightning", "lightning_aigc.accelerators"} & sys.modules.keys()
 import pytorch_lightning
-assert "lightning.pytorch" not in sys.modules
+assert "lightning" not in sys.modules
+registries = {"accelerator": pytorch_lightning.accelerators.AcceleratorRegistry["npu"],
+              "strategy": pytorch_lightning.strategies.StrategyRegistry["npu_sparse"]}
+assert registries["accelerator"]["accelerator"].__module__ == "lightning_aigc.accelerators.npu"
+assert issubclass(registries["strategy"]["strategy"], pytorch_lightning.strategies.DDPStrategy)
+from lightning import Trainer
 for arguments in ({"accelerator": "npu"}, {"strategy": "npu_sparse"}):
     try:
-        pytorch_lightning.Trainer(**arguments)
+        Trainer(**arguments)
     except ValueError as error:
-        assert "by `from lightning.pytorch import Trainer, LightningModule`" in str(error), error
+        said = "need the Trainer of pytorch_lightning, which was imported first, got lightning.pytorch's; replace the "
+        assert said + "imports from lightning.pytorch by `from pytorch_lightning import Trainer" in str(error), error
     else:
         raise AssertionError(arguments)
-from lightning import Trainer
-from lightning.pytorch.accelerators import AcceleratorRegistry
-assert AcceleratorRegistry["npu"]["accelerator"].__module__ == "lightning_aigc.accelerators.npu"
 assert not any(type(finder).__module__ == "lightning_aigc._registration" for finder in sys.meta_path)
 """
 
 
-def test_importing_the_package_registers_npu_with_lightning_once_that_is_imported() -> None:
+def test_importing_the_package_registers_names_with_the_first_lightning_and_refuses_the_second() -> None:
     root = Path(__file__).parents[1]
     paths = os.pathsep.join((str(root), str(root / "kernels")))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore"}

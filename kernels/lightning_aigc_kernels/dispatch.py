@@ -106,6 +106,11 @@ def why_no_kernel(op: str) -> str | None:
     return _why_no_driver()
 
 
+def has_npu_ops(*names: str) -> bool:
+    """Whether torch_npu registered these operators."""
+    return all(hasattr(torch.ops.npu, name) for name in names)
+
+
 def _why_no_driver() -> str | None:
     """The reason why Triton launches nothing here, such as that of another vendor's cards; None if it can."""
     try:

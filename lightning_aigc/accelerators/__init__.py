@@ -1,7 +1,6 @@
 """Accelerators for Lightning's Trainer. Importing this package registers "npu" and patches Lightning for it."""
 
-from lightning.pytorch.accelerators import AcceleratorRegistry
-
+from lightning_aigc._lightning import AcceleratorRegistry
 from lightning_aigc.accelerators import lightning_patches
 from lightning_aigc.accelerators.npu import NPUAccelerator
 

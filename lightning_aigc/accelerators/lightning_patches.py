@@ -17,14 +17,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_aigc import _lightning
+from lightning_aigc._lightning import (
+    Accelerator,
+    MixedPrecision,
+    SingleDeviceStrategy,
+    Strategy,
+    _AcceleratorConnector,
+    accelerator_connector,
+    rank_zero_info,
+)
 from lightning_aigc.accelerators.torch_npu_import import warn_of_broken_torch_npu
 from lightning_aigc.devices import grad_scaler
 
@@ -32,7 +34,7 @@ WRITTEN_FOR = "2.6."
 
 
 def is_written_for_this_lightning() -> bool:
-    return lightning.__version__.startswith(WRITTEN_FOR)
+    return _lightning.version().startswith(WRITTEN_FOR)
 
 
 @functools.cache
@@ -40,8 +42,8 @@ def warn_if_unpatched() -> None:
     """Warn once that this version of Lightning is not patched."""
     if not is_written_for_this_lightning():
         warnings.warn(
-            f"lightning {lightning.__version__} is not patched for NPUs, wanted {WRITTEN_FOR}x; unless it knows them "
-            "itself, give Trainer accelerator='npu', strategy=SingleDeviceStrategy('npu:0') and "
+            f"{_lightning.package()} {_lightning.version()} is not patched for NPUs, wanted {WRITTEN_FOR}x; unless it "
+            "knows them itself, give Trainer accelerator='npu', strategy=SingleDeviceStrategy('npu:0') and "
             "plugins=MixedPrecision(..., device='npu')",
             stacklevel=3,
         )

@@ -14,12 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_aigc._lightning import Accelerator, CheckpointIO, DDPStrategy, Strategy, Trainer, package, rank_zero_info
 from lightning_aigc.accelerators.lightning_patches import warn_if_unpatched
 from lightning_aigc.accelerators.torch_npu_import import explain_absence, npu_count, warn_of_transfer_to_npu
 from lightning_aigc.errors import ConfigError
@@ -47,8 +43,8 @@ class NPUAccelerator(Accelerator):
         warn_if_unpatched()
 
     def __repr__(self) -> str:
-        """The hint that pytorch_lightning's Trainer prints, which does not know this class."""
-        return "<NPUAccelerator for the Trainer of lightning: from lightning.pytorch import Trainer>"
+        """The hint that the other Lightning's Trainer prints, which does not know this class."""
+        return f"<NPUAccelerator for the Trainer of {package()}: from {package()} import Trainer>"
 
     def setup_device(self, device: torch.device) -> None:
         """Set this process's current NPU.

@@ -10,12 +10,10 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, _MockOptimizer, rank_zero_info
 from lightning_aigc.callbacks.fine_tune.ranks import adapter_size
 from lightning_aigc.devices import loss_scale
 from lightning_aigc.errors import ConfigError

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import written_weights

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import HasHeldOutBatches, HasOutputName, SavesModel

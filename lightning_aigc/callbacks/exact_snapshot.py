@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.callbacks.order import FIRST, order_callbacks
 from lightning_aigc.callbacks.run_report.run_facts import snapshots_in
 from lightning_aigc.checkpoint.session import Mode, SnapshotOptions, SnapshotSession

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.callbacks import Checkpoint
+from lightning_aigc._lightning import Checkpoint
 
 FIRST, USUAL, LATE, LAST = range(4)
 """Values of a callback class's `callback_order`; a class without one is USUAL, Lightning's checkpoints are LAST."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_aigc.accumulation import effective_batch_size, scale_to_mean
 
 

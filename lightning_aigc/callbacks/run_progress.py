@@ -6,9 +6,9 @@ import math
 import sys
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
+
+from lightning_aigc._lightning import LightningModule, ProgressBar, Trainer
 
 HIDDEN_METRICS = ("v_num",)
 

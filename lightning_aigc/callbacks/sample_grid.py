@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 from torch import Tensor
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.judges import Pair

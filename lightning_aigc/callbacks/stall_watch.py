@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, report_folder
 

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-
+from lightning_aigc._lightning import CheckpointIO
 from lightning_aigc.checkpoint.files.staging import lower_priority
 from lightning_aigc.checkpoint.files.storage import is_remote, local_path
 from lightning_aigc.checkpoint.files.torch_file import (

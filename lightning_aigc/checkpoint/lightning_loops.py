@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
+
+from lightning_aigc._lightning import (
+    Trainer,
+    _Loop,
     _Metadata,
+    _pl_migrate_checkpoint,
     _ResultCollection,
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
-
 from lightning_aigc.checkpoint.dataloader import stateful
 from lightning_aigc.rng import RandomStates, from_plain, random_states, restore_random_states, to_plain
 

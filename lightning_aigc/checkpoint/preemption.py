@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_aigc._lightning import SIGTERMException, SLURMEnvironment, Trainer, rank_zero_info
 from lightning_aigc.errors import SnapshotError
 
 if sys.platform == "win32":

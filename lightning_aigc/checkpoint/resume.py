@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_aigc._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.checkpoint import lightning_loops, training_state
 from lightning_aigc.checkpoint.dataloader import stateful
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots, newest_complete

@@ -10,10 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import yaml
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.cli import SaveConfigCallback
 
+from lightning_aigc._lightning import LightningModule, SaveConfigCallback, Timer, Trainer
 from lightning_aigc.atomic_file import sync_folder
 from lightning_aigc.checkpoint.files.reader import Snapshot, find_snapshots
 from lightning_aigc.errors import SnapshotError

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
+from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.files.writer import SnapshotWriter

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_aigc._lightning import Trainer, rank_zero_warn
 from lightning_aigc.checkpoint import training_state
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.checkpoint.files.staging import DeferredCopies

@@ -10,9 +10,9 @@ import contextlib
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.checkpoint.lightning_loops import LoopState, State, dump_checkpoint
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import HasShardedTensors, HasSnapshotState

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_aigc._lightning import LightningDataModule, Trainer
 from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.data.advice import advice_on
 from lightning_aigc.data.advice.dataset_summary import material_of_run

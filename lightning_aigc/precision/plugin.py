@@ -7,14 +7,19 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import (
+    GradClipAlgorithmType,
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+    TrainerFn,
+    _optimizer_handles_unscaling,
+    rank_zero_info,
+)
 from lightning_aigc.devices import grad_scaler
 from lightning_aigc.precision.arguments import (
     MemoryArgument,

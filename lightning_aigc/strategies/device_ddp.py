@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_aigc._lightning import DDPStrategy
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.watch.stall_watchdog import StallWatchdog, report_folder
 from lightning_aigc.strategies.device_process_group import DeviceProcessGroup

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from lightning_aigc._lightning import (
+    DDPStrategy,
+    LightningEnvironment,
+    ParallelStrategy,
+    _destroy_dist_connection,
+    _init_dist_connection,
+    rank_zero_info,
+    reset_seed,
+)
 from lightning_aigc.cluster import env_settings
 from lightning_aigc.strategies.rendezvous import agree_on_order, open_store, wait_for_ranks
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_aigc._lightning import rank_zero_info
 from lightning_aigc.errors import ConfigError
 
 MOST_NAMED = 3

@@ -8,13 +8,12 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.factory import make_sync

@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from torch.optim import LBFGS, Optimizer
 
+from lightning_aigc._lightning import BaseFinetuning, StochasticWeightAveraging, Trainer, WeightAveraging
 from lightning_aigc.errors import ConfigError
 
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_aigc._lightning import SLURMEnvironment, TorchElasticEnvironment
 from lightning_aigc.cluster.topology import Topology, device_order, read_topology
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError, stopped_by
 

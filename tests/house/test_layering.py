@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from lightning_aigc import _lightning
+
 ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_kernels"
 
+HOOKS = {"_registration", "_third_party_imports", "_attention_masks", "_lightning"}
+"""Modules that `import lightning_aigc` runs, now or after another import."""
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
-    {"errors", "atomic_file", "cache_folder", "protocols", "_registration", "_third_party_imports"},
-    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_pytorch_lightning"},
+    {"errors", "atomic_file", "cache_folder", "protocols"} | HOOKS,
+    {"devices", "rng", "accumulation", "cluster", "knapsack", "sharding", "secrets", "embedded", "_second_lightning"},
     {"host_state", "evaluation_mode", "schedulers", "report"},
     {"gradient_sync"},
     {"accelerators", "precision", "checkpoint", "metrics", "quantization"},
@@ -113,9 +117,39 @@ def test_ops_build_on_simpler_ops_only(path: Path) -> None:
 
 def test_importing_the_package_mends_torchvision_and_registers_names_only() -> None:
     imported = {name for name in imports_of(PACKAGE / "__init__.py") if name.startswith(TOP)}
-    at_once = {"_third_party_imports", "_registration", "_pytorch_lightning"}
-    once_lightning_is_imported = {"accelerators", "strategies"}  # they register "npu" and "npu_sparse"
-    assert {name.split(".")[1] for name in imported} <= at_once | once_lightning_is_imported
+    once_torch_is_imported = {"_attention_masks"}
+    at_once = {"_third_party_imports", "_registration"}
+    registration = {"accelerators", "strategies", "_lightning", "_second_lightning"}  # once Lightning is imported
+    assert {name.split(".")[1] for name in imported} <= at_once | once_torch_is_imported | registration
+
+
+def test_lightning_is_imported_by_way_of_its_resolver_alone() -> None:
+    """So that a program with `pytorch_lightning` loads no `lightning`, and the other way round."""
+    roots = {"lightning", "pytorch_lightning", "lightning_fabric"}
+    direct = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if roots & {name.partition(".")[0] for name in imports_of(path)}
+    }
+    assert direct == {"_lightning.py"}
+
+
+def test_the_resolver_finds_at_run_time_what_it_shows_to_a_type_checker() -> None:
+    tree = ast.parse((PACKAGE / "_lightning.py").read_text(encoding="utf-8"))
+    shown = {
+        alias.name: node.module.removeprefix("lightning.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("lightning.")
+        for alias in node.names
+    }
+    assert shown == _lightning.MODULE_OF
+    used = {
+        name.rpartition(".")[2]
+        for path in PACKAGE.rglob("*.py")
+        for name in imports_of(path)
+        if name.startswith("lightning_aigc._lightning.")
+    }
+    assert shown.keys() <= used | {"package", "rank_zero_logger"}
 
 
 def test_the_walk_sees_a_wrong_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

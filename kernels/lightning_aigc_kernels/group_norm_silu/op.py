@@ -2,7 +2,7 @@
 
 Native autograd saves the input, the normalised tensor and often the activated tensor. Here backward recomputes both
 element-wise, and computes the gradients of the input and of the affine tensors in one pass. The reference runs on every
-device, Triton on cuda and npu.
+device, Triton on cuda and npu; on npu torch_npu's `npu_group_norm_swish` where it is as exact (`npu_kernel.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_aigc_kernels.dispatch import (
     refuse_functorch,
     without_autocast,
 )
-from lightning_aigc_kernels.group_norm_silu import reference
+from lightning_aigc_kernels.group_norm_silu import npu_kernel, reference
 from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU, affine_of
 from lightning_aigc_kernels.packing import empty_wanted
 
@@ -95,6 +95,8 @@ def _op(
 
 def forward(x: Tensor, norm: NormSiLU) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean_NG and rstd_NG by the device's fastest implementation, without autograd, for larger ops."""
+    if npu_kernel.serves(x, norm):
+        return npu_kernel.forward(x, norm)
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
         return reference.forward(x, norm)
@@ -107,6 +109,8 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, weight, bias, scale and shift; without `need_affine` the last four are None."""
     dy = cast(dy, x.dtype)
+    if density == 1 and npu_kernel.serves(x, norm):
+        return *npu_kernel.backward(dy, x, mean_NG, rstd_NG, norm, need_affine), None, None
     kernel = kernel_for("group_norm_silu", x)
     if kernel is None:
         return reference.backward(dy, x, mean_NG, rstd_NG, norm, need_affine, density)

@@ -4,10 +4,8 @@ Native autograd saves the normalised, the weighted and the rotated tensor and th
 real numbers, also where diffusers multiplies complex ones, which not every device knows. The reference runs on every
 device, Triton on cuda and npu.
 
-On npu the Triton kernel runs, too, not torch_npu's npu_rms_norm and npu_rotary_mul (both have a backward): the pair
-reads and writes the tensor twice and rounds it between, the norm wants a weight, and the rotation of interleaved pairs
-takes one table for all samples (Z-Image has one a sample) and fewer than 1000 heads of a batch. Its documentation does
-not say that cos and sin may stay float32 with a half-precision tensor, as diffusers keeps them.
+On npu the Triton kernel makes one pass over the tensor; torch_npu's npu_rms_norm and npu_rotary_mul make one each, and
+compute where no Triton kernel can be launched (`npu_kernel.py`).
 
 Dimensions: N samples, T tokens, H heads, D features of a head.
 """
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import register_autograd
 from lightning_aigc_kernels.dispatch import kernel_for, refuse_functorch, warn_once, without_autocast
-from lightning_aigc_kernels.qk_norm_rope import reference
+from lightning_aigc_kernels.qk_norm_rope import npu_kernel, reference
 from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope, check
 
 
@@ -73,7 +71,9 @@ def backward(dy_NTHD: Tensor, x_NTHD: Tensor, how: NormRope, need_weight: bool =
 
 
 def _implementation(x_NTHD: Tensor, how: NormRope) -> Any:
-    """The Triton kernels where they take x, else the reference, with a warning once on a device."""
+    """The Triton kernels where they take x, else torch_npu's, else the reference, with a warning once on a device."""
+    if npu_kernel.serves(x_NTHD, how):
+        return npu_kernel
     kernel = kernel_for("qk_norm_rope", x_NTHD)
     reason = None if kernel is None else kernel.why_not(x_NTHD, how)
     if reason is not None:

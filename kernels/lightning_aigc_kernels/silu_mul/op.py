@@ -3,7 +3,8 @@
 Native autograd saves silu(gate) as well. Gate and up may be views, such as halves of one wider projection in FLUX.2's
 Flux2SwiGLU and parallel single block, or two projections as in Z-Image; they are saved as the views that they are.
 `swiglu` is the op for one projection of values, then gates. The reference runs on every device, Triton on cuda and npu;
-on npu torch_npu's `npu_swiglu` computes the forward of two halves that fill a contiguous projection, gate first.
+on npu torch_npu's `npu_swiglu` computes the forward of two halves that fill a contiguous projection, gate first, and
+without Triton the backward.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_aigc_kernels.custom_op import register_autograd
-from lightning_aigc_kernels.dispatch import kernel_for, refuse_functorch, without_autocast
-from lightning_aigc_kernels.silu_mul import reference
+from lightning_aigc_kernels.dispatch import kernel_for, refuse_functorch, why_no_kernel, without_autocast
+from lightning_aigc_kernels.silu_mul import npu_kernel, reference
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -34,11 +35,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_aigc::silu_mul", mutates_args=())
 def _op(gate: Tensor, up: Tensor) -> Tensor:
-    if gate.device.type == "npu" and hasattr(torch.ops.npu, "npu_swiglu"):
-        projection = joined_halves(gate, up)
-        if projection is not None:
-            of_npu: Tensor = torch.ops.npu.npu_swiglu(projection, -1)
-            return of_npu
+    projection = npu_kernel.projection_for(gate, up)
+    if projection is not None:
+        return npu_kernel.forward(projection)
     kernel = kernel_for("silu_mul", gate)
     product: Tensor = (reference if kernel is None else kernel).forward(gate, up)
     return product
@@ -49,23 +48,15 @@ def _(gate, up):  # type: ignore[no-untyped-def]
     return gate.new_empty(gate.shape)
 
 
-def joined_halves(gate: Tensor, up: Tensor) -> Tensor | None:
-    """The contiguous projection [..., 2 D] whose first half is gate and second half up; None if there is none."""
-    if gate.dim() < 2 or gate.numel() == 0 or gate.untyped_storage()._cdata != up.untyped_storage()._cdata:
-        return None
-    wide = torch.Size((*gate.shape[:-1], 2 * gate.shape[-1]))
-    strides = torch.empty(wide, device="meta").stride()
-    adjacent = up.storage_offset() == gate.storage_offset() + gate.shape[-1]
-    if not adjacent or gate.stride() != strides or up.stride() != strides:
-        return None
-    return gate.as_strided(wide, strides)
-
-
 @torch.library.custom_op("lightning_aigc::silu_mul_backward", mutates_args=())
 def _backward_op(dproduct: Tensor, gate: Tensor, up: Tensor | None, needs: list[bool]) -> list[Tensor]:
     """The needed gradients of gate and up; `up` is None if only its own is."""
-    kernel = kernel_for("silu_mul", gate)
-    gradients = (reference if kernel is None else kernel).backward(dproduct, gate, up, *needs)
+    projection = None if up is None or why_no_kernel("silu_mul") is None else npu_kernel.projection_for(gate, up)
+    if projection is not None:
+        gradients = npu_kernel.backward(dproduct, projection, *needs)
+    else:
+        kernel = kernel_for("silu_mul", gate)
+        gradients = (reference if kernel is None else kernel).backward(dproduct, gate, up, *needs)
     return [gradient for gradient in gradients if gradient is not None]
 
 

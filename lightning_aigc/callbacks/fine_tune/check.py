@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.fine_tune.copies import copy_ratios
 from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_all, summary

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_aigc._lightning import LightningModule
 from lightning_aigc.callbacks.health.alerts.alert_tracker import AlertTracker
 from lightning_aigc.callbacks.health.alerts.alerts import Alert, CheckName, Finding
 from lightning_aigc.callbacks.health.checks import POLICIES, STEP_CHECKS

@@ -7,13 +7,19 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import (
+    Callback,
+    GradClipAlgorithmType,
+    LightningModule,
+    Trainer,
+    _MockOptimizer,
+    _optimizer_handles_unscaling,
+    rank_zero_logger,
+    rank_zero_warn,
+)
 from lightning_aigc.callbacks.health.alerts.alert_log import AlertLog, HealthFiles, is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import LEVELS, Alert
 from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, check_optimizers
@@ -37,7 +43,7 @@ EARLY_LOOK = 2
 """The step of the first look: at step 1 a LoRA's A has no gradient, and a warm-up may begin at zero."""
 SHARDED = ("FSDP", "DeepSpeed", "ModelParallel")
 
-_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
+_log = logging.getLogger(rank_zero_logger())  # where rank_zero_info writes
 
 
 @runtime_checkable

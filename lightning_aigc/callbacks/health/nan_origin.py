@@ -6,10 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from torch.distributed.tensor import DTensor
 
+from lightning_aigc._lightning import LightningModule, Trainer, _DataLoaderIterDataFetcher
 from lightning_aigc.precision.nan.non_finite import NonFinite
 from lightning_aigc.precision.nan.replay import ReplayedBatch, arguments_for, find_non_finite
 from lightning_aigc.rng import RandomStates, have_host_states_changed, random_states, tensor_states

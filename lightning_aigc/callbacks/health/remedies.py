@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.callbacks.adaptive_lr import AdaptiveLR
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.schedulers import AIGCLRScheduler

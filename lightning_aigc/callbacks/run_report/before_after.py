@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from PIL import Image
 from torch import Tensor
 
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.callbacks.sampling.judges import Judge, Pair, PromptJudge, as_pixels
 from lightning_aigc.callbacks.sampling.pairs import sample_on_all_ranks
 from lightning_aigc.errors import SamplingTooSlow, UserError

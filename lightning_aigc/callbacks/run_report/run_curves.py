@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.report.record import Curve
 
 NAMES = ("loss", "lr", "val_loss", "sync_mb", "sync_ratio")

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
-
+from lightning_aigc._lightning import LightningModule, TensorBoardLogger, Trainer
 from lightning_aigc.callbacks.saving.save_result import SaveLoRA
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.errors import SnapshotError

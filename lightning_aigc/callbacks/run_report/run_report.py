@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.order import LATE, order_callbacks

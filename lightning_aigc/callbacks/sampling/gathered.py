@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, runtime_checkable
 
-from lightning.pytorch import LightningModule
-
+from lightning_aigc._lightning import LightningModule
 from lightning_aigc.sharding.full_parameters import full_parameters, full_parameters_on_host
 from lightning_aigc.sharding.layout import is_sharded
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from PIL.Image import Image
 from torch import Tensor
 
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.metrics import CLIPSimilarity, EditSimilarity
 from lightning_aigc.protocols import HasEditSources, HasReferenceImages, SamplesEdits

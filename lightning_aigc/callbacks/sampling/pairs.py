@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.judges import Judge, Pair
 from lightning_aigc.errors import ModelError, SamplingTooSlow

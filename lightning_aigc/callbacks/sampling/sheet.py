@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
 from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 from torch import Tensor
 
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.atomic_file import atomic_file
 
 SMALLEST_CELL_PX = 160

@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_aigc._lightning import _Stateful, rank_zero_warn
 from lightning_aigc.checkpoint.dataloader.stateful import (
     MapStyleLoader,
     RepeatedIterable,

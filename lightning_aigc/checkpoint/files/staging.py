@@ -15,9 +15,9 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.devices import accelerator_module
 from lightning_aigc.errors import SnapshotError
 from lightning_aigc.host_state import host_bytes

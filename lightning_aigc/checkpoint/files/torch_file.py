@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from lightning.fabric.utilities.cloud_io import _load
 
+from lightning_aigc._lightning import _load
 from lightning_aigc.atomic_file import atomic_file
 from lightning_aigc.checkpoint.file_lock import lock_now, lock_when_free
 from lightning_aigc.errors import SnapshotError

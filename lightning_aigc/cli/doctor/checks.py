@@ -15,7 +15,7 @@ import socket
 from collections import defaultdict
 from pathlib import Path
 
-from lightning_aigc.cli.doctor import versions
+from lightning_aigc.cli.doctor import ascend_releases, versions
 from lightning_aigc.cli.doctor.host import Check, Findings, Host
 from lightning_aigc.cli.doctor.network import check_network
 from lightning_aigc.cluster import env_settings, ranktable, topology
@@ -32,8 +32,10 @@ def check_versions(host: Host) -> Findings:
     found: Findings = [("ok", f"python {platform.python_version()} on {platform.machine()}")]
     found += [versions.judge_torch(torch), versions.judge_lightning(versions.installed("lightning"))]
     if torch_npu is not None:
-        found.append(versions.judge_torch_npu(torch, torch_npu))
-        found.append(versions.judge_cann(torch_npu, versions.cann_version(host.environ)))
+        cann = versions.cann_version(host.environ)
+        found.append(ascend_releases.judge_torch_npu(torch, torch_npu))
+        found.append(ascend_releases.judge_cann(torch_npu, cann))
+        found.append(ascend_releases.judge_triton_ascend(versions.installed("triton-ascend"), cann))
     names = {(dist.metadata["Name"] or "").lower().replace("_", "-") for dist in importlib.metadata.distributions()}
     tritons = versions.judge_tritons(names)
     return [*found, tritons] if tritons else found
@@ -46,7 +48,7 @@ def check_imports(host: Host) -> Findings:
         ("torch", "reinstall torch"),
         (
             "torch_npu",
-            f"install CANN and `{versions.SET_ENV}`; until then TORCH_DEVICE_BACKEND_AUTOLOAD=0 starts torch",
+            f"install CANN and `{ascend_releases.SET_ENV}`; until then TORCH_DEVICE_BACKEND_AUTOLOAD=0 starts torch",
         ),
     ):
         error = host.probe[package].get("error")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_aigc.cli.doctor import versions
+from lightning_aigc.cli.doctor.ascend_releases import Verdict
 
 PROBE = Path(__file__).with_name("probe.py")
 PROBE_TIMEOUT_S = 180
@@ -79,7 +79,7 @@ class Host:
         return "gloo"
 
 
-Findings = list[versions.Verdict]
+Findings = list[Verdict]
 Check = Callable[[Host], Findings]
 
 

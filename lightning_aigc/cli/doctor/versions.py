@@ -1,4 +1,4 @@
-"""Version compatibility: torch with torch_npu, torch_npu with CANN, Lightning with this package, one Triton."""
+"""Installed versions: torch and Lightning with this package, one Triton, and the CANN that is here."""
 
 from __future__ import annotations
 
@@ -7,30 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from lightning_aigc.cli.doctor.ascend_releases import Verdict, numbers
+
 MALICIOUS_LIGHTNING = ("2.6.2", "2.6.3")  # GHSA-w37p-236h-pfx3
 LIGHTNING_FROM, LIGHTNING_BELOW = (2, 6, 6), (2, 7)
 TORCH_FROM = (2, 6)
-CANN_OF_TORCH_NPU = {
-    "2.10.0": "9.0.0",
-    "2.9.0.post2": "9.0.0",
-    "2.8.0.post4": "9.0.0",
-    "2.7.1.post4": "9.0.0",
-    "2.9.0": "8.5.0",
-    "2.8.0.post2": "8.5.0",
-    "2.7.1.post2": "8.5.0",
-    "2.6.0.post5": "8.5.0",
-    "2.8.0": "8.3.RC1",
-    "2.7.1": "8.3.RC1",
-    "2.6.0.post3": "8.3.RC1",
-    "2.6.0": "8.2.RC1",
-}
-"""The version table of torch_npu's README, from the oldest supported torch on."""
 CANN_ROOTS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann", "/usr/local/Ascend/latest")
 CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
-SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
-
-Verdict = tuple[str, str]
-"""A mark (ok, note, warn or problem) and a sentence."""
 
 
 def installed(distribution: str) -> str | None:
@@ -63,25 +46,6 @@ def judge_torch(version: str | None) -> Verdict:
     return "ok", f"torch {version}"
 
 
-def judge_torch_npu(torch: str | None, torch_npu: str) -> Verdict:
-    """Compare versions: torch_npu is built against one torch, with the same first three numbers."""
-    if torch is None or numbers(torch)[:3] == numbers(torch_npu)[:3]:
-        return "ok", f"torch_npu {torch_npu}"
-    wanted = ".".join(map(str, numbers(torch_npu)[:3]))
-    return "problem", f"torch_npu {torch_npu} is built for torch {wanted}, got torch {torch}; install torch=={wanted}"
-
-
-def judge_cann(torch_npu: str, cann: str | None) -> Verdict:
-    if cann is None:
-        return "problem", f"CANN was not found, and torch_npu needs it: install it, then `{SET_ENV}`"
-    wanted = CANN_OF_TORCH_NPU.get(torch_npu)
-    if wanted is None:
-        return "note", f"CANN {cann}; torch_npu {torch_npu} is not in our table, its README names the CANN it needs"
-    if not cann.upper().startswith(wanted.upper()):
-        return "warn", f"CANN {cann}, and torch_npu {torch_npu} was released for CANN {wanted}; others may work"
-    return "ok", f"CANN {cann}, which torch_npu {torch_npu} was released for"
-
-
 def judge_tritons(installed_names: Iterable[str]) -> Verdict | None:
     """Report triton next to triton-ascend: both install the folder `triton`, so the later one replaced the other."""
     if {"triton", "triton-ascend"} <= set(installed_names):
@@ -103,9 +67,3 @@ def cann_version(environ: Mapping[str, str], roots: Iterable[str] = CANN_ROOTS) 
             if match:
                 return match[1]
     return None
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """2.7.1.post2 -> (2, 7, 1)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -13,16 +13,24 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 import yaml
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 # Imported so that YAML can name the package's classes without a path.
 from lightning_aigc import callbacks, data, diffusion, precision  # noqa: F401
+from lightning_aigc._lightning import (
+    Callback,
+    LightningArgumentParser,
+    LightningCLI,
+    LightningDataModule,
+    LightningModule,
+    MisconfigurationException,
+    SaveConfigCallback,
+    TensorBoardLogger,
+    Trainer,
+    WandbLogger,
+    get_filesystem,
+    is_overridden,
+    rank_zero_info,
+)
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunReport, SampleGrid
 from lightning_aigc.callbacks.order import FIRST, order_callbacks
 from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE

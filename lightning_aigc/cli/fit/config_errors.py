@@ -299,11 +299,10 @@ def option_names(parser: argparse.ArgumentParser, group: str) -> list[str]:
 
 def known_classes() -> dict[str, type]:
     """All classes that YAML can name without a path, by name."""
-    from lightning.pytorch import Callback, LightningDataModule, LightningModule
-    from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.plugins import Precision
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+    from lightning_aigc._lightning import Callback, LightningDataModule, LightningModule, Logger, Precision
 
     found: dict[str, type] = {}
     queue: list[Any] = [Callback, LightningDataModule, LightningModule, Logger, Optimizer, LRScheduler, Precision]

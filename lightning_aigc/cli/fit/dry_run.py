@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.callbacks.sampling.judges import EditJudge, draws_edits, swapped_sides
 from lightning_aigc.cli.fit.start_lines import unwanted_settings
 from lightning_aigc.cli.quantities import with_scale

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning.pytorch import Trainer
-
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.cli.fit.evaluate import snapshot_folder

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-
+from lightning_aigc._lightning import Trainer, rank_zero_warn
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.checkpoint.files.reader import Snapshot, newest_complete
 from lightning_aigc.checkpoint.lightning_loops import load_for_evaluation

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 
 import lightning_aigc
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.protocols import DescribesTrainingData
 from lightning_aigc.secrets import redact

@@ -8,8 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning.pytorch import cli
-
+from lightning_aigc._lightning import cli
 from lightning_aigc.errors import ConfigError, UserError
 
 FILE = "traceback.txt"

@@ -36,9 +36,7 @@ def run_trainer_verb(arguments: list[str]) -> int:
         return 1
     delay_torchmetrics()
     with _garbage_left_alone():
-        from lightning.fabric.utilities.distributed import _destroy_dist_connection
-        from lightning.fabric.utilities.exceptions import MisconfigurationException
-
+        from lightning_aigc._lightning import MisconfigurationException, _destroy_dist_connection
         from lightning_aigc.cli.fit.aigc_cli import AIGCCLI
         from lightning_aigc.strategies.rendezvous import tell_others
 

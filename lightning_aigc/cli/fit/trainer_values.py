@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import StrategyRegistry
-
+from lightning_aigc._lightning import AcceleratorRegistry, StrategyRegistry
 from lightning_aigc.errors import ConfigError
 
 MOST_PROCESSES_PER_CORE = 8

@@ -76,8 +76,7 @@ def count_parameters(config: Mapping[str, Any], options: Any) -> Counted:
             "the config has no model block with a class_path; pass --trainable, such as --trainable 859.5M"
         )
     block = _with_local_model(block)
-    from lightning.pytorch import LightningModule
-
+    from lightning_aigc._lightning import LightningModule
     from lightning_aigc.cli.fit.aigc_cli import AIGCArgumentParser
     from lightning_aigc.cli.fit.dry_run import all_parameters
     from lightning_aigc.gradient_sync.units import is_small

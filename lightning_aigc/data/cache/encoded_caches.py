@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.pytorch import Trainer
-
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.data.cache.cache import Entry, FillResult
 from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache, SourceCache
 from lightning_aigc.data.cache.encoder import Encoder, can_cache_captions, frozen_text_setting, require_encoder

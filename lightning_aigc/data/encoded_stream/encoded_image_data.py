@@ -9,10 +9,10 @@ from typing import Any
 import fsspec
 import safetensors.torch
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_aigc._lightning import LightningDataModule
 from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.data.cache.encoder import Encoder, can_cache_captions, frozen_text_setting
 from lightning_aigc.data.cache.resources import loader_settings

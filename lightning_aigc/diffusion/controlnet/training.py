@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_aigc._lightning import rank_zero_info
 from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.controlnet import transformer, unet
 from lightning_aigc.diffusion.controlnet.conditions import FOLDER, Maker, find_maker, from_bytes, to_bytes

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_aigc._lightning import Callback, LightningModule, rank_zero_warn
 from lightning_aigc.callbacks import SaveLoRA
 from lightning_aigc.diffusion.families import Components, Family, TransformerFamily
 from lightning_aigc.diffusion.families.unet_lora import LoRATarget, unet_lora_config

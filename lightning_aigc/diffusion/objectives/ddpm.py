@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_aigc._lightning import rank_zero_warn
 from lightning_aigc.diffusion.objectives.noise import SeededNoise
 from lightning_aigc.diffusion.objectives.settings import ObjectiveSettings, PredictionType
 from lightning_aigc.errors import ModelError

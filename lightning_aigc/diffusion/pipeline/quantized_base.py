@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_aigc._lightning import Trainer, rank_zero_info
 from lightning_aigc.cache_folder import cache_folder
 from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.diffusion.families import Components

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info
 from lightning_aigc.diffusion.families import Components, Family
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
+from lightning_aigc._lightning import Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.data.cache.encoded import stack_padded, without_padding
 from lightning_aigc.devices import accelerator_module
 from lightning_aigc.diffusion.families import Components

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
-
+from lightning_aigc._lightning import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning_aigc.callbacks import ExactSnapshot, RunProgress, RunReport, SampleGrid
 from lightning_aigc.diffusion.training.settings import TrainingSettings
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Callback, Trainer
 from lightning_aigc.callbacks import SaveModel
 from lightning_aigc.devices import dtype_named
 from lightning_aigc.diffusion.families import Components, Family

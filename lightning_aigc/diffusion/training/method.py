@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.image_sizes import check_sources

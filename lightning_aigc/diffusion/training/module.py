@@ -15,13 +15,17 @@ from dataclasses import asdict
 from typing import Any, Self
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from lightning_aigc._lightning import (
+    Callback,
+    LightningModule,
+    LRSchedulerCallable,
+    OptimizerCallable,
+    TrainerFn,
+    rank_zero_info,
+)
 from lightning_aigc.devices import autocast_dtype, dtype_named
 from lightning_aigc.diffusion.families import Components, Family, full_name
 from lightning_aigc.diffusion.objectives import DDPM, Objective, SeededNoise, draw_noise

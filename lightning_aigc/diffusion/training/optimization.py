@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, _enable_get_lr_call
 
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.diffusion.training.averaging import is_schedule_free
 from lightning_aigc.errors import ModelError
 from lightning_aigc.schedulers.deepspeed_rates import DeepSpeedSchedule

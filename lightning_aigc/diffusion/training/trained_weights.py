@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.devices import autocast_dtype
 from lightning_aigc.errors import ConfigError, ModelError
 

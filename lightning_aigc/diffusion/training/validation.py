@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_aigc._lightning import Trainer
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.checkpoint.lightning_loops import run_validation

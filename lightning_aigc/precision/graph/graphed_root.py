@@ -10,12 +10,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_aigc._lightning import LightningModule, rank_zero_info
 from lightning_aigc.precision.context import current
 from lightning_aigc.precision.graph.captured_call import (
     CapturedCall,

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_aigc._lightning import LightningModule, rank_zero_info
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.knapsack import choose
 from lightning_aigc.precision.block_options import BlockOptions, SavedParts

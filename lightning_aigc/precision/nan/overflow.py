@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_aigc._lightning import LightningModule, rank_zero_info, rank_zero_logger
 from lightning_aigc.precision.nan.non_finite import NonFinite, non_finite_parameters
 from lightning_aigc.precision.nan.replay import find_non_finite, step_arguments
 from lightning_aigc.rng import RandomStates
@@ -20,7 +19,7 @@ from lightning_aigc.rng import RandomStates
 MANY_SKIPS = 5
 """Consecutive skipped steps from which the log line adds advice."""
 
-_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
+_log = logging.getLogger(rank_zero_logger())  # where rank_zero_info writes
 
 
 class SkippedSteps:

@@ -9,13 +9,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.loops.fetchers import _DataFetcherWrapper, _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_aigc._lightning import (
+    Closure,
+    ClosureResult,
+    LightningModule,
+    _DataFetcherWrapper,
+    _DataLoaderIterDataFetcher,
+    is_param_in_hook_signature,
+)
 from lightning_aigc.precision.context import without_graphs
 from lightning_aigc.precision.nan.non_finite import NonFinite, first_non_finite
 from lightning_aigc.rng import RandomStates, random_states, restore_random_states

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info
-
+from lightning_aigc._lightning import ParallelStrategy, Precision, Trainer, rank_zero_info
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.strategies.deepspeed.config import Imported, import_file
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import LightningModule, Trainer
 from lightning_aigc.strategies.device_ddp import DeviceDDPStrategy
 from lightning_aigc.strategies.finite_step import are_gradients_finite, skip_unless_finite
 from lightning_aigc.strategies.refused import refuse_optimizers

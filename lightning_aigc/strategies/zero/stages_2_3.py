@@ -8,18 +8,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.model_parallel import _materialize_distributed_module  # type: ignore[attr-defined]
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_aigc._lightning import (
+    LightningModule,
+    ModelParallelStrategy,
+    Trainer,
+    TrainerFn,
+    _materialize_distributed_module,
+    _optimizers_to_device,
+    rank_zero_info,
+)
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.between_shards import BetweenShards
 from lightning_aigc.gradient_sync.options import SyncOptions

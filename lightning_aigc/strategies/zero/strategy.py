@@ -6,9 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_aigc._lightning import ParallelStrategy
 from lightning_aigc.strategies.zero.settings import NAMES, BetweenNodes, Stage, make_settings
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fakes.processes.doctor import fake_package, run_doctor
 from lightning_aigc.cli.doctor import checks as doctor_checks
 from lightning_aigc.cli.doctor import versions as doctor_versions
 from lightning_aigc.cli.doctor.checks import CHECKS
@@ -38,24 +39,6 @@ class Answers(Host):
 
 def texts(check: str, host: Host) -> list[str]:
     return [f"{finding.mark} {finding.text}" for finding in run_check(check, CHECKS[check], host)]
-
-
-def run_doctor(*arguments: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with `path` in front of what it can import."""
-    whole = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    whole |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*([str(path)] if path else []), *sys.path])}
-    command = [sys.executable, "-m", "lightning_aigc", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=whole | environ, timeout=300)
-
-
-def fake_package(folder: Path, name: str, version: str, code: str, entry_points: str = "") -> None:
-    """An installed distribution whose import runs this code."""
-    (folder / name).mkdir(parents=True)
-    (folder / name / "__init__.py").write_text(code)
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
 
 
 def test_a_whole_host_has_every_subject_and_no_problem() -> None:
@@ -135,28 +118,6 @@ def test_a_check_that_raises_is_one_line() -> None:
 def test_lightning_versions_are_judged(version: str | None, mark: str, said: str) -> None:
     judged = doctor_versions.judge_lightning(version)
     assert judged[0] == mark and said in judged[1]
-
-
-@pytest.mark.parametrize(
-    ("torch", "torch_npu", "mark"),
-    [
-        ("2.7.1+cpu", "2.7.1.post2", "ok"), ("2.8.0", "2.7.1", "problem"), ("2.7.0", "2.7.1", "problem"),
-        (None, "2.7.1", "ok"),
-    ],
-)  # fmt: skip
-def test_torch_npu_wants_the_torch_it_was_built_for(torch: str | None, torch_npu: str, mark: str) -> None:
-    assert doctor_versions.judge_torch_npu(torch, torch_npu)[0] == mark
-
-
-@pytest.mark.parametrize(
-    ("torch_npu", "cann", "mark"),
-    [
-        ("2.7.1", "8.3.RC1", "ok"), ("2.7.1.post2", "8.5.0", "ok"), ("2.7.1", "8.0.RC2", "warn"),
-        ("2.13.0", "9.9.9", "note"), ("2.7.1", None, "problem"),
-    ],
-)  # fmt: skip
-def test_cann_is_compared_with_the_published_table(torch_npu: str, cann: str | None, mark: str) -> None:
-    assert doctor_versions.judge_cann(torch_npu, cann)[0] == mark
 
 
 @pytest.mark.parametrize(

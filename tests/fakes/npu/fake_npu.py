@@ -27,6 +27,7 @@ from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from fakes.npu import npu_ops
 from fakes.npu.npu_streams import NpuEvent, NpuStream
 from fakes.recorded_graphs import RecordedGraph, recording
 
@@ -247,6 +248,13 @@ class NpuTensor(torch.Tensor):
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
 
     @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            npu_ops.check_attention(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_on_cpu(op, args, kwargs or {})
 
@@ -336,6 +344,7 @@ def install() -> None:
     for name in CAST_TO_FLOAT:
         casts.impl(name, _autocast(name, torch.float32), "AutocastPrivateUse1")
     _KEEP.extend([everything, no_cast, casts])
+    _KEEP.extend(npu_ops.register())
     for name in ("tensor", "as_tensor"):  # in C++ they refuse a device that Python made
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     _register_hccl()

@@ -22,6 +22,18 @@ const char *aclrtGetSocName(void) { return "Ascend910B1"; }
 int aclrtCreateStreamWithConfig(void **out, unsigned priority, unsigned flag) { *out = (void *)64; return 0; }
 int aclrtGetCurrentContext(void **out) { *out = (void *)64; return 0; }
 """
+# Beside a CUDA build of torch 2.14, torch_npu 2.14 registers a key of the allocator's settings that CUDA has too,
+# and aborts; here each caller gets an empty std::unordered_set of keys of its own.
+KEYS_OF_THE_ALLOCATOR = """
+#include <stdlib.h>
+struct set { void **buckets; size_t bucket_count; void *first; size_t count; float load; size_t resize; void *one; };
+void *keys(void) __asm__("_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev");
+void *keys(void) {
+    struct set *made = calloc(1, sizeof *made);
+    made->buckets = &made->one, made->bucket_count = 1, made->load = 1;
+    return made;
+}
+"""
 SYSTEM_LIBRARIES = (
     "libc.so.6",
     "libm.so.6",
@@ -76,7 +88,8 @@ def build(folder: Path) -> list[Path]:
     answered = set(re.findall(r"(\w+)\((?=[^)]*\) \{)", ANSWERS))
     missing = sorted(name for name in (linked | by_name) - defined - answered if not re.match(r"_?Py", name))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "answers.c").write_text(ANSWERS)
+    with_cuda = (torch_lib / "libc10_cuda.so").exists()
+    (folder / "answers.c").write_text(ANSWERS + (KEYS_OF_THE_ALLOCATOR if with_cuda else ""))
     (folder / "missing.s").write_text("".join(map(assembly, missing)) + '.section .note.GNU-stack,"",@progbits\n')
     (folder / "nothing.c").write_text("")
     there = {path.name for path in providers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +12,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fakes.npu.npu_ops import OPS as FAKE_OPS
 from lightning_aigc_kernels import AttentionStream
+from lightning_aigc_kernels.group_norm_silu import npu_kernel as group_norm_silu_on_npu
+from lightning_aigc_kernels.group_norm_silu import op as group_norm_silu
+from lightning_aigc_kernels.group_norm_silu.affine import NormSiLU
 from lightning_aigc_kernels.joint_attention import op as joint_attention
 from lightning_aigc_kernels.lora_attention import core
 from lightning_aigc_kernels.lora_attention.core import attend, attend_backward
 from lightning_aigc_kernels.packing import pack
+from lightning_aigc_kernels.qk_norm_rope import op as qk_norm_rope
+from lightning_aigc_kernels.qk_norm_rope.norm_rope import NormRope
 from lightning_aigc_kernels.silu_mul import op as silu_mul
 
 npu = torch.ops.npu
@@ -69,7 +75,13 @@ def test_shapes_forward_and_backward(name: str) -> None:
     assert [leaf.grad is not None and leaf.grad.shape for leaf in leaves] == shapes
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", FAKE_OPS)
+def test_the_fake_npus_operators_have_torch_npus_schemas(name: str) -> None:
+    real = getattr(npu, name).default._schema
+    assert str(torch._C.parse_schema(f"npu::{name}{FAKE_OPS[name][0]}")) == str(real)
+
+
+@pytest.mark.parametrize("name", [*FUSED, "npu_group_norm_swish"])
 def test_a_fused_op_that_serves_training_has_its_own_autograd_formula(name: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", "AutogradPrivateUse1")
 
@@ -82,6 +94,73 @@ def test_group_norm_silu_gives_no_gradient_so_nobody_may_train_with_it() -> None
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("npu::npu_group_norm_silu", "AutogradPrivateUse1")
     out.float().sum().backward()
     assert x.grad is None and weight.grad is None and bias.grad is None
+
+
+def test_group_norm_silu_takes_npu_group_norm_swish_forward_and_backward(swish_gradients_shape: None) -> None:
+    """In float32 with Triton too; its statistics, which our op keeps for backward, are float32 then."""
+    x, weight, bias = (torch.empty(*shape, device="npu:0") for shape in ((B, C, 9, 7), (C,), (C,)))
+    norm = NormSiLU(weight, bias, None, None, G, 1e-5, True)
+    with Recorder() as calls:
+        y, mean, rstd = group_norm_silu.forward(x, norm)
+        dx, dweight, dbias, *_ = group_norm_silu.backward(torch.empty_like(y), x, mean, rstd, norm, True, 1.0)
+    assert [name for name in calls.names if name.startswith("npu::")] == [
+        "npu::npu_group_norm_swish",
+        "npu::npu_group_norm_swish_grad",
+    ]
+    assert (y.shape, mean.shape, rstd.shape, mean.dtype) == (x.shape, (B, G), (B, G), torch.float32)
+    assert dweight is not None and dbias is not None
+    assert (dx.shape, dweight.shape, dbias.shape) == (x.shape, (C,), (C,))
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_npu_group_norm_swish_serves_half_precision_where_no_triton_kernel_runs(
+    triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_norm_silu_on_npu, "why_no_kernel", lambda op: None if triton else "no Triton")
+    norm = NormSiLU(torch.empty(C, device="npu:0"), torch.empty(C, device="npu:0"), None, None, G, 1e-5, True)
+    assert group_norm_silu_on_npu.serves(half(B, C, 9, 7), norm) is not triton
+    assert group_norm_silu_on_npu.serves(half(B, C, 9, 7).float(), norm)
+    assert not group_norm_silu_on_npu.serves(half(B, C, 9, 7).double(), norm)
+    statistics = group_norm_silu.forward(half(B, C, 9, 7).detach(), norm)[1:] if not triton else ()
+    assert all(tensor.dtype == torch.float16 for tensor in statistics)
+
+
+@pytest.fixture
+def swish_gradients_shape() -> Iterator[None]:
+    """torch_npu has no shape function of this gradient; its arguments are checked all the same."""
+    library = torch.library.Library("npu", "IMPL")
+
+    def shapes(grad, x, groups, weight, bias, *_):  # type: ignore[no-untyped-def]
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+
+    library.impl("npu_group_norm_swish_grad", shapes, "Meta")
+    yield
+    library._destroy()
+
+
+def test_qk_norm_rope_takes_npu_rms_norm_and_npu_rotary_mul_in_float32() -> None:
+    x, weight = half(B, S, H, E).detach(), half(E).detach()
+    table = torch.empty(S, E // 2, device="npu:0")
+    how = NormRope(weight, table, table)
+    with Recorder() as calls:
+        y = qk_norm_rope.forward(x, how, torch.empty_like(x))
+        dx, dweight = qk_norm_rope.backward(torch.empty_like(x), x, how, need_weight=True)
+    assert [name.removeprefix("npu::") for name in calls.names if name.startswith("npu::")] == [
+        *("npu_rms_norm", "npu_rotary_mul"),
+        *("npu_rotary_mul", "npu_rms_norm", "npu_rms_norm_backward"),
+    ]
+    given = calls.given["npu::npu_rotary_mul"]
+    assert (given["r1"].shape, given["input"].dtype) == ((1, S, 1, E), torch.float32)
+    assert dweight is not None
+    assert (y.shape, dx.shape, dweight.shape) == (x.shape, x.shape, (E,))
+
+
+def test_silu_mul_takes_the_gradient_of_npu_swiglu() -> None:
+    gate, up = half(B, S, 2 * E).detach().chunk(2, dim=-1)
+    with Recorder() as calls:
+        dgate, dup = silu_mul._backward_op._init_fn(half(B, S, E).detach(), gate, up, [True, True])
+    assert "npu::npu_swiglu_backward" in calls.names
+    assert dgate.shape == dup.shape == (B, S, E) and dgate.is_contiguous() and dup.is_contiguous()
 
 
 def test_geglu_has_a_gradient_that_only_real_tensors_can_take() -> None:
@@ -154,7 +233,6 @@ def test_the_pse_is_added_before_the_scale_and_stays_finite() -> None:
         torch.testing.assert_close(weights[0, 0, 0], torch.tensor([1.0, 0, 3]) / 4, rtol=1e-3, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:lightning_aigc..qk_norm_rope runs its plain torch reference on npu")
 def test_joint_attention_takes_the_fused_op_forward_and_backward_and_no_complex_number() -> None:
     angles = torch.empty(S, E // 2, device="npu:0")
     bias = torch.empty(B, T, device="npu:0")

@@ -9,7 +9,7 @@ from fakes import op_contract as contract
 from fakes.op_contract import Case, kept_numbers
 from lightning_aigc_kernels import silu_mul
 from lightning_aigc_kernels.silu_mul import reference
-from lightning_aigc_kernels.silu_mul.op import joined_halves
+from lightning_aigc_kernels.silu_mul.npu_kernel import joined_halves
 
 OPS = ["silu_mul", "silu_mul_backward"]
 SHAPES = [(2,), (5, 6), (2, 5, 14), (2, 3, 2, 4), (1, 1, 1)]

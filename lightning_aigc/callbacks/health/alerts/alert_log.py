@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_aigc._lightning import rank_zero_logger
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.callbacks.health.alerts.alerts import Alert, console_lines
 from lightning_aigc.callbacks.health.history.norm_history import NormHistory
 from lightning_aigc.callbacks.health.page import render_health_page
 
-_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")  # where rank_zero_info writes
+_log = logging.getLogger(rank_zero_logger())  # where rank_zero_info writes
 
 
 class AlertLog:
