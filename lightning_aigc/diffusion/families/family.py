@@ -49,6 +49,8 @@ class Components:
     """The folder, file or hub id as the user gave it."""
     zeros_for_empty: bool = False
     """Whether the pipeline takes zeros for a prompt that is not given, as SDXL's does by its config."""
+    processor: Any = None
+    """The preparation of images and text for a text encoder that sees images."""
     stored_texts: TextSource | None = None
     """Embeddings that replace freed text encoders."""
 
@@ -194,6 +196,8 @@ class Family(ABC):
     """Most images that an edit of this family starts from; 0 where it draws from text alone."""
     needs_sources: ClassVar[bool] = False
     """Whether every image is an edit."""
+    text_sees_sources: ClassVar[bool] = False
+    """Whether the text encoder reads an instruction together with the sources of its edit."""
     edit_pipeline: ClassVar[str | None] = None
     """diffusers' class that edits with this family; None where there is none."""
     edits_in_batches: ClassVar[bool] = True
@@ -249,10 +253,19 @@ class Family(ABC):
         """The scheduler for sampling."""
 
     @abstractmethod
-    def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def encode_prompts(
+        self,
+        components: Components,
+        prompts: list[str],
+        device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
+    ) -> dict[str, Tensor]:
         """Encode to `prompt_embeds` [B, T, D] and the denoiser's other inputs, as the family's pipeline does.
 
         Where captions have unequal lengths, `prompt_lengths` int64 [B] counts the tokens that are not padding.
+
+        Args:
+            sources: Those of each prompt, for a family with `text_sees_sources`.
         """
 
     # Latents ---------------------------------------------------------------------------------------------------------
@@ -312,8 +325,9 @@ class Family(ABC):
         negative_prompts: list[str] | None,
         guidance_scale: float,
         device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
     ) -> dict[str, Any]:
-        """The pipeline's arguments for prompts and guidance."""
+        """The pipeline's arguments for prompts and guidance; `sources` as in `encode_prompts`."""
         return {"prompt": prompts, "negative_prompt": negative_prompts, "guidance_scale": guidance_scale}
 
     def source_arguments(

@@ -260,7 +260,10 @@ class DiffusionTraining(LightningModule):
         if isinstance(data, HasEditSources) and self.trainer.state.fn != TrainerFn.PREDICTING:
             count = data.sources_per_image
             if count or not is_file:
-                self.method.check_sources(self._family(), settings, count)
+                known = self._family()
+                self.method.check_sources(known, settings, count)
+                if known.text_sees_sources:
+                    data.check_seen_sources(known.title)
         components = self._load()
         family = components.family
         settings.check_objective(family.title, is_flow=family.is_flow)
@@ -395,6 +398,10 @@ class DiffusionTraining(LightningModule):
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions to `prompt_embeds` [B, T, D], and the denoiser's other inputs."""
         return self.encoders.encode_captions(captions)
+
+    def encode_instructions(self, captions: Sequence[str], sources: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """data.cache.encoder.EncodesInstructions: encode captions together with the sources of their edits."""
+        return self.encoders.encode_captions(captions, sources)
 
     def can_cache_captions(self) -> bool:
         """False if the text encoders are trained."""

@@ -60,7 +60,7 @@ def make_t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=[*vocabulary, *((letter, -2.0) for letter in "abcdefghijklmnopqrstuvwxyz")], extra_ids=0)
 
 
-def _qwen_shape(layers: int) -> dict[str, Any]:
+def qwen_shape(layers: int) -> dict[str, Any]:
     return {
         "vocab_size": 300, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": layers,
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
@@ -84,7 +84,7 @@ def make_z_image_pipeline(folder: Path) -> Path:
             axes_dims=[4, 6, 6], axes_lens=[600, 64, 64],
         ),
         vae=_vae(scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False),
-        text_encoder=Qwen3Model(Qwen3Config(**_qwen_shape(2), head_dim=16)),
+        text_encoder=Qwen3Model(Qwen3Config(**qwen_shape(2), head_dim=16)),
         tokenizer=make_qwen_tokenizer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
     ).save_pretrained(folder)  # fmt: skip
@@ -102,7 +102,7 @@ def make_flux2_pipeline(folder: Path) -> Path:
             joint_attention_dim=3 * WIDTH, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
         ),
         vae=vae,
-        text_encoder=Qwen3ForCausalLM(Qwen3Config(**_qwen_shape(28), head_dim=16)),
+        text_encoder=Qwen3ForCausalLM(Qwen3Config(**qwen_shape(28), head_dim=16)),
         tokenizer=make_qwen_tokenizer(),
         scheduler=FlowMatchEulerDiscreteScheduler(**DYNAMIC, shift=3.0),
     ).save_pretrained(folder)  # fmt: skip
@@ -132,7 +132,7 @@ def make_flux_pipeline(folder: Path) -> Path:
 def make_qwen_image_pipeline(folder: Path) -> Path:
     torch.manual_seed(0)
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": WIDTH}
-    text = _qwen_shape(2) | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
+    text = qwen_shape(2) | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
     QwenImagePipeline(
         transformer=QwenImageTransformer2DModel(
             in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4,
