@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -49,6 +49,8 @@ class Components:
     """The folder, file or hub id as the user gave it."""
     zeros_for_empty: bool = False
     """Whether the pipeline takes zeros for a prompt that is not given, as SDXL's does by its config."""
+    pipeline_options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the family's `pipeline_options`."""
     processor: Any = None
     """The preparation of images and text for a text encoder that sees images."""
     stored_texts: TextSource | None = None
@@ -163,6 +165,8 @@ class Family(ABC):
     """diffusers' class, as `model_index.json` names it."""
     folders: ClassVar[tuple[str, ...]]
     """The folders that a pipeline must have."""
+    pipeline_options: ClassVar[tuple[str, ...]] = ()
+    """Entries of `model_index.json` that are arguments of the pipeline, and no folders."""
     optional_folders: ClassVar[tuple[str, ...]] = ()
     """Folders of diffusers' pipeline that may be absent."""
     denoiser_name: ClassVar[str]
@@ -188,6 +192,8 @@ class Family(ABC):
     """Whether cached captions are encoded before the denoiser is loaded, because both would not fit in memory."""
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75}
     """By tokenizer, the most caption tokens that its encoder reads."""
+    checkpointing_fault: ClassVar[str | None] = None
+    """The reason why diffusers' `gradient_checkpointing` would train another function; None where it does not."""
     draws_latents: ClassVar[bool] = True
     """Whether training samples the autoencoder's distribution or takes its mean, as diffusers' script."""
     control: ClassVar[Control | None] = None

@@ -146,6 +146,7 @@ class TransformerFamily(Family):
         for kind, present in (("text_encoder", components.text_encoders), ("tokenizer", components.tokenizers)):
             names = [name for name in known if name.startswith(kind)]
             given |= dict(itertools.zip_longest(names, present))
+        given |= components.pipeline_options
         if "processor" in known:
             given["processor"] = components.processor
         pipeline = getattr(diffusers, self.pipeline)(**given)

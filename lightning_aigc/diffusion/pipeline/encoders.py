@@ -94,7 +94,7 @@ class FrozenEncoders:
     def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
         """The batch's text embeddings, cached or encoded from its captions, and the sources of an edit."""
         if "prompt_embeds" in batch:
-            keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths")
+            keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths", "prompt_attention_mask")
             return {k: batch[k].to(self.device) for k in keys if k in batch} | self.sources(batch)
         with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
             seen = seen_sources(batch["sources"]) if self.family.text_sees_sources and "sources" in batch else None

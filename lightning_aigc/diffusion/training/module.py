@@ -144,7 +144,7 @@ class DiffusionTraining(LightningModule):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
         if family is not None:
-            self.settings.check_objective(family.title, is_flow=family.is_flow)
+            self._check_settings(family)
         for no_images in ("You defined a `validation_step` but have no `val_dataloader`", "Total length of `list`"):
             warnings.filterwarnings("ignore", no_images)  # holding none out is a choice, and the default
 
@@ -266,7 +266,7 @@ class DiffusionTraining(LightningModule):
                     data.check_seen_sources(known.title)
         components = self._load()
         family = components.family
-        settings.check_objective(family.title, is_flow=family.is_flow)
+        self._check_settings(family)
         self.method.check(settings, family)
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.PREDICTING:
             check_image_sizes(components, self._trainer.datamodule)  # type: ignore[attr-defined]
@@ -292,6 +292,16 @@ class DiffusionTraining(LightningModule):
             from diffusers.training_utils import EMAModel
 
             self.ema = EMAModel(self.trainable_parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=3 / 4)
+
+    def _check_settings(self, family: Family) -> None:
+        """Raise ModelError for a setting that this family has no use for, or that would train another function."""
+        self.settings.check_objective(family.title, is_flow=family.is_flow)
+        if self.settings.gradient_checkpointing and family.checkpointing_fault is not None:
+            raise ModelError(
+                f"model.init_args.gradient_checkpointing is wrong for {family.title} in diffusers:"
+                f" {family.checkpointing_fault}; set gradient_checkpointing: false, and memory: lean or max of"
+                " FusedBackwardPrecision, which recompute the same function"
+            )
 
     def _load(self) -> Components:
         data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]

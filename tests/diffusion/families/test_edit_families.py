@@ -162,6 +162,7 @@ TRUE_CFG_3 = (("true_cfg_scale", 3.0), ("negative_prompt", " "))
 FAMILIES: dict[str, Row] = {
     "flux_kontext": Row(kontext_latents, kontext_velocity, kontext_image),
     "flux2": Row(flux2_latents, flux2_velocity, flux2_image),
+    "flux2_dev": Row(flux2_latents, flux2_velocity, flux2_image),
     "qwen_image_edit": Row(
         qwen_latents, qwen_velocity, qwen_edit_image, TRUE_CFG_1, TRUE_CFG_3, seen_by_edit,
     ),
