@@ -178,6 +178,7 @@ def test_an_npu_is_named_in_the_config(command: Command, tmp_path: Path, photos:
     [
         *((name, family.name) for name, family in SHORT.items()),
         *((family.base, name) for name, family in TRANSFORMERS.items()),
+        ("Qwen/Qwen-Image-Edit-2509", "qwen_image_edit_plus"), ("Qwen/Qwen-Image-2512", "qwen_image"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "sd3"), ("someone/sd3.5-large-mine", "sd3"),
         ("black-forest-labs/FLUX.1-Krea-dev", "flux"), ("someone/flux-2024-style", "flux"),
         ("someone/blitz-images", "sd"), ("stabilityai/stable-diffusion-2-1", "sd"), ("someone/xl-thing", "sdxl"),
@@ -195,7 +196,9 @@ def test_a_name_tells_the_family(given: str, family: str) -> None:
         ("black-forest-labs/FLUX.1-schnell", "by its name a distilled model"),
         ("black-forest-labs/FLUX.2-klein-4B", "such as black-forest-labs/FLUX.2-klein-base-4B"),
         ("stabilityai/stable-diffusion-3.5-large-turbo", "by its name a distilled model"),
-        ("black-forest-labs/FLUX.2-dev", "of FLUX.2 only klein trains here"),
+        ("someone/FLUX.2-style", "a FLUX.2 that is named neither klein nor dev, which differ"),
+        ("krea/Krea-2-Turbo", "by its name a distilled model"),
+        ("lodestones/Chroma1-Flash", "by its name a distilled model"),
     ],
 )
 def test_a_hub_id_that_does_not_train_is_one_sentence_at_once(given: str, said: str) -> None:
@@ -220,7 +223,7 @@ def test_a_folder_that_does_not_train_is_one_sentence(
     for base, says in (
         (
             unknown,
-            "is a SanaPipeline; known are FluxPipeline, Flux2KleinPipeline, FluxKontextPipeline, QwenImagePipeline",
+            "is a SanaPipeline; known are ChromaPipeline, FluxPipeline, Flux2KleinPipeline, Flux2Pipeline, FluxKon",
         ),
         (distilled, "by its configuration a distilled model"),
         (sizeless, "do not say at which size it was trained"),
