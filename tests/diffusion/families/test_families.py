@@ -548,6 +548,19 @@ def test_a_distilled_model_is_refused_by_its_configuration(
         DiffusionLoRA(str(copy))
 
 
+def test_checkpointing_that_leaves_out_a_mask_is_refused(transformers: Folder) -> None:
+    """diffusers' checkpointing of Chroma is another function; our levels are tested to be the same."""
+    with pytest.raises(ModelError, match=r"gradient_checkpointing is wrong for Chroma in diffusers: .* set grad"):
+        make_module(transformers("chroma"), gradient_checkpointing=True)
+    make_module(transformers("krea2"), gradient_checkpointing=True).configure_model()
+
+
+def test_a_model_that_is_told_its_guidance_takes_no_negative_prompt(transformers: Folder) -> None:
+    sampler = LoRASampler({"pretrained_model_name_or_path": transformers("flux2_dev")}, "32-true", "cpu", None)
+    with pytest.raises(ModelError, match=r"FLUX\.2 dev is told its guidance and takes no negative prompt; leave"):
+        sampler.sample([("a red cup", 0)], negative_prompt="zorp")
+
+
 def test_targets_that_match_nothing_name_those_that_do(folder: str) -> None:
     with pytest.raises(
         ModelError, match=r"lora_targets must name some of attention, feed_forward; got \['convolutions'\]"

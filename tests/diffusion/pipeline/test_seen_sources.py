@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from fakes.models.edit_pipelines import make_image, make_qwen_image_edit_pipeline
+from fakes.models.edit_pipelines import make_image, make_qwen_image_edit_pipeline, show_small
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.pipeline.loading import load_components
@@ -73,6 +73,22 @@ def test_cached_texts_train_as_texts_that_are_encoded_at_each_step(
     written = list((pairs / "cache" / "instructions").rglob("*.safetensors"))
     # Four instructions with their sources and three sources without one, each mirrored too.
     assert len(written) == 2 * (4 + 3)
+
+
+def test_samples_of_a_run_show_the_datas_sources_to_the_text_encoder(
+    transformers: Callable[[str], str], pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text encoder stays beside cached texts, quantized with the base, and samples of unseen prompts need it."""
+    show_small(monkeypatch, (SIDE, SIDE))
+    options = {"num_inference_steps": 2, "guidance_scale": 3.0, "base_quantization": "int8"}
+    module = fit(transformers("qwen_image_edit_plus"), data_of(pairs), tmp_path, **options)
+    assert module.packed_base is not None and module.packed_base.packed > 20
+    drawn = module.sample(["make it red", "another edit"], [0, 1])
+    assert drawn.shape == (2, 3, SIDE, SIDE) and drawn.isfinite().all()
+    sources = module.sources_of_samples(["make it red", "another edit"], [0, 1])
+    torch.testing.assert_close(module.sample(["make it red", "another edit"], [0, 1], sources=sources), drawn)
+    others = [[make_image(50, SIDE, SIDE)]] * 2
+    assert not torch.equal(module.sample(["make it red", "another edit"], [0, 1], sources=others), drawn)
 
 
 def test_an_entry_is_of_its_sources_and_of_the_pipeline_that_shows_them(
