@@ -1,7 +1,7 @@
 """Peak memory of a LoRA step of real U-Nets and diffusion transformers, counted on shapes alone, without weights.
 
     python -m benchmarks.precision.step_shapes [--model sdxl] [--pixels 1024] [--batch 1] [--rank 16] [--text 128]
-        [--variants max-int8 max-nf4] [--blocks 4] [--output FILE]
+        [--variants max-int8 max-nf4] [--blocks 4] [--weights] [--output FILE]
 
 Forward and backward run on fake tensors, and every storage that is alive when an operator returns is counted, as in
 `step_memory.py`; for its real steps of SD 1.5 (--model sd15 --pixels 512 --batch 4 --rank 64) the count is within 0.2
@@ -193,6 +193,15 @@ def count_by_blocks(variant: str, options: argparse.Namespace) -> dict[str, floa
     return {key: round(value, 1) for key, value in found.items()}
 
 
+def count_weights(variant: str, options: argparse.Namespace) -> dict[str, float]:
+    """The frozen weights of the published depth alone; a step adds equally many bytes to them in every format."""
+    denoiser = on_meta(options.model, options.rank)
+    with FakeTensorMode(), torch.device("cpu"):
+        fill_in(denoiser, variant.partition("-")[2])
+        frozen = [p for p in denoiser.parameters() if not p.requires_grad]
+        return {"weights_mib": round(sum(map(stored_bytes, frozen)) / MIB, 1)}
+
+
 def count(variant: str, options: argparse.Namespace, **depth: int) -> dict[str, float]:
     memory: Any
     memory, _, kind = variant.partition("-")
@@ -237,7 +246,10 @@ def main() -> None:
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=["max", "max-int8", "max-nf4", "max-nf4-all"]
     )
-    parser.add_argument("--blocks", type=int, help="count so many blocks of each kind, and follow the line to all")
+    parser.add_argument(
+        "--blocks", type=int, help="count this number of blocks of each kind, and follow the line to all"
+    )
+    parser.add_argument("--weights", action="store_true", help="count the weights alone, without a step")
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     options = parser.parse_args()
     for variant in options.variants:
@@ -247,7 +259,8 @@ def main() -> None:
             "torch": torch.__version__,
         }  # fmt: skip
         row |= {name: value for name, value in (("text", options.text), ("blocks", options.blocks)) if options.blocks}
-        row |= count_by_blocks(variant, options) if options.blocks else count(variant, options)
+        by_blocks = count_by_blocks if options.blocks else count
+        row |= (count_weights if options.weights else by_blocks)(variant, options)
         keep_row(row, options.output)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families.family import StepMemory
 from lightning_aigc.diffusion.families.flux import Flux, positions
 from lightning_aigc.diffusion.families.tokens import pack, unpack
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
@@ -35,6 +36,7 @@ class Chroma(TransformerFamily):
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux.original_layers
     widening: ClassVar[Mapping[str, int]] = Flux.widening
     shipped_config = Flux.shipped_config
+    step_memory = StepMemory("Chroma", {None: 20.1, "int8": 12.4, "nf4": 8.2})
     distilled_name = r"(?i)(?<![a-z])flash(?![a-z])"
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = Flux.published_sizes
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 511}

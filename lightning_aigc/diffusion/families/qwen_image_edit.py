@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.diffusion.families import qwen_autoencoder
-from lightning_aigc.diffusion.families.family import Components
+from lightning_aigc.diffusion.families.family import Components, StepMemory
 from lightning_aigc.diffusion.families.qwen_image import QwenImage, qwen_inputs, text_arguments
 from lightning_aigc.diffusion.families.transformer_control import ConditionEncoder
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
@@ -39,6 +39,8 @@ class QwenImageEdit(TransformerFamily):
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.lora_layers
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.original_layers
     shipped_config = QwenImage.shipped_config
+    # With one source of the image's size, and a text of 1,400 tokens that holds the source.
+    step_memory = StepMemory("Qwen-Image-Edit with one source", {None: 43.4, "int8": 25.6, "nf4": 16.1})
     last_text = QwenImage.last_text
     negative_prompt = QwenImage.negative_prompt
     guidance_argument = QwenImage.guidance_argument
@@ -101,7 +103,7 @@ class QwenImageEdit(TransformerFamily):
 
 
 class QwenImageEditPlus(TransformerFamily):
-    """One to three sources of unequal size, which the text encoder sees at 384 x 384 pixels, as numbered pictures.
+    """One to three sources of unequal size, which the text encoder sees at 384 x 384 pixels, with their numbers.
 
     2511 has `zero_cond_t` in its transformer's config: the sources' tokens have a timestep of 0.
     """
@@ -116,6 +118,7 @@ class QwenImageEditPlus(TransformerFamily):
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.lora_layers
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.original_layers
     shipped_config = QwenImage.shipped_config
+    step_memory = StepMemory("Qwen-Image-Edit 2511 with one source", {None: 43.1, "int8": 25.3, "nf4": 15.8})
     last_text = QwenImage.last_text
     negative_prompt = QwenImage.negative_prompt
     guidance_argument = QwenImage.guidance_argument

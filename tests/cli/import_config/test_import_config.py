@@ -471,7 +471,7 @@ def test_a_misspelt_key_is_named_with_the_nearest(folder: Path) -> None:
         (
             "job: extension\nconfig: {name: x, process: [{network: {type: lora}, model: {arch: wan21}}]}",
             "a.yaml",
-            "a.yaml trains wan21, which does not train here; families here are flux",
+            "a.yaml trains wan21, which does not train here; families here are chroma",
         ),
         ("job: extension\nconfig: {name: x}", "a.yaml", "config.process must be a list of one training"),
         (

@@ -141,7 +141,7 @@ def test_published_sizes_tell_shared_layers_apart(tmp_path: Path, width: int, de
         (pair("diffusion_model.blocks.0.self_attn.q"), {}, "its header names no base model; wanted layers of"),
         (pair("lora_unet_joint_blocks_0_x_block_attn_proj", KOHYA), {}, "got a LoRA on denoiser.joint_blocks_0"),
         (pair("lora_unet_double_blocks_0_img_attn_proj", KOHYA), {"ss_base_model_version": "hunyuan_video"},
-         "names hunyuan_video, which is not known here; .* add --base_model flux"),
+         "names hunyuan_video, which is not known here; .* add --base_model chroma"),
         (pair("lora_te3_encoder_block_0_layer_0_SelfAttention_q", KOHYA), {}, "wanted layers of CLIP"),
         (pair("lora_te2_encoder_block_0_layer_0_SelfAttention_q", KOHYA), {}, "wanted layers of CLIP"),
         (pair(f"unet.{UNET}") | pair("transformer.layers.0.attention.to_q"), {}, "wanted layers of"),
