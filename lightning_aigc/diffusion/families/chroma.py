@@ -36,7 +36,7 @@ class Chroma(TransformerFamily):
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux.original_layers
     widening: ClassVar[Mapping[str, int]] = Flux.widening
     shipped_config = Flux.shipped_config
-    step_memory = StepMemory("Chroma", {None: 20.1, "int8": 12.4, "nf4": 8.2})
+    step_memory = StepMemory("Chroma", {None: 20.1, "int8": 12.4, "nf4": 8.2}, tokens=3340)
     distilled_name = r"(?i)(?<![a-z])flash(?![a-z])"
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = Flux.published_sizes
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 511}

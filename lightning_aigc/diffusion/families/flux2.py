@@ -155,7 +155,7 @@ class Flux2Dev(TransformerFamily):
     name_pattern = r"^(?!.*klein).*flux.?2.?dev"
     header_patterns: ClassVar[Mapping[str, str]] = {"flux2_dev": r"flux2dev"}
     shipped_config = Flux2Klein.shipped_config
-    step_memory = StepMemory("FLUX.2 dev", {None: 67.2, "int8": 39.0, "nf4": 24.0})
+    step_memory = StepMemory("FLUX.2 dev", {None: 67.2, "int8": 39.0, "nf4": 24.0}, tokens=4000)
     pipeline = "Flux2Pipeline"
     folders = Flux2Klein.folders
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux2Klein.lora_layers

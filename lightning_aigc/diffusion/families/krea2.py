@@ -49,7 +49,7 @@ class Krea2(TransformerFamily):
         **{f"blocks.{{}}.mlp.{layer}": (f"transformer_blocks.{{}}.ff.{layer}",) for layer in FEED_FORWARD},
     }
     shipped_config = "qwen_image_qlora.yaml"
-    step_memory = StepMemory("Krea 2", {None: 27.1, "int8": 15.9, "nf4": 10.0})
+    step_memory = StepMemory("Krea 2", {None: 27.1, "int8": 15.9, "nf4": 10.0}, tokens=4200)
     few_step_guidance = 0.0
     published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(6144, 28)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 507}  # 512 with the template's end

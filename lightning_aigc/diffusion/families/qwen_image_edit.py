@@ -40,7 +40,7 @@ class QwenImageEdit(TransformerFamily):
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.original_layers
     shipped_config = QwenImage.shipped_config
     # With one source of the image's size, and a text of 1,400 tokens that holds the source.
-    step_memory = StepMemory("Qwen-Image-Edit with one source", {None: 43.4, "int8": 25.6, "nf4": 16.1})
+    step_memory = StepMemory("Qwen-Image-Edit with one source", {None: 43.4, "int8": 25.6, "nf4": 16.1}, tokens=4800)
     last_text = QwenImage.last_text
     negative_prompt = QwenImage.negative_prompt
     guidance_argument = QwenImage.guidance_argument
@@ -118,7 +118,9 @@ class QwenImageEditPlus(TransformerFamily):
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.lora_layers
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = QwenImage.original_layers
     shipped_config = QwenImage.shipped_config
-    step_memory = StepMemory("Qwen-Image-Edit 2511 with one source", {None: 43.1, "int8": 25.3, "nf4": 15.8})
+    step_memory = StepMemory(
+        "Qwen-Image-Edit 2511 with one source", {None: 43.1, "int8": 25.3, "nf4": 15.8}, tokens=4250
+    )
     last_text = QwenImage.last_text
     negative_prompt = QwenImage.negative_prompt
     guidance_argument = QwenImage.guidance_argument
