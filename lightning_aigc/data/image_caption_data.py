@@ -25,7 +25,7 @@ from lightning_aigc.data.cache.encoder import Encoder, require_encoder
 from lightning_aigc.data.cache.resources import loader_settings
 from lightning_aigc.data.captions.caption_lengths import note_on_lengths
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
-from lightning_aigc.data.index.argument_checks import MissingCaptions, SourceFit, check_choices
+from lightning_aigc.data.index.argument_checks import MissingCaptions, SourceFit, check_choices, check_seen_sources
 from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.index.index import TrainingIndex, build_index
 from lightning_aigc.data.index.index_settings import IndexSettings
@@ -310,6 +310,13 @@ class ImageCaptionData(LightningDataModule):
     def sources_per_image(self) -> int:
         """Source images of each image, 0 where they are no pairs of an edit."""
         return self.index().sources_per_image
+
+    def check_seen_sources(self, title: str) -> None:
+        """Check that batches show their sources to a text encoder that sees them, which `title` has.
+
+        Raises: DataError where there are cached latents alone, or embeddings of other crops.
+        """
+        check_seen_sources(self._given, title)
 
     def edit_sources(self, prompt: str, seed: int) -> tuple[list[Image.Image], tuple[int, int]]:
         """Sources of a sample, and its (width, height): of a pair with this instruction where there is one.

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 FACTORS: dict[str, list[Any]] = {
-    "family": ["sd", "sdxl", "sd3", "flux", "flux2", "qwen_image", "z_image"],
+    "family": ["sd", "sdxl", "sd3", "flux", "flux2", "qwen_image", "z_image", "flux2_dev", "chroma", "krea2"],
     "method": ["lora", "dora", "full", "controlnet", "controlnet_lora"],
     "strategy": ["auto", "ddp", "npu_sparse", "npu_sparse_local", "zero_1", "zero_2", "zero_3"],
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
@@ -35,7 +35,7 @@ FACTORS: dict[str, list[Any]] = {
     "export": ["none", "kohya", "diffusers", "merge"],
 }
 U_NETS = ("sd", "sdxl")
-NO_CONTROLNET = ("flux2",)
+NO_CONTROLNET = ("flux2", "flux2_dev", "chroma", "krea2")
 CONTROL = ("controlnet", "controlnet_lora")
 SHARDED = ("zero_2", "zero_3")
 
@@ -52,6 +52,7 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "text_encoder": True}
         if family in NO_CONTROLNET:
             yield {"family": family, "method": "controlnet"}
+    yield {"family": "chroma", "checkpointing": True}  # diffusers' checkpointing leaves out its text's mask
     yield {"family": "sd3", "export": "kohya"}  # its layers have no other names than diffusers'
     yield {"optimizer": "AdamWScheduleFree", "rate": "cosine"}
     for strategy in ("zero_1", "zero_2", "zero_3"):

@@ -81,7 +81,13 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("base", [None, "nf4", pytest.param("int8", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "family",
-    ["flux", *(pytest.param(name, marks=pytest.mark.long) for name in ("z_image", "sd3", "flux2", "qwen_image"))],
+    [
+        "flux",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("z_image", "sd3", "flux2", "qwen_image", "chroma", "krea2")
+        ),
+    ],
 )
 def test_a_step_with_streamed_blocks_has_the_resident_ones_bits(
     family: str, base: str | None, memory: str | None, folder_of: Callable[[str], str]

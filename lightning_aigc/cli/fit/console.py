@@ -22,6 +22,7 @@ IGNORED_WARNINGS = (
     ".*Consider setting `persistent_workers.*",
     ".*local_dir_use_symlinks.*",  # diffusers' own use of the hub's client
     ".*torch.distributed.nn.functional.all_gather is deprecated.*",  # Lightning's own use
+    ".*`FluxPosEmbed` is deprecated.*",  # diffusers' own use, in Chroma
 )
 LEFT_OUT = re.compile(
     "Tip: |litlogger|TPU available: False|`Trainer.fit` stopped: `max_(steps|epochs)|Initializing distributed: "

@@ -55,6 +55,12 @@ LICENCES: dict[str, Licence] = {
     "Tongyi-MAI/Z-Image": APACHE,
     "Tongyi-MAI/Z-Image-Turbo": APACHE,
     "Qwen/Qwen-Image": APACHE,
+    "Qwen/Qwen-Image-Edit": APACHE,
+    "Qwen/Qwen-Image-Edit-2509": APACHE,
+    "Qwen/Qwen-Image-Edit-2511": APACHE,
+    "lodestones/Chroma1-HD": APACHE,
+    "black-forest-labs/FLUX.2-dev": _other("flux-dev-non-commercial-license", "black-forest-labs/FLUX.2-dev"),
+    "krea/Krea-2-Raw": _other("krea-2-community-license", "krea/Krea-2-Raw", "LICENSE.pdf"),
     **{
         base: _other("flux-1-dev-non-commercial-license", base)
         for base in ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-Kontext-dev")

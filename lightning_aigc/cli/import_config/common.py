@@ -74,8 +74,22 @@ FAMILIES_BY_NAME = {
     "z_image": "z_image",
     "qwen_image": "qwen_image",
     "qwen": "qwen_image",
+    "qwen_image_edit": "qwen_image_edit",
+    "qwen_image_edit_plus": "qwen_image_edit_plus",
+    "flux2_dev": "flux2_dev",
+    "chroma": "chroma",
+    "chroma1": "chroma",
+    "krea2": "krea2",
+    "krea_2": "krea2",
 }
 """Families here by the names that other trainers give them, in small letters."""
+FLAVOURS = {
+    "flux": ("flux_kontext",),
+    "flux2": ("flux2_dev",),
+    "qwen_image": ("qwen_image_edit", "qwen_image_edit_plus"),
+    "qwen_image_edit": ("qwen_image_edit_plus",),
+}
+"""Families that other trainers call flavours of one, told by the name of the base."""
 EIGHT_BIT = "in 32 bits: a LoRA's states are small"
 
 
@@ -97,8 +111,8 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
             raise ConfigError(
                 f"{found.path} trains {declared}, which does not train here; families here are {', '.join(FAMILIES)}"
             )
-        if found.family == "flux" and base is not None and _guessed_family(base) == "flux_kontext":
-            found.family = "flux_kontext"  # others call it a flavour of FLUX.1
+        if base is not None and _guessed_family(base) in FLAVOURS.get(found.family, ()):
+            found.family = _guessed_family(base)
     elif base is not None:
         try:
             of_base = find_base(base)

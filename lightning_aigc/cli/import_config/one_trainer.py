@@ -39,6 +39,8 @@ MODELS = {
     "FLUX_DEV_1": "flux",
     "FLUX_2": "flux2",
     "QWEN": "qwen_image",
+    "CHROMA_1": "chroma",
+    "KREA_2": "krea2",
     "Z_IMAGE": "z_image",
 }
 WINDOW = Unneeded("belongs to the program's window")

@@ -71,14 +71,17 @@ def _family_of_file(given: str, path: Path) -> Family:
 
 
 def _family_of_name(given: str) -> Family:
-    """The family that a hub id's name tells, else Stable Diffusion 1.5's. Raises: ConfigError for FLUX.2 but klein."""
+    """The family that a hub id's name tells, else Stable Diffusion 1.5's.
+
+    Raises: ConfigError for a FLUX.2 whose name does not tell which.
+    """
     name = given.casefold()
     known = FAMILIES.values()
     found = next((f for f in known if f.name_pattern is not None and re.search(f.name_pattern, name)), None)
     if found is None and "flux" in name:
         raise ConfigError(
-            f"--base {given} is a FLUX.2 that is not named klein, and of FLUX.2 only klein trains here; use"
-            f" {FAMILIES['flux2'].base}, or download it and give its folder"
+            f"--base {given} is a FLUX.2 that is named neither klein nor dev, which differ; use"
+            f" {FAMILIES['flux2'].base} or {FAMILIES['flux2_dev'].base}, or download it and give its folder"
         )
     return found or FAMILIES["sd"]
 

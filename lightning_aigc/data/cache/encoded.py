@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL.Image import Image, fromarray
 from torch import Tensor, nn, stack
 
 from lightning_aigc.data.cache.cache import (
@@ -21,7 +22,7 @@ from lightning_aigc.data.cache.cache import (
     cache_key,
     require_finite,
 )
-from lightning_aigc.data.cache.encoder import Encoder, MakesConditions, autoencoder_remedy
+from lightning_aigc.data.cache.encoder import SEEN_BY, Encoder, EncodesInstructions, MakesConditions, autoencoder_remedy
 from lightning_aigc.data.images.crop import Sample, crop_offset, load_pixels, load_source_pixels
 from lightning_aigc.data.loader.buckets import Placement
 from lightning_aigc.errors import DataError
@@ -251,10 +252,74 @@ class EmbeddingCache(EncodedTensors):
             keys = [self.keys[row] for row in rows]
             return self.cache.fill(keys, [0] * len(rows), encode, batch_size, title)
 
+    def rows(self, captions: Sequence[str], samples: Sequence[int], flips: Sequence[bool]) -> list[int]:
+        """The rows of a batch's captions."""
+        return [self.row_of[caption] for caption in captions]
+
     def entry(self, caption: str) -> Entry | None:
         """A caption's embeddings without their padding; None for one that is not here."""
         row = self.row_of.get(caption)
         return None if row is None else self.cache.read(self.keys[row])
+
+
+class InstructionCache(EncodedTensors):
+    """Embeddings of every instruction with the sources that its text encoder sees, mirrored ones among them."""
+
+    def __init__(
+        self, folder: Path, samples: Sequence[Sample], flips: bool, drops_captions: bool, identity: dict[str, str]
+    ) -> None:
+        self.samples = samples
+        self.instructions = [
+            (caption, number, flip)
+            for flip in ((False, True) if flips else (False,))
+            for number, sample in enumerate(samples)
+            for caption in dict.fromkeys((sample.caption, *([""] if drops_captions else [])))
+        ]
+        self.row_of = {instruction: row for row, instruction in enumerate(self.instructions)}
+        placed = {"vae": ""}  # the text encoder sees pixels
+        keys = [
+            cache_key(
+                caption=caption,
+                text=identity.get("text", ""),
+                seen_by=identity[SEEN_BY],
+                sources=[
+                    [source.content_sha256, _encoding(source.placement, flip, placed)]
+                    for source in samples[number].sources
+                ],
+            )
+            for caption, number, flip in self.instructions
+        ]
+        super().__init__(TensorCache(folder / "instructions"), keys, [0] * len(keys))
+
+    def rows(self, captions: Sequence[str], samples: Sequence[int], flips: Sequence[bool]) -> list[int]:
+        """The rows of a batch's captions, with the sources of these samples."""
+        return [self.row_of[instruction] for instruction in zip(captions, samples, flips, strict=True)]
+
+    def fill(self, encoder: Encoder, rows: list[int], batch_size: int, progress: bool) -> FillResult:
+        """Encode the given rows that are not on disk yet. Raises: DataError for a model that cannot."""
+        if not isinstance(encoder, EncodesInstructions):
+            raise DataError(f"{type(encoder).__name__} lacks encode_instructions; add it, as in data.cache.encoder")
+
+        def encode(positions: list[int]) -> list[Entry]:
+            chosen = [self.instructions[rows[position]] for position in positions]
+            sources = [self._sources(number, flip) for _, number, flip in chosen]
+            captions = [caption for caption, _, _ in chosen]
+            encoded = {name: t.cpu() for name, t in encoder.encode_instructions(captions, sources).items()}
+            for tensor in encoded.values():
+                for caption, row in zip(captions, tensor, strict=True):
+                    require_finite(row, f"the instruction {caption[:80]!r}", "check the text encoder's dtype")
+            return [without_padding({name: t[at] for name, t in encoded.items()}) for at in range(len(captions))]
+
+        title = "encoding instructions" if progress else None
+        with torch.no_grad():
+            keys = [self.keys[row] for row in rows]
+            return self.cache.fill(keys, [0] * len(rows), encode, batch_size, title)
+
+    def _sources(self, number: int, flip: bool) -> list[Image]:
+        sample = self.samples[number]
+        offset = crop_offset(sample.placement)
+        pixels = [load_source_pixels(sample, at, offset) for at in range(len(sample.sources))]
+        return [fromarray(np.ascontiguousarray(each[:, ::-1] if flip else each)) for each in pixels]
 
 
 def to_minus_one_to_one(pixels_BHW3: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from lightning_aigc._lightning import Trainer
 from lightning_aigc.data.cache.cache import Entry, FillResult
-from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache, SourceCache
-from lightning_aigc.data.cache.encoder import Encoder, can_cache_captions, frozen_text_setting, require_encoder
+from lightning_aigc.data.cache.encoded import EmbeddingCache, InstructionCache, LatentCache, SourceCache
+from lightning_aigc.data.cache.encoder import SEEN_BY, Encoder, can_cache_captions, frozen_text_setting, require_encoder
 from lightning_aigc.data.cache.resources import memory_bytes
 from lightning_aigc.data.images.crop import Sample
 from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.report.report import DataReport
 from lightning_aigc.errors import DataError
 
-Cache = LatentCache | SourceCache | EmbeddingCache
+TextCache = EmbeddingCache | InstructionCache
+Cache = LatentCache | SourceCache | TextCache
 _MEMORY_SHARE = 0.25  # of the machine's memory; caches up to this size are held in memory
 
 
@@ -35,7 +36,7 @@ class EncodedCaches:
     preserved: Callable[[str], str] | None = None
     """Function from a caption to another one that is wanted too, for preservation."""
     latents: LatentCache | None = None
-    embeddings: EmbeddingCache | None = None
+    embeddings: TextCache | None = None
     sources: SourceCache | None = None
 
     @property
@@ -67,7 +68,7 @@ class EncodedCaches:
             self.sources = SourceCache(self.folder, samples, self.flips, identity)
             lines.append(f"sources {self._fill(self.sources, encoder, rank, world_size, report)}")
         if self.wants_text:
-            self.embeddings = self._embeddings(samples, identity)
+            self.embeddings = self._texts(samples, identity)
             lines.append(f"text {self._fill(self.embeddings, encoder, rank, world_size, report)}")
         return [*lines, f"in {self.folder}"]
 
@@ -80,6 +81,11 @@ class EncodedCaches:
         trainer.strategy.barrier("texts")
         cache.fill(encoder, rows, self.batch_size, progress=False)
         return cache
+
+    def _texts(self, samples: Sequence[Sample], identity: dict[str, str]) -> TextCache:
+        if SEEN_BY not in identity or not samples:
+            return self._embeddings(samples, identity)
+        return InstructionCache(self.folder, samples, self.flips, self.drops_captions, identity)
 
     def _embeddings(self, samples: Sequence[Sample], identity: dict[str, str]) -> EmbeddingCache:
         captions = [sample.caption for sample in samples] + ([""] if self.drops_captions else [])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from PIL.Image import Image
 from torch import Tensor
 
 from lightning_aigc.errors import DataError
+
+SEEN_BY = "sources_seen_by"
+"""Entry of an identity whose text encoder sees the sources of an edit: the pipeline that shows them to it."""
 
 
 @runtime_checkable
@@ -39,6 +44,15 @@ class MakesConditions(Protocol):
 
     def make_conditions(self, pixels_B3HW: Tensor) -> Tensor | None:
         """Make conditions of pixels in -1..1, uint8 [B, C, H, W]; None where they are files."""
+        ...
+
+
+@runtime_checkable
+class EncodesInstructions(Protocol):
+    """Encodes instructions together with the sources of their edits, where its identity has `SEEN_BY`."""
+
+    def encode_instructions(self, captions: list[str], sources: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """Encode each caption with its sources, otherwise as `encode_captions`."""
         ...
 
 

@@ -96,6 +96,23 @@ def check_choices(given: dict[str, Any]) -> None:
         )
 
 
+def check_seen_sources(given: dict[str, Any], title: str) -> None:
+    """Check that the caches suit a text encoder that sees the sources of an edit, which `title` has.
+
+    Raises: DataError naming the argument.
+    """
+    if given["cache_latents"] and not given["cache_text_embeddings"]:
+        raise DataError(
+            f"{title}'s text encoder sees the source images, and data.init_args.cache_latents keeps their latents"
+            " alone; set data.init_args.cache_text_embeddings: true"
+        )
+    if given["cache_text_embeddings"] and not given["center_crop"]:
+        raise DataError(
+            f"{title}'s text encoder sees the source images, so that each random crop is a new text; set"
+            " data.init_args.center_crop: true"
+        )
+
+
 def check_trigger_word(word: str | None, shown: str) -> None:
     """Refuse a trigger word that a wrong encoding made: one accented letter, or a character that stands for damage.
 

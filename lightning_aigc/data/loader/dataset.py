@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_aigc.data.cache.encoded import EmbeddingCache, LatentCache, SourceCache, to_minus_one_to_one
+from lightning_aigc.data.cache.encoded import (
+    EmbeddingCache,
+    InstructionCache,
+    LatentCache,
+    SourceCache,
+    to_minus_one_to_one,
+)
 from lightning_aigc.data.captions.captions import shuffle_tags, trigger_tags
 from lightning_aigc.data.images.crop import (
     Sample,
@@ -61,7 +67,7 @@ class BatchDataset(Dataset[Batch]):
         sampler: BucketBatchSampler,
         has_masks: bool = False,
         latents: LatentCache | None = None,
-        embeddings: EmbeddingCache | None = None,
+        embeddings: EmbeddingCache | InstructionCache | None = None,
         preserved: Callable[[str], str] | None = None,
         sources: SourceCache | None = None,
     ) -> None:
@@ -97,7 +103,7 @@ class BatchDataset(Dataset[Batch]):
                 left_top[at] = torch.tensor(offset)
         batch: Batch = self._pictures(plan.samples, flips, left_top)
         if self.embeddings is not None:
-            batch |= self.embeddings.batch([self.embeddings.row_of[caption] for caption in captions])
+            batch |= self.embeddings.batch(self.embeddings.rows(captions, plan.samples, flips))
         left_B = torch.where(torch.tensor(flips), self._spare_x[chosen] - left_top[:, 0], left_top[:, 0])
         batch["captions"] = captions
         if self.preserved is not None:
@@ -105,7 +111,9 @@ class BatchDataset(Dataset[Batch]):
             held = [self.preserved(self.samples[index].caption) for index in plan.samples[: plan.user_count]]
             batch["preserved_captions"] = held
             if self.embeddings is not None:
-                entries = self.embeddings.batch([self.embeddings.row_of[caption] for caption in held])
+                entries = self.embeddings.batch(
+                    self.embeddings.rows(held, plan.samples[: len(held)], flips[: len(held)])
+                )
                 batch |= {f"preserved_{name}": value for name, value in entries.items()}
         batch["is_prior"] = torch.arange(len(captions)) >= plan.user_count
         batch["original_size"] = self._original_size[chosen]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -49,6 +49,10 @@ class Components:
     """The folder, file or hub id as the user gave it."""
     zeros_for_empty: bool = False
     """Whether the pipeline takes zeros for a prompt that is not given, as SDXL's does by its config."""
+    pipeline_options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the family's `pipeline_options`."""
+    processor: Any = None
+    """The preparation of images and text for a text encoder that sees images."""
     stored_texts: TextSource | None = None
     """Embeddings that replace freed text encoders."""
 
@@ -161,6 +165,8 @@ class Family(ABC):
     """diffusers' class, as `model_index.json` names it."""
     folders: ClassVar[tuple[str, ...]]
     """The folders that a pipeline must have."""
+    pipeline_options: ClassVar[tuple[str, ...]] = ()
+    """Entries of `model_index.json` that are arguments of the pipeline, and no folders."""
     optional_folders: ClassVar[tuple[str, ...]] = ()
     """Folders of diffusers' pipeline that may be absent."""
     denoiser_name: ClassVar[str]
@@ -186,6 +192,8 @@ class Family(ABC):
     """Whether cached captions are encoded before the denoiser is loaded, because both would not fit in memory."""
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75}
     """By tokenizer, the most caption tokens that its encoder reads."""
+    checkpointing_fault: ClassVar[str | None] = None
+    """The reason why diffusers' `gradient_checkpointing` would train another function; None where it does not."""
     draws_latents: ClassVar[bool] = True
     """Whether training samples the autoencoder's distribution or takes its mean, as diffusers' script."""
     control: ClassVar[Control | None] = None
@@ -194,6 +202,8 @@ class Family(ABC):
     """Most images that an edit of this family starts from; 0 where it draws from text alone."""
     needs_sources: ClassVar[bool] = False
     """Whether every image is an edit."""
+    text_sees_sources: ClassVar[bool] = False
+    """Whether the text encoder reads an instruction together with the sources of its edit."""
     edit_pipeline: ClassVar[str | None] = None
     """diffusers' class that edits with this family; None where there is none."""
     edits_in_batches: ClassVar[bool] = True
@@ -249,10 +259,19 @@ class Family(ABC):
         """The scheduler for sampling."""
 
     @abstractmethod
-    def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def encode_prompts(
+        self,
+        components: Components,
+        prompts: list[str],
+        device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
+    ) -> dict[str, Tensor]:
         """Encode to `prompt_embeds` [B, T, D] and the denoiser's other inputs, as the family's pipeline does.
 
         Where captions have unequal lengths, `prompt_lengths` int64 [B] counts the tokens that are not padding.
+
+        Args:
+            sources: Those of each prompt, for a family with `text_sees_sources`.
         """
 
     # Latents ---------------------------------------------------------------------------------------------------------
@@ -312,8 +331,9 @@ class Family(ABC):
         negative_prompts: list[str] | None,
         guidance_scale: float,
         device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
     ) -> dict[str, Any]:
-        """The pipeline's arguments for prompts and guidance."""
+        """The pipeline's arguments for prompts and guidance; `sources` as in `encode_prompts`."""
         return {"prompt": prompts, "negative_prompt": negative_prompts, "guidance_scale": guidance_scale}
 
     def source_arguments(

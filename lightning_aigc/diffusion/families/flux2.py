@@ -1,4 +1,4 @@
-"""FLUX.2 klein: latents of 2 x 2 pixels in their channels, normalised by the autoencoder's own statistics.
+"""FLUX.2 klein and dev: latents of 2 x 2 pixels in their channels, normalised by the autoencoder's own statistics.
 
 Legend: B batch, C channels, H and W latent height and width, N image tokens, T text tokens.
 """
@@ -16,6 +16,7 @@ from lightning_aigc.diffusion.families.family import Components, StepMemory
 from lightning_aigc.diffusion.families.tokens import check_divides, sources_of
 from lightning_aigc.diffusion.families.transformer_control import ConditionEncoder
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
+from lightning_aigc.errors import ModelError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,7 +38,7 @@ class Flux2Klein(TransformerFamily):
     title = "FLUX.2 klein"
     base = "black-forest-labs/FLUX.2-klein-base-4B"
     name_pattern = r"^(?!.*(qwen.?image|(?<![a-z])z.?image)).*klein"
-    header_patterns: ClassVar[Mapping[str, str]] = {"flux2": r"flux2"}
+    header_patterns: ClassVar[Mapping[str, str]] = {"flux2": r"flux2(?!dev)"}
     shipped_config = "flux2_klein_lora.yaml"
     step_memory = StepMemory("FLUX.2 klein 4B", {None: 9.5, "int8": 6.1, "nf4": 4.3}, tokens=4000)
     pipeline = "Flux2KleinPipeline"
@@ -87,7 +88,7 @@ class Flux2Klein(TransformerFamily):
     }
     swapped_halves: ClassVar[tuple[str, ...]] = ("norm_out.linear",)
     widening: ClassVar[Mapping[str, int]] = {"linear_in": 6, "attn.to_qkv_mlp_proj": 9}
-    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8), (6144, 8)})
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(3072, 5), (4096, 8)})
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
     max_sources = MOST_REFERENCES
@@ -143,6 +144,92 @@ class Flux2Klein(TransformerFamily):
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
     ) -> bool:
         return bool(index.get("is_distilled"))
+
+
+class Flux2Dev(TransformerFamily):
+    """Hidden states of three layers of Mistral, 512 tokens for every caption; its guidance is an input."""
+
+    name = "flux2_dev"
+    title = "FLUX.2 dev"
+    base = "black-forest-labs/FLUX.2-dev"
+    name_pattern = r"^(?!.*klein).*flux.?2.?dev"
+    header_patterns: ClassVar[Mapping[str, str]] = {"flux2_dev": r"flux2dev"}
+    shipped_config = Flux2Klein.shipped_config
+    step_memory = StepMemory("FLUX.2 dev", {None: 67.2, "int8": 39.0, "nf4": 24.0}, tokens=4000)
+    pipeline = "Flux2Pipeline"
+    folders = Flux2Klein.folders
+    lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux2Klein.lora_layers
+    original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux2Klein.original_layers
+    original_names: ClassVar[Mapping[str, str]] = Flux2Klein.original_names
+    swapped_halves: ClassVar[tuple[str, ...]] = Flux2Klein.swapped_halves
+    widening: ClassVar[Mapping[str, int]] = Flux2Klein.widening
+    negative_prompt = None
+    published_sizes: ClassVar[frozenset[tuple[int, int]]] = frozenset({(6144, 8)})
+    caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 460}  # 512 with the system message, of about 50
+    modelspec = "flux-2-dev"
+    max_sources = MOST_REFERENCES
+    edit_pipeline = "Flux2Pipeline"
+    edits_in_batches = False
+    draws_latents = False
+
+    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+        return {"prompt_embeds": pipeline.encode_prompt(prompts, device=device)[0]}
+
+    def sampling_arguments(
+        self,
+        components: Components,
+        prompts: list[str],
+        negative_prompts: list[str] | None,
+        guidance_scale: float,
+        device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
+    ) -> dict[str, Any]:
+        if negative_prompts is not None:
+            raise ModelError(f"{self.title} is told its guidance and takes no negative prompt; leave it out")
+        return super().sampling_arguments(components, prompts, None, guidance_scale, device)
+
+    def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
+        return normalized(vae, latents_BCHW, self.pixels_per_latent(vae))
+
+    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
+        patches = sampled.transpose(1, 2).reshape(len(sampled), -1, height // 2, width // 2)
+        mean, std = statistics(vae, patches)
+        pixels = (patches * std + mean).reshape(len(sampled), -1, 2, 2, height // 2, width // 2)
+        return pixels.permute(0, 1, 4, 2, 5, 3).reshape(len(sampled), -1, height, width)
+
+    def velocity(
+        self,
+        denoiser: nn.Module,
+        noisy_BCHW: Tensor,
+        timesteps_B: Tensor,
+        condition: Mapping[str, Tensor],
+        guidance: float = 1.0,
+        residuals: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        return flux2_velocity(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
+
+    def source_arguments(
+        self,
+        pipeline: Any,
+        components: Components,
+        images: Sequence[Sequence[Image]],
+        latents: Sequence[Tensor],
+        size: tuple[int, int],
+    ) -> dict[str, Any]:
+        return reference_arguments(pipeline, components, images)
+
+    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
+        channels = vae_config.get("latent_channels")
+        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
+
+    def size_step(self, denoiser: Any, vae: Any) -> int:
+        return 2 * self.pixels_per_latent(vae)
+
+    def patch_size(self, denoiser: Any) -> int:
+        return 1  # of scaled latents, which hold 2 x 2 pixels
+
+    def mu(self, config: Mapping[str, Any], tokens: int) -> float:
+        return mu_of_many_steps(tokens)
 
 
 def flux2_velocity(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families import qwen_autoencoder
 from lightning_aigc.diffusion.families.family import StepMemory
-from lightning_aigc.diffusion.families.tokens import pack, pad_texts, unpack
+from lightning_aigc.diffusion.families.tokens import pack_with_sources, pad_texts, sources_of
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
@@ -30,8 +31,8 @@ class QwenImage(TransformerFamily):
     name = "qwen_image"
     title = "Qwen-Image"
     base = "Qwen/Qwen-Image"
-    name_pattern = r"qwen.?image"
-    header_patterns: ClassVar[Mapping[str, str]] = {"qwen_image": r"qwenimage"}
+    name_pattern = r"qwen.?image(?!.*edit)"
+    header_patterns: ClassVar[Mapping[str, str]] = {"qwen_image": r"qwenimage(?!edit)"}
     pipeline = "QwenImagePipeline"
     folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention": ATTENTION, "feed_forward": FEED_FORWARD}
@@ -53,38 +54,21 @@ class QwenImage(TransformerFamily):
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 1024}
     modelspec = "qwen-image"
 
+    pixels_per_latent = qwen_autoencoder.pixels_per_latent
+    encode = qwen_autoencoder.encode
+    decode = qwen_autoencoder.decode
+    scale = qwen_autoencoder.scale
+    unscale = qwen_autoencoder.unscale
+    tokens = qwen_autoencoder.tokens
+    latents_of = qwen_autoencoder.latents_of
+    channels_read = qwen_autoencoder.channels_read
+    patch_size = qwen_autoencoder.patch_size
+
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         embeddings_BTD, mask_BT = pipeline.encode_prompt(prompts, device=device)
         if mask_BT is None:  # all are as long
             return pad_texts(list(embeddings_BTD))
         return {"prompt_embeds": embeddings_BTD, "prompt_lengths": mask_BT.sum(dim=1)}
-
-    def pixels_per_latent(self, vae: Any) -> int:
-        return int(2 ** len(vae.config.temperal_downsample))
-
-    def encode(self, vae: Any, pixels_B3HW: Tensor) -> Tensor:
-        return super().encode(vae, pixels_B3HW.unsqueeze(2)).squeeze(2)
-
-    def decode(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        return super().decode(vae, latents_BCHW.unsqueeze(2))[:, :, 0]
-
-    def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        mean, inverse_std = self._statistics(vae, latents_BCHW)
-        return (latents_BCHW - mean) * inverse_std
-
-    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
-        mean, inverse_std = self._statistics(vae, sampled)
-        return unpack(sampled, height, width) / inverse_std + mean
-
-    def _statistics(self, vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
-        return mean.to(like.device, like.dtype), (1.0 / std).to(like.device, like.dtype)
-
-    def tokens(self, latents_BCHW: Tensor) -> Tensor:
-        return pack(latents_BCHW)
-
-    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
-        return unpack(answer, height, width)
 
     def inputs(
         self,
@@ -94,33 +78,42 @@ class QwenImage(TransformerFamily):
         condition: Mapping[str, Tensor],
         guidance: float,
     ) -> dict[str, Any]:
-        dtype = weights_dtype(network)
-        height, width = noisy_BCHW.shape[-2:]
-        lengths = condition["prompt_lengths"].tolist()
-        mask_BT = _mask(max(lengths), condition["prompt_lengths"])
-        has_guidance = getattr(network.config, "guidance_embeds", False)  # which a ControlNet never reads
-        return {
-            "hidden_states": pack(noisy_BCHW).to(dtype),
-            "timestep": timesteps_B / 1000,
-            **({"guidance": torch.full_like(timesteps_B, guidance)} if has_guidance else {}),
-            "encoder_hidden_states": condition["prompt_embeds"][:, : max(lengths)].to(dtype),
-            # Attention without a mask is faster.
-            "encoder_hidden_states_mask": None if min(lengths) == max(lengths) else mask_BT,
-            "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy_BCHW),
-        }
-
-    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        channels = vae_config.get("z_dim")
-        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
-
-    def patch_size(self, denoiser: Any) -> int:
-        return 2
+        return qwen_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
 
     def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
-        embeddings_BTD, lengths_B = condition["prompt_embeds"], condition["prompt_lengths"]
-        return {"prompt_embeds": embeddings_BTD, "prompt_embeds_mask": _mask(embeddings_BTD.shape[1], lengths_B)}
+        return text_arguments(condition)
 
 
-def _mask(tokens: int, lengths_B: Tensor) -> Tensor:
+def qwen_inputs(
+    network: nn.Module,
+    noisy_BCHW: Tensor,
+    timesteps_B: Tensor,
+    condition: Mapping[str, Tensor],
+    guidance: float,
+) -> dict[str, Any]:
+    """The arguments of Qwen-Image's transformer, with the tokens of an edit's sources behind the noisy ones."""
+    dtype = weights_dtype(network)
+    sizes = [each.shape[-2:] for each in (noisy_BCHW, *sources_of(condition))]
+    lengths = condition["prompt_lengths"].tolist()
+    mask_BT = text_mask(max(lengths), condition["prompt_lengths"])
+    has_guidance = getattr(network.config, "guidance_embeds", False)  # which a ControlNet never reads
+    return {
+        "hidden_states": pack_with_sources(noisy_BCHW, condition).to(dtype),
+        "timestep": timesteps_B / 1000,
+        **({"guidance": torch.full_like(timesteps_B, guidance)} if has_guidance else {}),
+        "encoder_hidden_states": condition["prompt_embeds"][:, : max(lengths)].to(dtype),
+        # Attention without a mask is faster.
+        "encoder_hidden_states_mask": None if min(lengths) == max(lengths) else mask_BT,
+        "img_shapes": [[(1, height // 2, width // 2) for height, width in sizes]] * len(noisy_BCHW),
+    }
+
+
+def text_arguments(condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The pipelines' arguments for padded embeddings."""
+    embeddings_BTD, lengths_B = condition["prompt_embeds"], condition["prompt_lengths"]
+    return {"prompt_embeds": embeddings_BTD, "prompt_embeds_mask": text_mask(embeddings_BTD.shape[1], lengths_B)}
+
+
+def text_mask(tokens: int, lengths_B: Tensor) -> Tensor:
     """1 for text and 0 for padding, int64 [B, T]."""
     return (torch.arange(tokens, device=lengths_B.device) < lengths_B[:, None]).long()

@@ -19,6 +19,7 @@ from lightning_aigc.diffusion.objectives import DDPM, Objective, ObjectiveSettin
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from PIL.Image import Image
 
 NOT_RUN = "not run on this chip yet"
 INT8 = "the frozen U-Net in 8 bits; no loss was seen (docs/quantized_base.md)"
@@ -153,7 +154,13 @@ class StableDiffusion(Family):
 
         return DDIMScheduler.from_config(config, clip_sample=False)
 
-    def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def encode_prompts(
+        self,
+        components: Components,
+        prompts: list[str],
+        device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
+    ) -> dict[str, Tensor]:
         outputs = []
         for tokenizer, encoder in zip(components.tokenizers, components.text_encoders, strict=True):
             encoder = encoder.to(device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families.family import Components, Family
-from lightning_aigc.diffusion.families.tokens import check_divides, sources_of
+from lightning_aigc.diffusion.families.tokens import check_divides, pad_texts, sources_of
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.objectives import Flow, Objective, ObjectiveSettings
 from lightning_aigc.diffusion.objectives.flow import linear_mu
@@ -26,6 +25,7 @@ from lightning_aigc.errors import ModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from PIL.Image import Image
 
 NO_SOURCES = (
     "edits images, and there are none to start from; set data.init_args.source_data_dir to a folder with a source for"
@@ -146,6 +146,9 @@ class TransformerFamily(Family):
         for kind, present in (("text_encoder", components.text_encoders), ("tokenizer", components.tokenizers)):
             names = [name for name in known if name.startswith(kind)]
             given |= dict(itertools.zip_longest(names, present))
+        given |= components.pipeline_options
+        if "processor" in known:
+            given["processor"] = components.processor
         pipeline = getattr(diffusers, self.pipeline)(**given)
         if controlnet is not None:
             assert self.control is not None
@@ -158,18 +161,35 @@ class TransformerFamily(Family):
 
         return FlowMatchEulerDiscreteScheduler.from_config(config)
 
-    def encode_prompts(self, components: Components, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def encode_prompts(
+        self,
+        components: Components,
+        prompts: list[str],
+        device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
+    ) -> dict[str, Tensor]:
         if components.stored_texts is not None:
             return components.stored_texts.encode(prompts, device)
         for encoder in components.text_encoders:
             encoder.to(device)
         pipeline = self.make_pipeline(components, scheduler=None)
         with torch.no_grad(), float32_region(device):
-            return self.encode_with(pipeline, list(prompts), device)
+            if not self.text_sees_sources:
+                return self.encode_with(pipeline, list(prompts), device)
+            if sources is None:
+                raise ModelError(f"{self.title} {NO_SOURCES}")
+            pairs = zip(prompts, sources, strict=True)
+            return pad_texts([self.encode_instruction(pipeline, text, images, device) for text, images in pairs])
 
-    @abstractmethod
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         """The result of `encode_prompts`, from the family's pipeline."""
+        raise NotImplementedError
+
+    def encode_instruction(
+        self, pipeline: Any, instruction: str, sources: Sequence[Image], device: torch.device
+    ) -> Tensor:
+        """Embeddings [T, D] of an instruction and the sources of its edit, for a family with `text_sees_sources`."""
+        raise NotImplementedError
 
     def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
         """The pipeline's arguments for the result of `encode_prompts`."""
@@ -182,12 +202,14 @@ class TransformerFamily(Family):
         negative_prompts: list[str] | None,
         guidance_scale: float,
         device: torch.device,
+        sources: Sequence[Sequence[Image]] | None = None,
     ) -> dict[str, Any]:
-        given = self.embedding_arguments(self.encode_prompts(components, prompts, device))
+        given = self.embedding_arguments(self.encode_prompts(components, prompts, device, sources))
         if negative_prompts is None and self.negative_prompt is not None:
             negative_prompts = [self.negative_prompt] * len(prompts)
         if negative_prompts is not None:
-            negative = self.embedding_arguments(self.encode_prompts(components, negative_prompts, device))
+            encoded = self.encode_prompts(components, negative_prompts, device, sources)
+            negative = self.embedding_arguments(encoded)
             given |= {f"negative_{name}": value for name, value in negative.items()}
         return {**given, self.guidance_argument: guidance_scale}
 

@@ -235,8 +235,8 @@ class LoRA(Method):
 class DiffusionLoRA(DiffusionTraining):
     """Fine-tunes a diffusion model on a set of images by training a LoRA through peft.
 
-    The family is read from the pipeline: Stable Diffusion 1.x, 2.x and SDXL, Stable Diffusion 3 and 3.5, FLUX.1, FLUX.2
-    klein, Z-Image and Qwen-Image (docs/diffusion_transformers.md).
+    The family is read from the pipeline: Stable Diffusion 1.x, 2.x and SDXL, Stable Diffusion 3 and 3.5, FLUX.1,
+    FLUX.2, Z-Image, Qwen-Image, Chroma and Krea 2 (docs/diffusion_transformers.md, docs/edit.md).
 
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a single `.safetensors` checkpoint of

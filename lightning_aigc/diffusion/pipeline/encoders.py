@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL.Image import Image, fromarray
 from torch import Tensor
 
-from lightning_aigc.data.cache.encoder import autoencoder_remedy
+from lightning_aigc.data.cache.encoder import SEEN_BY, autoencoder_remedy
 from lightning_aigc.devices import float32_region
 from lightning_aigc.diffusion.families import Components, Family
 from lightning_aigc.diffusion.families.tokens import source_name
@@ -17,6 +18,12 @@ from lightning_aigc.diffusion.pipeline.loading import fingerprint
 from lightning_aigc.errors import ModelError
 
 PIXELS_ENCODED_AT_ONCE = 512 * 512
+
+
+def seen_sources(sources: Sequence[Tensor]) -> list[list[Image]]:
+    """The sources of each example as images, from pixels [B, 3, h, w] in -1..1 by number."""
+    shown = [each.add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy() for each in sources]
+    return [[fromarray(pixels) for pixels in of_example] for of_example in zip(*shown, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class FrozenEncoders:
             return {**pictures, "text": components.stored_texts.identity}
         text = "+".join(fingerprint(e) for e in components.text_encoders)
         empty = "-zeros" if components.zeros_for_empty else ""
-        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}{empty}"}
+        seen = {SEEN_BY: self.family.pipeline} if self.family.text_sees_sources else {}
+        return {**pictures, "text": f"{text}-{components.text_encoders[0].dtype}{empty}", **seen}
 
     @torch.no_grad()
     def encode_pixels(self, pixels_B3HW: Tensor) -> Tensor:
@@ -64,9 +72,14 @@ class FrozenEncoders:
         return torch.cat(decoded).float().div(2).add(0.5).clamp(0, 1).cpu()
 
     @torch.no_grad()
-    def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Encode captions to `prompt_embeds` [B, T, D], and the denoiser's other inputs."""
-        return self.family.encode_prompts(self.components, list(captions), self.device)
+    def encode_captions(
+        self, captions: Sequence[str], sources: Sequence[Sequence[Image]] | None = None
+    ) -> dict[str, Tensor]:
+        """Encode captions to `prompt_embeds` [B, T, D], and the denoiser's other inputs.
+
+        sources: those of each caption, for a family whose text encoder sees them.
+        """
+        return self.family.encode_prompts(self.components, list(captions), self.device, sources)
 
     def latents(self, batch: dict[str, Any], draw: Callable[[Tensor], Tensor] = torch.randn_like) -> Tensor:
         """Sample the batch's latents [B, C, H, W], scaled as the denoiser expects, from cached moments or images.
@@ -81,10 +94,11 @@ class FrozenEncoders:
     def condition(self, batch: dict[str, Any], *, with_gradients: bool) -> dict[str, Tensor]:
         """The batch's text embeddings, cached or encoded from its captions, and the sources of an edit."""
         if "prompt_embeds" in batch:
-            keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths")
+            keys = ("prompt_embeds", "pooled_prompt_embeds", "prompt_lengths", "prompt_attention_mask")
             return {k: batch[k].to(self.device) for k in keys if k in batch} | self.sources(batch)
         with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
-            texts = self.family.encode_prompts(self.components, batch["captions"], self.device)
+            seen = seen_sources(batch["sources"]) if self.family.text_sees_sources and "sources" in batch else None
+            texts = self.family.encode_prompts(self.components, batch["captions"], self.device, seen)
         return texts | self.sources(batch)
 
     def sources(self, batch: dict[str, Any]) -> dict[str, Tensor]:

@@ -163,7 +163,8 @@ def generate(
             generators = [torch.Generator("cpu").manual_seed(seeds[row]) for row in rows]
             chosen = [prompts[row] for row in rows]
             negative = None if negative_prompt is None else [negative_prompt] * len(chosen)
-            extra = family.sampling_arguments(components, chosen, negative, guidance_scale, device)
+            seen = [edit.sources[row] for row in rows] if edit is not None and family.text_sees_sources else None
+            extra = family.sampling_arguments(components, chosen, negative, guidance_scale, device, seen)
             # Stored embeddings keep their dtype where their text encoders are gone.
             texts = {
                 v.dtype for k, v in extra.items() if "embeds" in k and isinstance(v, Tensor) and v.is_floating_point()

@@ -179,6 +179,8 @@ def _load(
         text_encoders=tuple(e for e in encoders if e is not None),
         tokenizers=tuple(t for t in tokenizers if t is not None),
         scheduler_config=pipeline.scheduler.config,
+        pipeline_options={name: pipeline.config[name] for name in family.pipeline_options},
+        processor=getattr(pipeline, "processor", None),
         source=name_or_path,
         zeros_for_empty=bool(pipeline.config.get("force_zeros_for_empty_prompt", False)),
     )

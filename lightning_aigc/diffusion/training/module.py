@@ -148,7 +148,7 @@ class DiffusionTraining(LightningModule):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
         method.check(self.settings, family)
         if family is not None:
-            self.settings.check_objective(family.title, is_flow=family.is_flow)
+            self._check_settings(family)
         for no_images in ("You defined a `validation_step` but have no `val_dataloader`", "Total length of `list`"):
             warnings.filterwarnings("ignore", no_images)  # holding none out is a choice, and the default
 
@@ -264,10 +264,13 @@ class DiffusionTraining(LightningModule):
         if isinstance(data, HasEditSources) and self.trainer.state.fn != TrainerFn.PREDICTING:
             count = data.sources_per_image
             if count or not is_file:
-                self.method.check_sources(self._family(), settings, count)
+                known = self._family()
+                self.method.check_sources(known, settings, count)
+                if known.text_sees_sources:
+                    data.check_seen_sources(known.title)
         components = self._load()
         family = components.family
-        settings.check_objective(family.title, is_flow=family.is_flow)
+        self._check_settings(family)
         self.method.check(settings, family)
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.PREDICTING:
             check_image_sizes(components, self._trainer.datamodule)  # type: ignore[attr-defined]
@@ -293,6 +296,16 @@ class DiffusionTraining(LightningModule):
             from diffusers.training_utils import EMAModel
 
             self.ema = EMAModel(self.trainable_parameters(), decay=settings.ema_decay, use_ema_warmup=True, power=3 / 4)
+
+    def _check_settings(self, family: Family) -> None:
+        """Raise ModelError for a setting that this family has no use for, or that would train another function."""
+        self.settings.check_objective(family.title, is_flow=family.is_flow)
+        if self.settings.gradient_checkpointing and family.checkpointing_fault is not None:
+            raise ModelError(
+                f"model.init_args.gradient_checkpointing is wrong for {family.title} in diffusers:"
+                f" {family.checkpointing_fault}; set gradient_checkpointing: false, and memory: lean or max of"
+                " FusedBackwardPrecision, which recompute the same function"
+            )
 
     def _load(self) -> Components:
         data: Any = self._trainer.datamodule if self._trainer is not None else None  # type: ignore[attr-defined]
@@ -399,6 +412,10 @@ class DiffusionTraining(LightningModule):
     def encode_captions(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Encode captions to `prompt_embeds` [B, T, D], and the denoiser's other inputs."""
         return self.encoders.encode_captions(captions)
+
+    def encode_instructions(self, captions: Sequence[str], sources: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """data.cache.encoder.EncodesInstructions: encode captions together with the sources of their edits."""
+        return self.encoders.encode_captions(captions, sources)
 
     def can_cache_captions(self) -> bool:
         """False if the text encoders are trained."""

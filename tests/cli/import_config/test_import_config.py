@@ -298,11 +298,25 @@ BASES = {
     "flux2": "black-forest-labs/FLUX.2-klein-base-4B",
     "z_image": "Tongyi-MAI/Z-Image",
     "qwen_image": "Qwen/Qwen-Image",
+    "qwen_image_edit": "Qwen/Qwen-Image-Edit",
+    "qwen_image_edit_plus": "Qwen/Qwen-Image-Edit-2511",
+    "flux2_dev": "black-forest-labs/FLUX.2-dev",
+    "chroma": "lodestones/Chroma1-HD",
+    "krea2": "krea/Krea-2-Raw",
 }
 TYPES = {
     "sd": "STABLE_DIFFUSION_15", "sdxl": "STABLE_DIFFUSION_XL_10_BASE", "sd3": "STABLE_DIFFUSION_35",
     "flux": "FLUX_DEV_1", "flux_kontext": "FLUX_DEV_1", "flux2": "FLUX_2", "z_image": "Z_IMAGE", "qwen_image": "QWEN",
+    "qwen_image_edit": "QWEN", "qwen_image_edit_plus": "QWEN", "flux2_dev": "FLUX_2", "chroma": "CHROMA_1",
+    "krea2": "KREA_2",
 }  # fmt: skip
+
+
+FLAVOURS = {
+    "sd": "sd1x", "flux_kontext": "flux", "flux2_dev": "flux2", "qwen_image_edit": "qwen_image",
+    "qwen_image_edit_plus": "qwen_image",
+}  # fmt: skip
+"""SimpleTuner's names of families that it has as flavours of another."""
 
 
 def minimal(program: str, family: str) -> dict[str, Any]:
@@ -317,7 +331,7 @@ def minimal(program: str, family: str) -> dict[str, Any]:
         return {"training_method": "LORA", "model_type": TYPES[family], "base_model_name": base}
     if program == "SimpleTuner":
         of_base = {
-            "model_family": {"sd": "sd1x", "flux_kontext": "flux"}.get(family, family),
+            "model_family": FLAVOURS.get(family, family),
             "pretrained_model_name_or_path": base,
         }
         return {"model_type": "lora", "flow_schedule_shift": 3} | of_base
@@ -457,7 +471,7 @@ def test_a_misspelt_key_is_named_with_the_nearest(folder: Path) -> None:
         (
             "job: extension\nconfig: {name: x, process: [{network: {type: lora}, model: {arch: wan21}}]}",
             "a.yaml",
-            "a.yaml trains wan21, which does not train here; families here are flux",
+            "a.yaml trains wan21, which does not train here; families here are chroma",
         ),
         ("job: extension\nconfig: {name: x}", "a.yaml", "config.process must be a list of one training"),
         (

@@ -197,7 +197,7 @@ def test_each_mistake_is_one_sentence_and_writes_nothing(command: Command, tmp_p
         ((photos, "-o", photos), "is a folder"),
         (
             (photos, "-o", new, "--base", "nonsense"),
-            "flux, flux2, flux_kontext, qwen_image, sd15, sdxl, sd3, z_image or a path",
+            "use chroma, flux, flux2, flux2_dev, flux_kontext, krea2, qwen_image, qwen_image_edit, ",
         ),
         ((photos, "-o", new, "--base", tmp_path / "empty"), "model_index.json"),
         ((photos, "-o", new, "--base", tmp_path / "mine.yaml"), "checkpoint"),

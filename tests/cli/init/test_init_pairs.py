@@ -86,7 +86,7 @@ def test_pairs_that_a_table_lists_are_recognised(command: Any, tmp_path: Path, p
 
 def test_pairs_for_a_base_that_takes_none_name_those_that_do(command: Any, tmp_path: Path, pairs: Path) -> None:
     said = command("init", pairs, "-o", tmp_path / "my.yaml", "--base", "sd15", "--card", "8gb")
-    assert said.code != 0 and "draws from text alone; use --base flux2, flux_kontext, sd3" in said.err
+    assert said.code != 0 and "draws from text alone; use --base flux2, flux2_dev, flux_kontext, qwen_i" in said.err
     assert {"flux2", "flux_kontext", "sd3"} <= set(SHORT)
 
 

@@ -142,7 +142,9 @@ def test_a_base_that_waits_in_host_memory_says_how_much_and_what_is_assumed(
 def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
     models = {"sd3": "sd35", "flux2": "klein"}
     read = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    rows = {(row["model"], row["variant"]): row for row in read if row["pixels"] == 1024}
+    stepped = [row for row in read if row["pixels"] == 1024 and "peak_mib" in row]
+    rows = {(row["model"], row["variant"]): row for row in stepped}
+    weights = {(row["model"], row["variant"]): row["weights_mib"] for row in read if "peak_mib" not in row}
     for family in TRANSFORMERS:
         counted = TRANSFORMERS[family].step_memory
         assert counted is not None
@@ -152,6 +154,9 @@ def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
                 (with_source,) = (row for row in read if (row["model"], row["pixels"]) == ("flux", 1456))
                 activations = with_source["peak_mib"] - with_source["resident_mib"]
                 peak = rows["flux", variant]["resident_mib"] + activations
+            elif "blocks" in rows.get((family, "max"), {}):  # counted by blocks, and its weights in each format
+                of = family.removesuffix("_plus")
+                peak = rows[family, "max"]["peak_mib"] + weights[of, variant] - weights[of, "max"]
             else:
                 row = rows[models.get(family, family), variant]
                 peak = row["peak_mib"]
@@ -178,6 +183,7 @@ def test_an_npu_is_named_in_the_config(command: Command, tmp_path: Path, photos:
     [
         *((name, family.name) for name, family in SHORT.items()),
         *((family.base, name) for name, family in TRANSFORMERS.items()),
+        ("Qwen/Qwen-Image-Edit-2509", "qwen_image_edit_plus"), ("Qwen/Qwen-Image-2512", "qwen_image"),
         ("stabilityai/stable-diffusion-3-medium-diffusers", "sd3"), ("someone/sd3.5-large-mine", "sd3"),
         ("black-forest-labs/FLUX.1-Krea-dev", "flux"), ("someone/flux-2024-style", "flux"),
         ("someone/blitz-images", "sd"), ("stabilityai/stable-diffusion-2-1", "sd"), ("someone/xl-thing", "sdxl"),
@@ -195,7 +201,9 @@ def test_a_name_tells_the_family(given: str, family: str) -> None:
         ("black-forest-labs/FLUX.1-schnell", "by its name a distilled model"),
         ("black-forest-labs/FLUX.2-klein-4B", "such as black-forest-labs/FLUX.2-klein-base-4B"),
         ("stabilityai/stable-diffusion-3.5-large-turbo", "by its name a distilled model"),
-        ("black-forest-labs/FLUX.2-dev", "of FLUX.2 only klein trains here"),
+        ("someone/FLUX.2-style", "a FLUX.2 that is named neither klein nor dev, which differ"),
+        ("krea/Krea-2-Turbo", "by its name a distilled model"),
+        ("lodestones/Chroma1-Flash", "by its name a distilled model"),
     ],
 )
 def test_a_hub_id_that_does_not_train_is_one_sentence_at_once(given: str, said: str) -> None:
@@ -220,7 +228,7 @@ def test_a_folder_that_does_not_train_is_one_sentence(
     for base, says in (
         (
             unknown,
-            "is a SanaPipeline; known are FluxPipeline, Flux2KleinPipeline, FluxKontextPipeline, QwenImagePipeline",
+            "is a SanaPipeline; known are ChromaPipeline, FluxPipeline, Flux2KleinPipeline, Flux2Pipeline, FluxKon",
         ),
         (distilled, "by its configuration a distilled model"),
         (sizeless, "do not say at which size it was trained"),

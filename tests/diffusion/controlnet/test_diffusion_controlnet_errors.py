@@ -26,7 +26,7 @@ pytestmark = [
 Folder = Callable[[str], str]
 
 
-@pytest.mark.parametrize("other", ["flux2"])
+@pytest.mark.parametrize("other", ["flux2", "flux2_dev", "chroma", "krea2"])
 def test_a_family_without_a_controlnet_is_one_sentence_that_names_those_with(other: str, transformers: Folder) -> None:
     with pytest.raises(ModelError, match=r"this model trains FluxPipeline and .*, and diffusers has no ControlNet for"):
         DiffusionControlNet(transformers(other))

@@ -10,8 +10,12 @@ from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
 
 
 @pytest.mark.parametrize(
-    ("family", "kept"), [("sd3", 75), ("flux", 511), ("flux2", 512), ("z_image", 512), ("qwen_image", 1024)]
-)
+    ("family", "kept"),
+    [
+        ("sd3", 75), ("flux", 511), ("flux2", 512), ("z_image", 512), ("qwen_image", 1024), ("flux2_dev", 460),
+        ("chroma", 511), ("krea2", 507), ("qwen_image_edit", 1024),
+    ],
+)  # fmt: skip
 def test_the_encoder_that_keeps_the_most_decides(family: str, kept: int, transformers: Callable[[str], str]) -> None:
     counted = count_tokens(transformers(family), None, ["zorp " * 2000, "a"])
     assert counted is not None

@@ -34,9 +34,15 @@ PUBLISHED = {
     "flux_kontext": ({"in_channels": 64, "out_channels": None}, {"latent_channels": 16}),
     "flux2": ({"in_channels": 128, "out_channels": None}, {"latent_channels": 32}),
     "z_image": ({"in_channels": 16}, {"latent_channels": 16}),
-    "qwen_image": ({"in_channels": 64, "out_channels": 16}, {"z_dim": 16}),
+    **dict.fromkeys(
+        ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"),
+        ({"in_channels": 64, "out_channels": 16}, {"z_dim": 16}),
+    ),
+    "flux2_dev": ({"in_channels": 128, "out_channels": None}, {"latent_channels": 32}),
+    "chroma": ({"in_channels": 64, "out_channels": None}, {"latent_channels": 16}),
+    "krea2": ({"in_channels": 64}, {"z_dim": 16}),
 }
-"""Configs of the published text-to-image models."""
+"""Configs of the published models."""
 
 
 def with_config(source: str | Path, copy: Path, part: str, **entries: Any) -> str:

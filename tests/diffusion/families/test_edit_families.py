@@ -11,18 +11,20 @@ import diffusers
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from lightning.pytorch import Trainer
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fakes.models.edit_pipelines import make_image, to_pixels
+from fakes.models.edit_pipelines import make_image, show_small, to_pixels
 from fakes.models.pipelines import SIDE, make_batch
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.diffusion import DiffusionFineTuning, DiffusionLoRA, DiffusionTraining
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.families.tokens import source_name
+from lightning_aigc.diffusion.pipeline.encoders import seen_sources
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 
@@ -102,6 +104,43 @@ def flux2_image(pipeline: Any, sources: Sequence[Image.Image], **given: Any) -> 
     return pipeline(image=list(sources), **given).images
 
 
+def qwen_latents(pipeline: Any, pixels: Tensor) -> Tensor:
+    return pipeline._encode_vae_image(pixels.unsqueeze(2), generator=None).squeeze(2)
+
+
+def qwen_velocity(pipeline: Any, noisy: Tensor, sources: list[Tensor], timesteps: Tensor, captions: Any) -> Tensor:
+    """`captions` are instructions with the images that the text encoder sees: of each example its text alone."""
+    batch, channels, height, width = noisy.shape
+    found = [pipeline.encode_prompt(text, image=images)[0][0] for text, images in captions]
+    longest = max(map(len, found))
+    embeddings = torch.stack([torch.nn.functional.pad(each, (0, 0, 0, longest - len(each))) for each in found])
+    mask = torch.stack([torch.arange(longest) < len(each) for each in found]).long()
+    shapes = [(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in (noisy, *sources)]
+    packed = [pipeline._pack_latents(each, batch, channels, *each.shape[-2:]) for each in (noisy, *sources)]
+    answer = pipeline.transformer(
+        hidden_states=torch.cat(packed, dim=1), timestep=timesteps / 1000, encoder_hidden_states=embeddings,
+        encoder_hidden_states_mask=mask, img_shapes=[shapes] * batch, return_dict=False,
+    )[0][:, : packed[0].shape[1]]  # fmt: skip
+    return pipeline._unpack_latents(answer, 2 * height, 2 * width, 2).squeeze(2)
+
+
+def seen_by_edit(pipeline: Any, images: Sequence[Image.Image]) -> Any:
+    width, height, _ = pipeline_qwenimage_edit.calculate_dimensions(1024 * 1024, images[0].width / images[0].height)
+    return pipeline.image_processor.resize(images[0], height, width)
+
+
+def seen_by_plus(pipeline: Any, images: Sequence[Image.Image]) -> Any:
+    sizes = [pipeline_qwenimage_edit_plus.calculate_dimensions(384 * 384, each.width / each.height) for each in images]
+    return [
+        pipeline.image_processor.resize(image, height, width)
+        for image, (width, height) in zip(images, sizes, strict=True)
+    ]
+
+
+def qwen_edit_image(pipeline: Any, sources: Sequence[Image.Image], **given: Any) -> Any:
+    return pipeline(image=sources[0], **given).images
+
+
 @dataclass(frozen=True)
 class Row:
     """Expected values of a family."""
@@ -114,12 +153,23 @@ class Row:
     """Arguments of the pipeline that stand for the guidance 1."""
     guided: tuple[tuple[str, Any], ...] = (("guidance_scale", 3.0),)
     """The same for the guidance 3."""
+    seen: Callable[[Any, Sequence[Image.Image]], Any] | None = None
+    """The images that the pipeline shows to its text encoder; None where it reads text alone."""
 
 
+TRUE_CFG_1 = (("true_cfg_scale", 1.0),)
+TRUE_CFG_3 = (("true_cfg_scale", 3.0), ("negative_prompt", " "))
 FAMILIES: dict[str, Row] = {
     "flux_kontext": Row(kontext_latents, kontext_velocity, kontext_image),
     "flux2": Row(flux2_latents, flux2_velocity, flux2_image),
-}
+    "flux2_dev": Row(flux2_latents, flux2_velocity, flux2_image),
+    "qwen_image_edit": Row(
+        qwen_latents, qwen_velocity, qwen_edit_image, TRUE_CFG_1, TRUE_CFG_3, seen_by_edit,
+    ),
+    "qwen_image_edit_plus": Row(
+        qwen_latents, qwen_velocity, flux2_image, TRUE_CFG_1, TRUE_CFG_3, seen_by_plus,
+    ),
+}  # fmt: skip
 """Families whose pipeline in diffusers edits."""
 SOURCE_SIZES = [(96, 64), (64, 128)]
 """(width, height) of sources; families that read several get them in this order."""
@@ -128,6 +178,11 @@ SOURCE_SIZES = [(96, 64), (64, 128)]
 @pytest.fixture(params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def unscaled_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_small(monkeypatch, *SOURCE_SIZES, (SIDE, SIDE))
 
 
 @pytest.fixture
@@ -204,7 +259,13 @@ def test_the_first_loss_is_that_of_diffusers_script(family: str, folder: str) ->
         indices = (u * scheduler.config.num_train_timesteps).long()
         timesteps, sigmas = scheduler.timesteps[indices], scheduler.sigmas[indices][:, None, None, None]
         noisy = sigmas * noise + (1.0 - sigmas) * latents
-        velocity = row.velocity(pipeline, noisy, sources, timesteps, batch["captions"])
+        captions = batch["captions"]
+        if row.seen is not None:
+            captions = [
+                (text, row.seen(pipeline, images))
+                for text, images in zip(captions, seen_sources(batch["sources"]), strict=True)
+            ]
+        velocity = row.velocity(pipeline, noisy, sources, timesteps, captions)
         wanted = (velocity.float() - (noise - latents).float()).square().mean()
     torch.testing.assert_close(found.detach(), wanted, rtol=1e-6, atol=1e-6)
 

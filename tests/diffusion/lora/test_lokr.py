@@ -26,7 +26,7 @@ from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-FAMILY_NAMES = ["sd", "sdxl", "flux", "sd3", "flux2", "qwen_image", "z_image"]
+FAMILY_NAMES = ["sd", "sdxl", "flux", "sd3", "flux2", "qwen_image", "z_image", "krea2"]
 LOKR: dict[str, Any] = {
     "lora_type": "lokr",
     "lokr_factor": 2,

@@ -103,7 +103,7 @@ def test_the_header_says_whose_names_shared_layers_get(
 ) -> None:
     state = pair("transformer.transformer_blocks.0.attn.to_q")
     if first is None:
-        with pytest.raises(ModelError, match="has diffusers' layout only" if header else "add --base_model flux, or"):
+        with pytest.raises(ModelError, match="has diffusers' layout only" if header else "add --base_model chroma, or"):
             converted(tmp_path, state, "kohya", header)
     else:
         assert {key.partition(".")[0] for key in converted(tmp_path, state, "kohya", header).state} == {first}
@@ -114,7 +114,7 @@ def test_a_base_model_that_is_given_decides_and_a_wrong_one_is_refused(tmp_path:
     file = converted(tmp_path, state, "kohya", base_model="qwen_image")
     assert "lora_unet_transformer_blocks_0_attn_to_q.alpha" in file.state
     assert convert(tmp_path / "out.safetensors", tmp_path / "again.safetensors", "diffusers")  # its header says it now
-    with pytest.raises(ModelError, match="wanted one of flux, flux2, flux_kontext, qwen_image, sd1, sd2, sdxl, sd3"):
+    with pytest.raises(ModelError, match="wanted one of chroma, flux, flux2, flux2_dev, flux_kontext, krea2, qwen_im"):
         converted(tmp_path, state, "kohya", base_model="fluxx")
     with pytest.raises(ModelError, match=r"its header names z_image; wanted layers of"):
         converted(tmp_path, state, "diffusers", {"modelspec.architecture": "z-image"})
@@ -141,7 +141,7 @@ def test_published_sizes_tell_shared_layers_apart(tmp_path: Path, width: int, de
         (pair("diffusion_model.blocks.0.self_attn.q"), {}, "its header names no base model; wanted layers of"),
         (pair("lora_unet_joint_blocks_0_x_block_attn_proj", KOHYA), {}, "got a LoRA on denoiser.joint_blocks_0"),
         (pair("lora_unet_double_blocks_0_img_attn_proj", KOHYA), {"ss_base_model_version": "hunyuan_video"},
-         "names hunyuan_video, which is not known here; .* add --base_model flux"),
+         "names hunyuan_video, which is not known here; .* add --base_model chroma"),
         (pair("lora_te3_encoder_block_0_layer_0_SelfAttention_q", KOHYA), {}, "wanted layers of CLIP"),
         (pair("lora_te2_encoder_block_0_layer_0_SelfAttention_q", KOHYA), {}, "wanted layers of CLIP"),
         (pair(f"unet.{UNET}") | pair("transformer.layers.0.attention.to_q"), {}, "wanted layers of"),

@@ -83,7 +83,7 @@ def test_stable_diffusion_3_trains_in_every_job(
     assert moved > 0.4  # a ControlNet's first steps move its last projections alone
 
 
-@pytest.mark.parametrize("family", ["flux", "flux2", "qwen_image", "z_image"])
+@pytest.mark.parametrize("family", ["flux", "flux2", "qwen_image", "z_image", "chroma", "krea2"])
 def test_every_family_trains_a_lora(transformers: Callable[[str], str], tmp_path: Path, family: str) -> None:
     module = DiffusionLoRA(transformers(family), rank=2, **QUICK)
     _, moved = train(module, tmp_path, **PRECISIONS["lean"]())

@@ -87,3 +87,45 @@ def z_image(text: Sequence[int] = (9, 9)) -> tuple[nn.Module, Given]:
     )  # fmt: skip
     pictures = [torch.randn(4, 1, 2 * SIDE, 2 * SIDE) for _ in range(2)]
     return model, {"x": pictures, "t": torch.tensor([0.3, 0.8]), "cap_feats": [torch.randn(n, 32) for n in text]}
+
+
+def qwen_edit() -> tuple[nn.Module, Given]:
+    """2511's: a source of another size, whose tokens have a timestep of 0, and texts of unequal length."""
+    model, given = qwen()
+    model = diffusers.QwenImageTransformer2DModel.from_config(model.config, zero_cond_t=True)
+    mask = (torch.arange(TEXT) < torch.tensor([[TEXT], [5]])).long()
+    shapes = {"img_shapes": [[(1, SIDE, SIDE), (1, SIDE // 2, SIDE)]] * 2}
+    tokens = {"hidden_states": torch.randn(2, SIDE**2 * 3 // 2, 16), "encoder_hidden_states_mask": mask}
+    return model, given | tokens | shapes
+
+
+def chroma() -> tuple[nn.Module, Given]:
+    model = diffusers.ChromaTransformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(8, 12, 12), approximator_num_channels=16,
+        approximator_hidden_dim=32, approximator_layers=1,
+    )  # fmt: skip
+    mask = (torch.arange(TEXT + SIDE**2) <= torch.tensor([[9], [5]])) | (torch.arange(TEXT + SIDE**2) >= TEXT)
+    return model, {
+        "hidden_states": torch.randn(2, SIDE**2, 16), "encoder_hidden_states": torch.randn(2, TEXT, WIDTH),
+        "timestep": torch.tensor([0.3, 0.8]), "img_ids": ids(SIDE**2, 3), "txt_ids": torch.zeros(TEXT, 3),
+        "attention_mask": mask.float(),
+    }  # fmt: skip
+
+
+def krea2() -> tuple[nn.Module, Given]:
+    """With texts of unequal length."""
+    model = diffusers.Krea2Transformer2DModel(
+        in_channels=16, num_layers=2, attention_head_dim=32, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=96, timestep_embed_dim=32, text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=2,
+        text_num_key_value_heads=2, text_intermediate_size=48, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
+        axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if "scale_shift_table" in name:  # zeros, by which no block would change anything
+            nn.init.normal_(parameter, std=0.5)
+    return model, {
+        "hidden_states": torch.randn(2, SIDE**2, 16), "encoder_hidden_states": torch.randn(2, TEXT, 3, 32),
+        "timestep": torch.tensor([0.3, 0.8]), "position_ids": torch.cat([torch.zeros(TEXT, 3), ids(SIDE**2, 3)]),
+        "encoder_attention_mask": torch.arange(TEXT) < torch.tensor([[TEXT], [5]]),
+    }  # fmt: skip

@@ -144,7 +144,7 @@ TRANSFORMERS = [
     *((make, memory, "bf16-mixed", None) for make in (tiny.sd3, tiny.flux, tiny.flux2, tiny.qwen, tiny.z_image)
       for memory in ("lean", "max")),
     *(pytest.param(make, memory, precision, None, marks=pytest.mark.long)
-      for make in (tiny.sd3, tiny.flux, tiny.flux2, tiny.qwen, tiny.z_image)
+      for make in (tiny.sd3, tiny.flux, tiny.flux2, tiny.qwen, tiny.z_image, tiny.krea2)
       for memory, precision in (("off", "bf16-mixed"), ({"kept": 0.4}, "bf16-mixed"), ("lean", "32-true"))),
     (tiny.sd3, "max", "32-true", "nf4"), (tiny.flux, "max", "32-true", "int8"),
 ]  # fmt: skip
