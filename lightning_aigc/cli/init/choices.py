@@ -75,7 +75,7 @@ def choose(
     if look.sources:
         if not base.family.needs_sources:  # of one that does, a step was counted with its source
             memory_reason += "; that is without sources, which add their tokens"
-        chosen += _of_edits(look, memory_reason)
+        chosen += _of_edits(look, base, memory_reason)
     if is_embedded(base):
         for callback in JUDGING[: -1 if look.sources else None]:
             chosen.append(Choice(f"trainer.callbacks.{callback}.clip_model", "embedded:clip", "ships with the package"))
@@ -103,12 +103,16 @@ def check_edits(look: FolderSummary, base: Base) -> None:
         )
 
 
-def _of_edits(look: FolderSummary, memory_reason: str) -> Iterator[Choice]:
+def _of_edits(look: FolderSummary, base: Base, memory_reason: str) -> Iterator[Choice]:
     """Choices for pairs of an edit, which take precedence over those for captioned images."""
     where = "listed in the captions' table"
     if look.source_folder is not None:
         where = "the images before the edit, with the names of those after it"
     yield Choice("data.init_args.source_data_dir", look.source_folder, where)
+    if base.family.text_sees_sources:
+        why = "its pipelines, which draw the samples, scale every source to about this area"
+        yield Choice("data.init_args.source_fit", "own", "a source keeps its own shape, as in its pipelines")
+        yield Choice("data.init_args.source_resolution", base.side, why)
     yield Choice("data.init_args.missing_captions", "error", "a caption is the instruction of its edit")
     yield Choice("data.init_args.class_data_dir", None, "class images have no sources")
     yield Choice("data.init_args.random_flip", False, "an instruction may say left or right")

@@ -84,6 +84,17 @@ def test_pairs_that_a_table_lists_are_recognised(command: Any, tmp_path: Path, p
     assert yaml.safe_load((tmp_path / "my.yaml").read_text())["data"]["init_args"]["source_data_dir"] is None
 
 
+@pytest.mark.parametrize("base", ["qwen_image_edit", "qwen_image_edit_plus", "flux_kontext"])
+def test_sources_have_the_size_that_the_familys_pipeline_gives_them(
+    command: Any, tmp_path: Path, pairs: Path, base: str
+) -> None:
+    said = command("init", pairs, "-o", tmp_path / "my.yaml", "--base", base, "--card", "24gb")
+    assert said.code == 0, said.err
+    data = yaml.safe_load((tmp_path / "my.yaml").read_text())["data"]["init_args"]
+    found = (data.get("source_fit", "crop"), data.get("source_resolution"))
+    assert found == (("own", 1024) if base.startswith("qwen") else ("crop", None))
+
+
 def test_pairs_for_a_base_that_takes_none_name_those_that_do(command: Any, tmp_path: Path, pairs: Path) -> None:
     said = command("init", pairs, "-o", tmp_path / "my.yaml", "--base", "sd15", "--card", "8gb")
     assert said.code != 0 and "draws from text alone; use --base flux2, flux2_dev, flux_kontext, qwen_i" in said.err

@@ -131,7 +131,7 @@ def test_a_short_name_and_a_card_choose_the_config_the_memory_level_and_the_base
 def test_a_base_that_waits_in_host_memory_says_how_much_and_what_is_assumed(
     command: Command, tmp_path: Path, photos: Path
 ) -> None:
-    """Of Qwen-Image's 20.2 GiB in int8 10 stay: 12 GiB * 0.85 without the 2.7 GiB of a step."""
+    """Qwen-Image has 20.2 GiB in int8 and a step takes 2.7: 12 GiB * 0.85 leave 13 of them in host memory."""
     _, text = init(command, photos, tmp_path / "my.yaml", "--base", "qwen_image", "--card", "12gb")
     (line,) = (line for line in text.splitlines() if "base_location: fit" in line)
     assert "13 of the base's 20 GiB wait in host memory" in line and "25 TFLOP/s and 22 GB/s, which are assumed" in line
