@@ -86,7 +86,7 @@ def choose(rows: Sequence[PublishedRow], names: Sequence[str] | None) -> list[Pu
 
 def announcement(rows: Sequence[PublishedRow], machine: Machine) -> str:
     """The machine and the memory that each row needs."""
-    lines = [f"{machine.cards} x {machine.name}"]
+    lines = [f"{machine.cards} x {machine.kind}"]  # its name would take memory of the card in this process
     if machine.small:
         return f"{lines[0]}, {IN_SMALL}"
     for row in rows:
@@ -154,8 +154,8 @@ def published_table(rows: Sequence[PublishedRow]) -> str:
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     lines += [
         f"| {row.name} | {row.source.publisher} | {row.model}, {row.task}, {row.pixels} px | {row.batch} |"
-        f" {row.precision} | {row.cards} | {row.samples_s:g} | {row.samples_s / row.cards:.3g} | {row.needed_gib(1):.0f},"
-        f" {row.needed_gib(8):.0f} |"
+        f" {row.precision} | {row.cards} | {row.samples_s:g} | {row.samples_s / row.cards:.3g} |"
+        f" {row.needed_gib(1):.0f}, {row.needed_gib(8):.0f} |"
         for row in rows
     ]
     return "\n".join([*lines, "", *(f"{row.name}: {row.source.address}; {row.differs}" for row in rows)])

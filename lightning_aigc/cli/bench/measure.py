@@ -114,6 +114,11 @@ def measure(row: PublishedRow, machine: Machine, *, steps: int, warm_up: int, me
             f"{row.name}: the loss is {clock.loss} after {warm_up + steps} steps, so its time is not reported; try"
             " --memory off, and report it as a bug"
         )
+    if clock.skipped_steps:
+        raise ConfigError(
+            f"{row.name}: the loss scale fell from {clock.scales[0]:g} to {clock.scales[-1]:g} in the timed steps, so"
+            f" steps of the optimizer were skipped; warm up longer with --warm_up {4 * warm_up}"
+        )
     step_s = statistics.median(clock.steps_s())
     a_card = batch / step_s
     published = row.samples_s / row.cards

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_aigc._lightning import Callback, LightningModule, Trainer
 from lightning_aigc.cli.bench.architectures import Architecture
 from lightning_aigc.cli.bench.published import PublishedRow
-from lightning_aigc.devices import accelerator_module, peak_memory_mib, reset_peak_memory
+from lightning_aigc.devices import accelerator_module, loss_scale, peak_memory_mib, reset_peak_memory
 from lightning_aigc.diffusion.families import FAMILIES, Components, Family
 from lightning_aigc.diffusion.lora.training import LoRA
 from lightning_aigc.diffusion.pipeline.loading import PipelineHalf
@@ -134,13 +134,15 @@ def make_batch(row: PublishedRow, architecture: Architecture, pixels: int, batch
 
 
 class Clock(Callback):
-    """Times of the steps after `warm_up`, and the peak memory of these steps."""
+    """Times of the steps after `warm_up`, and the peak memory and loss scale of these steps."""
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up = warm_up
         self.ends: list[float] = []
         self.peak_mib = 0.0
         self.loss = float("nan")
+        self.scales: list[float] = []
+        """Loss scale when the warm-up and the training end; empty without loss scaling."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -152,10 +154,21 @@ class Clock(Callback):
         self.ends.append(time.perf_counter())
         if len(self.ends) == self.warm_up:
             reset_peak_memory(device)
+            self._note_scale(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.peak_mib = peak_memory_mib(pl_module.device)
         self.loss = float(trainer.callback_metrics["loss"])
+        self._note_scale(trainer)
+
+    def _note_scale(self, trainer: Trainer) -> None:
+        scale = loss_scale(trainer.precision_plugin)
+        self.scales += [] if scale is None else [float(scale)]
+
+    @property
+    def skipped_steps(self) -> bool:
+        """Whether the loss scale fell in the timed steps, so that an optimizer step was skipped."""
+        return self.scales != [] and self.scales[-1] < self.scales[0]
 
     def steps_s(self) -> Sequence[float]:
         """Seconds of each step after the warm-up, its data and optimizer included."""
