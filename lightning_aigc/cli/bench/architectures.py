@@ -24,7 +24,7 @@ class Architecture:
     pooled_width: int = 0
     """0 where the denoiser reads no pooled text."""
     parameters: float = 0.0
-    """Of the denoiser; 0 for small ones."""
+    """Number of the denoiser's parameters; 0 for small ones."""
     small: Architecture | None = field(default=None, repr=False)
     """The same family with networks that a CPU trains in seconds."""
 

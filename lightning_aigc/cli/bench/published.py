@@ -9,12 +9,10 @@ from lightning_aigc.cli.bench.architectures import ARCHITECTURES, Architecture
 
 GIB = 2**30
 HALF_BYTES = 2
-LORA_STATE_BYTES = 16
+STATE_BYTES = 16
 """float32 weight, gradient and AdamW's two states of a trained parameter."""
-FULL_STATE_BYTES = 18
-"""The same, and the 16-bit copy that autocast makes."""
-FULL_WEIGHT_BYTES = 6
-"""float32 weight and its 16-bit copy, which zero_2 holds in full on each card."""
+GATHERED_BYTES = 4
+"""float32 weight, which zero_2 holds in full on each card until backward."""
 CONTEXT_GIB = 1.5
 """Driver, kernels and the allocator's rounding: assumed."""
 
@@ -52,11 +50,14 @@ class PublishedRow:
     precision: Literal["bf16-mixed", "16-mixed"]
     cards: int
     samples_s: float
-    """Of all cards together."""
+    """Rate of all cards together."""
     activations_gib: float
-    """Peak of a step above weights and states, counted on shapes at `memory` (benchmarks/precision/step_shapes.py)."""
+    """Peak of a step above weights and states at `memory`: counted on shapes (benchmarks/precision/step_shapes.py), and
+    where the step contains the autoencoder, its share assumed."""
     trained: float
     """Trained parameters."""
+    gathered_gib: float = 0.0
+    """Weights of two blocks, which zero_3 gathers."""
     rank: int = 0
     sources: int = 0
     """Source images of an edit."""
@@ -77,11 +78,11 @@ class PublishedRow:
         sharded = cards if self.strategy != "npu_sparse" else 1
         parameters = self.architecture.parameters
         if self.method == "full":
-            gathered = FULL_WEIGHT_BYTES * parameters * (1 - 1 / sharded)
-            stored = gathered + FULL_STATE_BYTES * parameters / sharded
+            stored = (GATHERED_BYTES * (sharded - 1) + STATE_BYTES) * parameters / sharded
         else:
-            stored = (HALF_BYTES * parameters + LORA_STATE_BYTES * self.trained) / sharded
-        return stored / GIB + self.activations_gib + CONTEXT_GIB
+            stored = (HALF_BYTES * parameters + STATE_BYTES * self.trained) / sharded
+        gathered = self.gathered_gib if sharded > 1 else 0.0
+        return stored / GIB + gathered + self.activations_gib + CONTEXT_GIB
 
 
 def _mindspeed(page: str, software: str) -> Source:
@@ -99,45 +100,46 @@ def _mindone(page: str, commit: str) -> Source:
     )  # fmt: skip
 
 
+LAYERS = "their LoRA has the script's default layers, here all of attention"
 SDXL = _mindspeed("sdxl", "torch 2.7.1, DeepSpeed ZeRO-2")
 SD3 = _mindspeed("sd3", "torch 2.1, DeepSpeed ZeRO-2")
 FLUX2 = _mindspeed("flux2", "torch 2.7.1, FSDP2")
 ROWS = (
     PublishedRow(
         "sdxl-full", SDXL, task="SDXL_train_bf16", model="SDXL", method="full", pixels=1024, batch=4,
-        precision="bf16-mixed", cards=8, samples_s=29.92, strategy="zero_2", activations_gib=0.0, trained=2.567e9,
+        precision="bf16-mixed", cards=8, samples_s=29.92, strategy="zero_2", activations_gib=6.7, trained=2.567e9,
         differs="theirs recomputes activations, and leaves the loading of data out",
     ),
     PublishedRow(
         "sdxl-full-fp16", SDXL, task="SDXL_train_fp16", model="SDXL", method="full", pixels=1024, batch=4,
-        precision="16-mixed", cards=8, samples_s=28.51, strategy="zero_2", activations_gib=0.0, trained=2.567e9,
+        precision="16-mixed", cards=8, samples_s=28.51, strategy="zero_2", activations_gib=6.7, trained=2.567e9,
         differs="theirs recomputes activations, and leaves the loading of data out",
     ),
     PublishedRow(
         "sd35-lora", SD3, task="Dreambooth-Lora", model="Stable Diffusion 3.5 large", method="lora", rank=4,
-        pixels=512, batch=8, precision="16-mixed", cards=8, samples_s=47.93, activations_gib=0.0, trained=5e6,
+        pixels=512, batch=8, precision="16-mixed", cards=8, samples_s=47.93, activations_gib=3.5, trained=5.9e6,
         encodes_images=True, differs="theirs runs three text encoders in each step, here texts are encoded before",
     ),
     PublishedRow(
         "flux2-lora", FLUX2, task="text to image", model="FLUX.2 dev", method="lora", rank=16, pixels=1024, batch=1,
         precision="bf16-mixed", cards=8, samples_s=1.28, memory="max", strategy="zero_3", activations_gib=4.7,
-        trained=107e6, differs="theirs moves encoders to host memory",
+        trained=112e6, differs=LAYERS, gathered_gib=3.7,
     ),
     PublishedRow(
         "flux2-edit-lora", FLUX2, task="image to image", model="FLUX.2 dev", method="lora", rank=16, pixels=1024,
         batch=1, precision="bf16-mixed", cards=8, samples_s=0.61, memory="max", strategy="zero_3",
-        activations_gib=0.0, trained=107e6, sources=1, differs="theirs moves encoders to host memory",
+        activations_gib=9.3, trained=112e6, sources=1, differs=LAYERS, gathered_gib=3.7,
     ),
     PublishedRow(
         "mindone-sdxl-lora", _mindone("lora_finetune.md", "86abb1c559a60f9b69019bbc492e5a53f9a04613"),
         task="LoRA, flash attention", model="SDXL", method="lora", rank=4, pixels=1024, batch=1,
-        precision="16-mixed", cards=1, samples_s=2.24, activations_gib=0.0, trained=5.8e6, encodes_images=True,
+        precision="16-mixed", cards=1, samples_s=2.24, activations_gib=4.5, trained=5.8e6, encodes_images=True,
         differs="theirs runs two text encoders in each step, here texts are encoded before",
     ),
     PublishedRow(
         "mindone-sdxl-full", _mindone("vanilla_finetune.md", "8c288a7cb7a6fa64addcf257241fe33cdc9e92dd"),
         task="all weights, flash attention", model="SDXL", method="full", pixels=1024, batch=4,
-        precision="16-mixed", cards=8, samples_s=29.91, strategy="zero_2", activations_gib=0.0, trained=2.567e9,
+        precision="16-mixed", cards=8, samples_s=29.91, strategy="zero_2", activations_gib=6.7, trained=2.567e9,
         differs="theirs has 16-bit weights; whether it reads encoded images from a cache is not told",
     ),
 )  # fmt: skip
