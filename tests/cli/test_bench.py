@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fakes.processes.commands import run_modules
-from fakes.processes.ranks import run_ranks
+from fakes.processes.ranks import run_ranks, run_script
 from lightning_aigc.cli.bench import measure as measuring
 from lightning_aigc.cli.bench.architectures import ARCHITECTURES, Architecture
 from lightning_aigc.cli.bench.measure import Machine, check_memory, measure
@@ -26,6 +26,21 @@ Command = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loaders and folders
 BY_NAME = {row.name: row for row in ROWS}
 CPU = Machine("cpu", 1, small=True)
+ON_NPU = """
+import json, sys
+import lightning_aigc
+import diffusers, peft, torchvision, transformers  # before torch's functions are replaced
+from fakes.npu import fake_npu
+fake_npu.install()
+from lightning_aigc.cli.bench.measure import Machine, measure
+from lightning_aigc.cli.bench.published import ROWS
+machine = Machine.of("auto", 1, small=True)
+chosen = [row for row in ROWS if row.name in ("sdxl-full", "sd35-lora")]
+rows = [measure(row, machine, steps=2, warm_up=1, memory=None) for row in chosen]
+with open(sys.argv[1], "w") as file:
+    json.dump(rows, file)
+"""
+"""A U-Net's and a transformer's row; torch.arange of FLUX.2's positions has no size on the fake npu."""
 SHALLOW: dict[str, Any] = {"num_layers": 1, "num_single_layers": 1, "transformer_layers_per_block": 1}
 
 
@@ -187,6 +202,17 @@ def test_two_ranks_train_with_the_strategy_of_the_row(tmp_path: Path) -> None:
         assert first["devices"] == 2 and first["strategy"] == BY_NAME[first["row"]].strategy
         assert first["samples_s"] == pytest.approx(2 * first["samples_s_a_card"], rel=1e-3)
         assert first["trained"] > 0 and second["row"] == first["row"]
+
+
+def test_rows_train_on_a_fake_npu(tmp_path: Path) -> None:
+    script, kept = tmp_path / "on_npu.py", tmp_path / "rows.json"
+    script.write_text(ON_NPU)
+    run_script(script, 1, tmp_path / "ranks", kept)
+    full, lora = json.loads(kept.read_text())
+    assert full["row"] == "sdxl-full" and lora["row"] == "sd35-lora"
+    for row in (full, lora):
+        assert row["device"] == "FakeAscend910B" and row["devices"] == 1 and row["in_small"]
+        assert row["samples_s"] > 0 and row["step_s"] > 0
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ def make_components(architecture: Architecture, dtype: torch.dtype) -> Component
     torch.manual_seed(0)
     with torch.device("meta"):
         denoiser = getattr(diffusers, architecture.denoiser)(**architecture.config)
-    denoiser = denoiser.to(dtype).to_empty(device="cpu")
+    denoiser = nn.Module.to(denoiser, dtype).to_empty(device="cpu")  # diffusers' own `to` logs a warning
     fill(denoiser)
     autoencoder = getattr(diffusers, architecture.autoencoder)(**architecture.autoencoder_config)
     for network in (denoiser, autoencoder):
@@ -82,7 +82,13 @@ def _stand_ins() -> tuple[nn.Module, ...]:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     config = CLIPTextConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        bos_token_id=0,
+        eos_token_id=1,
     )
     return tuple(CLIPTextModel(config).requires_grad_(False).eval() for _ in range(2))
 
