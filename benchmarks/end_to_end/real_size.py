@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from benchmarks.common.rows import keep_row
+from lightning_aigc.cli.bench.architectures import SDXL_UNET
 from lightning_aigc.embedded import resolve
 
 
@@ -89,13 +90,7 @@ def build_sdxl_pipeline(folder: Path, dtype: torch.dtype) -> None:
 
 def sdxl_unet(unet_class: Any) -> Any:
     """SDXL's U-Net from its published configuration."""
-    return unet_class(
-        sample_size=128, block_out_channels=(320, 640, 1280), layers_per_block=2, cross_attention_dim=2048,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 2, 10), attention_head_dim=(5, 10, 20), use_linear_projection=True,
-        addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
-    )  # fmt: skip
+    return unet_class(**SDXL_UNET)
 
 
 def fill(module: torch.nn.Module) -> torch.nn.Module:

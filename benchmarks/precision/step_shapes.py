@@ -44,6 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.common.rows import keep_row
 from benchmarks.end_to_end.real_size import sdxl_unet
 from benchmarks.precision.step_memory import MIB, VARIANTS, PeakOfStorages
+from lightning_aigc.cli.bench.architectures import SD35_LARGE
 from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.families.unet_lora import unet_lora_config
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -73,31 +74,35 @@ DENOISERS: dict[str, Callable[..., Any]] = {
     "sd15": lambda: UNet2DConditionModel(sample_size=64, cross_attention_dim=768),
     "sdxl": lambda: sdxl_unet(UNet2DConditionModel),
     "sd35": lambda **depth: SD3Transformer2DModel(**(SD35 | depth)),
+    "sd35_large": lambda **depth: SD3Transformer2DModel(**(SD35_LARGE | depth)),
     "z_image": ZImageTransformer2DModel,
     "flux": lambda **depth: FluxTransformer2DModel(guidance_embeds=True, **depth),
     "klein": lambda **depth: Flux2Transformer2DModel(**(KLEIN | depth)),
     "flux2_dev": Flux2Transformer2DModel,
+    "flux2_dev_edit": Flux2Transformer2DModel,
     "qwen_image": QwenImageTransformer2DModel,
     "qwen_image_edit": QwenImageTransformer2DModel,
     "qwen_image_edit_plus": lambda **depth: QwenImageTransformer2DModel(zero_cond_t=True, **depth),
     "chroma": ChromaTransformer2DModel,
     "krea2": Krea2Transformer2DModel,
 }
-"""U-Nets of Stable Diffusion 1.5 and SDXL; transformers of SD 3.5 medium, Z-Image, FLUX.1 dev, FLUX.2 klein 4B and dev,
-Qwen-Image, its edits (2511 is Plus, each with one source of the image's size), Chroma and Krea 2, with the values of
-their published configs."""
-FAMILY = {"sd35": "sd3", "klein": "flux2"}
+"""U-Nets of Stable Diffusion 1.5 and SDXL; transformers of SD 3.5 medium and large, Z-Image, FLUX.1 dev, FLUX.2
+klein 4B and dev, Qwen-Image, Chroma and Krea 2, with the values of their published configs; edits of FLUX.2 and
+Qwen-Image (2511 is Plus) have one source of the image's size."""
+FAMILY = {"sd35": "sd3", "sd35_large": "sd3", "klein": "flux2", "flux2_dev_edit": "flux2_dev"}
 DEPTHS = ("num_layers", "num_single_layers")
 """Config entries with the numbers of a transformer's blocks, by kind."""
 
 
 def on_meta(model: str, rank: int, **depth: int) -> Any:
-    """The bf16 denoiser with a LoRA on its attention, on fake tensors; `depth` as in `DEPTHS`."""
+    """The bf16 denoiser with a LoRA on its attention, or with rank 0 all weights trained; `depth` as in `DEPTHS`."""
     with torch.device("meta"):
         torch.set_default_dtype(torch.bfloat16)
         denoiser = DENOISERS[model](**depth)
         torch.set_default_dtype(torch.float32)
-        denoiser.requires_grad_(False)
+        denoiser.requires_grad_(rank == 0)
+        if rank == 0:
+            return denoiser.train()
         family = TRANSFORMERS.get(FAMILY.get(model, model))
         if family is None:
             denoiser.add_adapter(unet_lora_config(["attention"], rank, rank))
@@ -155,9 +160,9 @@ def _inputs_of_a_transformer(config: Any, model: str, batch: int, side: int, tex
         given["hidden_states"] = half(batch, (side // 2) ** 2, config.in_channels)
         return given | {"position_ids": torch.zeros(text + (side // 2) ** 2, 3)}
     given["encoder_hidden_states"] = half(batch, text, config.joint_attention_dim)
-    if model in ("sd35", "flux"):
+    if model in ("sd35", "sd35_large", "flux"):
         given["pooled_projections"] = half(batch, config.pooled_projection_dim)
-    if model == "sd35":
+    if model.startswith("sd35"):
         return given | {"hidden_states": half(batch, 16, side, side)}
     images = 2 if "edit" in model else 1  # with one source
     given["hidden_states"] = half(batch, images * (side // 2) ** 2, config.in_channels)
@@ -169,7 +174,7 @@ def _inputs_of_a_transformer(config: Any, model: str, batch: int, side: int, tex
     if model == "flux":
         ids = {"img_ids": torch.zeros((side // 2) ** 2, 3), "txt_ids": torch.zeros(text, 3)}
         return given | ids | {"guidance": torch.ones(batch)}
-    ids = {"img_ids": torch.zeros(batch, (side // 2) ** 2, 4), "txt_ids": torch.zeros(batch, text, 4)}
+    ids = {"img_ids": torch.zeros(batch, images * (side // 2) ** 2, 4), "txt_ids": torch.zeros(batch, text, 4)}
     return given | ids | {"guidance": torch.ones(batch) if config.guidance_embeds else None}
 
 
@@ -178,7 +183,7 @@ def count_by_blocks(variant: str, options: argparse.Namespace) -> dict[str, floa
     with torch.device("meta"):
         published = DENOISERS[options.model](num_layers=1)
     defaults = {name: p.default for name, p in inspect.signature(type(published).__init__).parameters.items()}
-    whole = defaults | {"sd35": SD35, "klein": KLEIN}.get(options.model, {})
+    whole = defaults | {"sd35": SD35, "sd35_large": SD35_LARGE, "klein": KLEIN}.get(options.model, {})
     kinds = [name for name in DEPTHS if name in published.config]
     few = dict.fromkeys(kinds, options.blocks)
     depths = [few, *(few | {name: few[name] + 1} for name in kinds)]
@@ -241,7 +246,7 @@ def main() -> None:
     parser.add_argument("--model", choices=DENOISERS, default="sdxl")
     parser.add_argument("--pixels", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=16, help="of the LoRA; 0 trains every weight")
     parser.add_argument("--text", type=int, default=128, help="text tokens of a transformer")
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=["max", "max-int8", "max-nf4", "max-nf4-all"]

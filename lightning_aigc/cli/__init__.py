@@ -17,7 +17,7 @@ from lightning_aigc.errors import UserError
 from lightning_aigc.secrets import redact_text
 
 TRAINER_VERBS = ("fit", "validate", "test", "predict", "demo")
-VERBS_IN_FOLDERS = ("init", "doctor", "plan", "import-config")
+VERBS_IN_FOLDERS = ("init", "doctor", "plan", "import-config", "bench")
 HELP_ALL = "--help_all"
 """Shows every key; `--help` shows those that people set."""
 DEMO_CONFIG = Path(__file__).parents[1] / "configs" / "sd_lora_demo.yaml"
@@ -32,6 +32,7 @@ OWN_VERBS = {
     "import-config": "write a config from one of ai-toolkit, sd-scripts, OneTrainer or SimpleTuner: FILE -o my.yaml",
     "import-deepspeed": "write a config from a ds_config.json, and say what each of its keys became",
     "plan": "model bytes, step time and memory of each way to send gradients on many cards",
+    "bench": "measure rows that MindSpeed-MM and mindone publish: bench --as mindspeed-mm -o rows.jsonl",
 }
 USAGE = """usage: lightning VERB [options]
 
@@ -47,6 +48,7 @@ USAGE = """usage: lightning VERB [options]
   doctor     {doctor}
   report     {report}
   plan       {plan}
+  bench      {bench}
   import-config      {import-config}
   import-deepspeed   {import-deepspeed}
 

@@ -39,7 +39,7 @@ def test_an_issue_form_has_what_github_asks_for(path: Path) -> None:
 
 
 def test_every_template_asks_for_a_curve_or_a_ratio() -> None:
-    assert len(FORMS) == 3
+    assert len(FORMS) == 4
     for path in (*FORMS, ROOT / ".github" / "pull_request_template.md"):
         text = path.read_text(encoding="utf-8")
         assert "convergence curve" in text or "side by side" in text, path.name

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fakes.models import tiny_transformers as tiny
-from fakes.npu.fake_npu import NpuModule
-from fakes.recorded_graphs import RecordedGraphs
+from fakes.npu.fake_npu import NpuGraph, NpuModule
+from fakes.recorded_graphs import Finding, RecordedGraphs
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.blocks import mmdit
@@ -415,3 +415,88 @@ def test_wrong_arguments_are_refused() -> None:
         FusedBackwardPrecision(graph="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="set offload or graph to false"):
         FusedBackwardPrecision(memory="max", offload=True, graph=True)
+
+
+# By torch_npu's calls, on CPU tensors: each operator of a step is one that a graph takes -----------------------------
+
+Make = Callable[[], tuple[nn.Module, tiny.Given]]
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.max().item(),
+    "bool": lambda x: bool(x.max() > 0),
+    "nonzero": lambda x: x.nonzero(),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "a mask as index": lambda x: x[x > 0],
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x),
+    "numbers of the host": lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+    "random numbers": lambda x: torch.rand_like(x),
+}
+"""Operators that read the device, make sizes of numbers, copy from the host, or draw."""
+
+
+class ReadingSiLU(nn.SiLU):
+    """An activation that reads a number of the device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / x.detach().abs().max().item())
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[NpuGraph]:
+    """The graphs that are made from now on."""
+    found: list[NpuGraph] = []
+
+    class Kept(NpuGraph):
+        def __init__(self) -> None:
+            found.append(self)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: NpuModule("torch.npu"))
+    monkeypatch.setattr(NpuModule, "Stream", staticmethod(lambda _: NpuModule._default_stream))
+    monkeypatch.setattr(NpuModule, "NPUGraph", Kept)
+    return found
+
+
+def recorded_by_torch_npu(make: Make, memory: Any) -> Run:
+    run = Run(make, memory, "bf16-mixed")
+    run.plugin.record_graphs(run.model, torch.device("cpu"), DeviceGraphs(torch.device("privateuseone")))
+    (run.graphed,) = run.plugin._graphed
+    run.warm_up()
+    return run
+
+
+def findings(made: list[NpuGraph]) -> list[Finding]:
+    return [finding for graph in made if graph.recorded is not None for finding in graph.recorded.findings]
+
+
+@pytest.mark.parametrize("memory", ["off", "balanced", "lean", "max"])
+@pytest.mark.parametrize("make", [two_levels, tiny.sd3], ids=["U-Net", "transformer"])
+def test_a_step_holds_operators_that_a_graph_takes(make: Make, memory: str, made: list[NpuGraph]) -> None:
+    run = recorded_by_torch_npu(make, memory)
+    given = fresh(run.given)
+    assert same(run.step(given), run.eager_step(given)) and run.graphed.replays == 1
+    assert findings(made) == []
+    sizes = [len(graph.recorded.operators) for graph in made if graph.recorded is not None]
+    assert len(sizes) == 2 and min(sizes) > 50, "forward and backward"
+
+
+@pytest.mark.parametrize("make", [two_levels, tiny.sd3], ids=["U-Net", "transformer"])
+def test_a_read_in_the_model_is_found(make: Make, made: list[NpuGraph]) -> None:
+    def planted() -> tuple[nn.Module, tiny.Given]:
+        model, given = make()
+        name, _ = next((n, m) for n, m in model.named_modules() if type(m) is nn.SiLU)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, ReadingSiLU())
+        return model, given
+
+    run = recorded_by_torch_npu(planted, "lean")
+    run.step(fresh(run.given))
+    found = findings(made)
+    assert [(f.kind, f.operator) for f in found] == [("sync", "aten._local_scalar_dense.default")]
+    assert "test_graphs.py" in found[0].place
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_refused_operator_is_found(name: str) -> None:
+    graphs = RecordedGraphs()
+    graphs.record(lambda: REFUSED[name](torch.tensor([1.0, -2.0, 3.0])), graphs.pool())
+    assert len(graphs.findings) >= 1

@@ -1,0 +1,1 @@
+"""`lightning bench`: rows that other projects publish, measured on this machine."""
