@@ -84,6 +84,15 @@ def test_pairs_that_a_table_lists_are_recognised(command: Any, tmp_path: Path, p
     assert yaml.safe_load((tmp_path / "my.yaml").read_text())["data"]["init_args"]["source_data_dir"] is None
 
 
+def test_pairs_without_instructions_are_one_sentence(command: Any, tmp_path: Path, pairs: Path) -> None:
+    for path in (pairs / "after").glob("*.txt"):
+        path.rename(pairs / "before" / path.name)
+    said = command("init", pairs, "-o", tmp_path / "my.yaml", "--base", "flux2", "--card", "24gb")
+    assert said.code != 0 and not (tmp_path / "my.yaml").exists()
+    wanted = "6 of 6 pairs have no instruction; write it into a .txt of the image's name in "
+    assert f"{wanted}{pairs / 'after'}, not into {pairs / 'before'}" in said.err
+
+
 @pytest.mark.parametrize("base", ["qwen_image_edit", "qwen_image_edit_plus", "flux_kontext"])
 def test_sources_have_the_size_that_the_familys_pipeline_gives_them(
     command: Any, tmp_path: Path, pairs: Path, base: str
