@@ -21,7 +21,7 @@ from PIL import Image
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.diffusion.families import FAMILIES, Family
 from lightning_aigc.diffusion.lora.base_model import named_base_model
-from lightning_aigc.diffusion.lora.file import read_lora
+from lightning_aigc.diffusion.lora.file import LOKR_MODULE, read_lora
 from lightning_aigc.diffusion.lora.metadata import HASH_KEYS, serialize, write_atomically
 from lightning_aigc.embedded import PREFIX
 from lightning_aigc.errors import ConfigError
@@ -60,6 +60,22 @@ class Contents:
     def setting(self, block: str, key: str) -> Any:
         """A value of the run's config, such as `model`'s `rank`; None where there is none."""
         return ((self.config.get(block) or {}).get("init_args") or {}).get(key)
+
+    @property
+    def edits(self) -> bool:
+        """Whether it was trained on edits of source images."""
+        if self.family is not None and self.family.needs_sources:
+            return True
+        if self.record is not None and self.record.lora is not None:
+            return self.record.lora.edits
+        return any(self.setting("data", key) for key in ("source_data_dir", "source_column"))
+
+    @property
+    def lokr_of(self) -> str | None:
+        """Part of the pipeline that a LoKr adapts; None for others."""
+        if self.header.get("ss_network_module") != LOKR_MODULE or self.family is None:
+            return None
+        return self.family.denoiser_name
 
     @property
     def hub_base(self) -> str | None:
