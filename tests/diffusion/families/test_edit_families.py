@@ -515,6 +515,15 @@ def test_a_source_of_another_size_is_refused_where_an_edit_is_in_place(transform
         example_losses(module, batch)
 
 
+def test_without_guidance_no_negative_prompt_is_encoded(transformers: Folder) -> None:
+    module = make_module(transformers("qwen_image_edit"))
+    module.configure_model()
+    given = (module.loaded(), ["a red cup"], None)
+    for scale in (1.0, 3.0):
+        found = module.loaded().family.sampling_arguments(*given, scale, module.device, [[make_image(0, SIDE, SIDE)]])
+        assert ("negative_prompt_embeds" in found) == (scale > 1)
+
+
 def test_callbacks_ask_whether_a_module_edits_before_there_are_weights(transformers: Folder) -> None:
     module = make_module(transformers("flux2"))
     assert isinstance(module, SamplesEdits) and module.edit_pipeline == "Flux2KleinPipeline"
