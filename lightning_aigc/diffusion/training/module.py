@@ -266,6 +266,7 @@ class DiffusionTraining(LightningModule):
             if count or not is_file:
                 known = self._family()
                 self.method.check_sources(known, settings, count)
+                data.check_source_sides(known.smallest_source, known.title)
                 if known.text_sees_sources:
                     data.check_seen_sources(known.title)
         components = self._load()

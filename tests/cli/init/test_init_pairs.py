@@ -12,6 +12,7 @@ import yaml
 from PIL import Image
 
 from fakes.models.edit_pipelines import make_flux_kontext_pipeline, make_image
+from fakes.models.transformer_pipelines import make_flux2_pipeline
 from lightning_aigc.diffusion.families import SHORT
 from tools.embedded import edits
 
@@ -121,6 +122,11 @@ def test_pairs_for_a_base_that_takes_none_name_those_that_do(command: Any, tmp_p
             {"class": "DiffusionControlNet"},
             "a ControlNet does not read; set data.init_args.source_d",
         ),
+        (
+            "flux2",
+            {"resolution": 48},
+            "sources are cut to 48 x 48 pixels, and FLUX.2 klein's pipeline draws from sides",
+        ),
         ("embedded:sd3", {"guard": {}}, "metric=clip_t, and this run draws edits, whose prompts describe no image"),
         ("embedded:sd3", {"guard": {"metric": "edit"}, "validation_sources": "own"}, "validation_sources have none"),
         ("embedded:sd3", {"source_data_dir": None, "guard": {"metric": "edit"}}, "this run draws images without sour"),
@@ -133,14 +139,16 @@ def test_what_does_not_fit_is_one_sentence_before_the_first_step(
     command: Any, tmp_path: Path, pairs: Path, base: str, changes: dict[str, Any], wanted: str | None
 ) -> None:
     kind = {"FullFineTuning": "DiffusionFineTuning"}.get(changes.get("class", ""), changes.get("class"))
-    path = str(make_flux_kontext_pipeline(tmp_path / "kontext")) if base == "kontext" else base
+    make = {"kontext": make_flux_kontext_pipeline, "flux2": make_flux2_pipeline}.get(base)
+    path = base if make is None else str(make(tmp_path / "base"))
     model: dict[str, Any] = {
         "pretrained_model_name_or_path": path, "max_train_steps": 2, "num_inference_steps": 2,
         "validation_prompts": ["make it green"], "num_validation_images": 1,
         "validation_sources": changes.get("validation_sources", []), "sample_resolution": 64,
     }  # fmt: skip
     data = {
-        "train_data_dir": str(pairs / "after"), "resolution": 64, "num_workers": 0,
+        "train_data_dir": str(pairs / "after"), "resolution": changes.get("resolution", 64), "num_workers": 0,
+        "enable_bucket": False,
         "source_data_dir": changes.get("source_data_dir", str(pairs / "before")), "cache_dir": str(tmp_path / "cache"),
     }  # fmt: skip
     if model["validation_sources"] == "own":
