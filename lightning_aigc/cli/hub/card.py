@@ -184,8 +184,9 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
         if edits and pipeline is None:
             said = "diffusers has no pipeline that edits with this base; lightning_aigc draws with it, beside the file:"
             return [said, f"```bash\n{edit_command(Path(CONFIG_FILE), prompt)}\n```"]
-        given = {"edits": edits, "edit_pipeline": pipeline, "lokr_of": contents.lokr_of}
-        lora = LoRAFile(f"{repository}/{file}", word, base, **given)
+        lora = LoRAFile(
+            f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline, lokr_of=contents.lokr_of
+        )
         code = diffusers_snippet(lora, prompt)
         return [f"```python\n{code}\n```", *([] if lora.edits else _other_programs(files))]
     if contents.kind == "pipeline":

@@ -197,6 +197,14 @@ def test_a_bad_source_of_a_sample_is_one_sentence(
     assert said.code != 0 and wanted in said.err
 
 
+def test_a_base_that_edits_asks_for_an_image(command: Any, tmp_path: Path) -> None:
+    base = str(make_flux_kontext_pipeline(tmp_path / "kontext"))
+    config = {"model": {"class_path": "DiffusionLoRA", "init_args": {"pretrained_model_name_or_path": base}}}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config | {"trainer": {"accelerator": "cpu"}}))
+    said = command("sample", "-c", tmp_path / "my.yaml", "--prompts", "a", "--lora", "none", "-o", tmp_path / "x.png")
+    assert said.code != 0 and "FLUX.1 Kontext edits images; give those to start from: --source before.png" in said.err
+
+
 def test_a_dry_run_says_whether_the_sides_are_swapped(command: Any, tmp_path: Path) -> None:
     for number, pair in enumerate(edits.held_out(edits.ORANGE, 8)):
         for side, pixels in (("first", pair.source), ("second", pair.target)):
