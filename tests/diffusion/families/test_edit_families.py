@@ -515,6 +515,16 @@ def test_a_source_of_another_size_is_refused_where_an_edit_is_in_place(transform
         example_losses(module, batch)
 
 
+@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+def test_half_precision_weights_alone_draw_from_sources(transformers: Folder, name: str) -> None:
+    module = make_module(transformers(name))
+    module.configure_model()
+    for network in (module.loaded().denoiser, *module.loaded().text_encoders):
+        network.to(torch.bfloat16)
+    image = module.sample(["a red cup"], [0], num_inference_steps=2, sources=[[make_image(0, SIDE, SIDE)]])
+    assert image.isfinite().all()
+
+
 def test_without_guidance_no_negative_prompt_is_encoded(transformers: Folder) -> None:
     module = make_module(transformers("qwen_image_edit"))
     module.configure_model()
