@@ -182,7 +182,7 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
         edits = contents.edits
         pipeline = contents.family.edit_pipeline if edits and contents.family is not None else None
         if edits and pipeline is None:
-            said = "diffusers has no pipeline that edits with this base; lightning_aigc draws with it, beside the file:"
+            said = "diffusers has no pipeline that edits with this base; lightning_aigc draws with it, in this folder:"
             return [said, f"```bash\n{edit_command(Path(CONFIG_FILE), prompt)}\n```"]
         lora = LoRAFile(
             f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline, lokr_of=contents.lokr_of
