@@ -109,6 +109,10 @@ class HasEditSources(Protocol):
         """Return up to `count` pairs: the instruction, its first source and its target, as PIL images."""
         ...
 
+    def check_source_sides(self, smallest: int, title: str) -> None:
+        """Raise where a source, as it is cut, has a side below what the pipeline of `title` takes."""
+        ...
+
     def check_seen_sources(self, title: str) -> None:
         """Raise where batches would not show their sources to the text encoder of `title`, which sees them."""
         ...

@@ -90,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
     seeds = args.seeds or settings.seeds
     weights = args.weight if lora else [0.0]
     sampler = LoRASampler(settings.model, settings.precision, settings.accelerator, lora)
+    if sampler.components.family.needs_sources:
+        title = sampler.components.family.title
+        raise ConfigError(f"{title} edits images; give those to start from: --source before.png")
     steps, scale = args.num_inference_steps, args.guidance_scale
     columns = []
     for weight in weights:

@@ -311,6 +311,21 @@ class ImageCaptionData(LightningDataModule):
         """Source images of each image, 0 where they are no pairs of an edit."""
         return self.index().sources_per_image
 
+    def check_source_sides(self, smallest: int, title: str) -> None:
+        """Check that no source is cut to a side below `smallest`, the least that the pipeline of `title` takes.
+
+        Raises: DataError.
+        """
+        index = self.index()
+        sizes = {size for sample in (*index.samples, *index.validation) for size in sample.shape[1:]}
+        small = min(sizes, key=min, default=(smallest, smallest))
+        if min(small) < smallest:
+            key = "resolution" if self._given["source_fit"] == "crop" else "source_resolution"
+            raise DataError(
+                f"sources are cut to {small[0]} x {small[1]} pixels, and {title}'s pipeline draws from sides of"
+                f" {smallest} and more; raise data.init_args.{key}"
+            )
+
     def check_seen_sources(self, title: str) -> None:
         """Check that batches show their sources to a text encoder that sees them, which `title` has.
 

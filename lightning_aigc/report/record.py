@@ -174,6 +174,8 @@ class LoRAFile:
     """Whether it was trained on edits of source images."""
     edit_pipeline: str | None = None
     """diffusers' class that edits with the base; None where there is none."""
+    lokr_of: str | None = None
+    """Part of the pipeline that a LoKr adapts, `unet` or `transformer`; None for a LoRA."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from lightning_aigc.report.record import LoRAFile
 
 WEIGHT = 0.8
 EMBEDDED = "embedded:"
+CONVERTED = ".diffusers.safetensors"
 
 
 def usage_html(lora: LoRAFile, prompt: str) -> str:
@@ -23,9 +24,8 @@ def usage_html(lora: LoRAFile, prompt: str) -> str:
         word = html.escape(lora.trigger_word)
         parts.append(f"<p>Say <code>{word}</code> in the prompt: it is the word this file was trained on.</p>")
     if lora.edits:
-        command = f"lightning sample -c {shlex.quote(str(file.parent / 'config.yaml'))} --source before.png"
         parts.append(note("The file edits the image that it is given."))
-        parts.append(code(f"{command} --prompts {shlex.quote(prompt)} -o after.png"))
+        parts.append(code(edit_command(file.parent / "config.yaml", prompt)))
     if lora.edits and lora.edit_pipeline is None:
         parts.append(note("diffusers has no pipeline that edits with this base, so only this command draws with it."))
         return "".join(parts)
@@ -47,7 +47,7 @@ def usage_html(lora: LoRAFile, prompt: str) -> str:
 
 def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
     """Python that draws an image with this file."""
-    file, base = Path(lora.file), lora.base_model or "PATH_OR_HUB_ID_OF_THE_BASE_MODEL"
+    base = lora.base_model or "PATH_OR_HUB_ID_OF_THE_BASE_MODEL"
     loads, embedded = quoted(base), ""
     if base.startswith(EMBEDDED):
         embedded = "from lightning_aigc.embedded import resolve\n"
@@ -60,11 +60,36 @@ def diffusers_snippet(lora: LoRAFile, prompt: str) -> str:
         given = f'image=load_image("before.png"), prompt={prompt!r}'
     return (
         f"from diffusers import {pipeline}\n{more}{embedded}\n"
-        f"pipe = {pipeline}.{loader}({loads})\n"
-        f"pipe.load_lora_weights({quoted(file.parent)}, weight_name={quoted(file.name)},"
-        f" adapter_name={quoted(file.stem)})\n"
-        f"pipe.set_adapters({quoted(file.stem)}, {WEIGHT})\n"
+        f"pipe = {pipeline}.{loader}({loads})\n{_loads_adapter(lora)}"
         f'pipe({given}).images[0].save("picture.png")'
+    )
+
+
+def edit_command(config: Path, prompt: str) -> str:
+    """The command that edits an image with a run's file."""
+    command = f"lightning sample -c {shlex.quote(str(config))} --source before.png"
+    return f"{command} --prompts {shlex.quote(prompt)} -o after.png"
+
+
+def _loads_adapter(lora: LoRAFile) -> str:
+    """Lines that load the file; diffusers' pipelines load no LoKr, but their parts do, under diffusers' names."""
+    file, first = Path(lora.file), ""
+    if lora.lokr_of is None:
+        loads, owner = f"pipe.load_lora_weights({quoted(file.parent)}", "pipe"
+        more = ""
+    else:
+        owner = f"pipe.{lora.lokr_of}"
+        if lora.lokr_of == "unet" and not file.name.endswith(CONVERTED):
+            converted = file.with_name(f"{file.stem}{CONVERTED}")
+            first = (
+                f"# once: lightning export {shlex.quote(str(file))} --to diffusers -o {shlex.quote(str(converted))}\n"
+            )
+            file = converted
+        loads, more = f"{owner}.load_lora_adapter({quoted(file.parent)}", f" prefix={quoted(lora.lokr_of)},"
+    name = quoted(file.name.removesuffix(".safetensors").removesuffix(".diffusers").replace(".", "_"))  # for peft
+    return (
+        f"{first}{loads}, weight_name={quoted(file.name)},{more} adapter_name={name})\n"
+        f"{owner}.set_adapters({name}, {WEIGHT})\n"
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
+from fakes.models.edit_pipelines import MAKE_EDIT
 from fakes.models.pipelines import SIDE, make_pipeline
 from fakes.models.transformer_pipelines import MAKE
-from pairs.options import CONTROL, U_NETS, Row
+from pairs.options import CONTROL, LARGE_SOURCES, SEEN, U_NETS, Row
 
 STEPS = 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -22,7 +23,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 STRATEGIES: dict[str, Any] = {
     "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
 }
-SHARE_OF_BYTES = {"32-true": 0.9}
+SHARE_OF_BYTES = {"32-true": 0.8}
 HALF_SHARE = 0.44
 """Share of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
 RATES: dict[str, Any] = {
@@ -40,7 +41,7 @@ def make_base(family: str, folder: Path) -> Path:
     """A tiny pipeline of the family with random weights."""
     if family in U_NETS:
         return make_pipeline(folder, sdxl=family == "sdxl")
-    return MAKE[family](folder)
+    return (MAKE | MAKE_EDIT)[family](folder)
 
 
 def make_images(folder: Path, word: str, count: int) -> Path:
@@ -55,15 +56,26 @@ def make_images(folder: Path, word: str, count: int) -> Path:
     return folder
 
 
+def make_sources(folder: Path, images: Path) -> Path:
+    """Sources of an edit, twice as large as their images and in other colours."""
+    folder.mkdir(parents=True)
+    for path in sorted(images.glob("*.png")):
+        with Image.open(path) as image:
+            ImageOps.invert(image).resize((2 * image.width, 2 * image.height)).save(folder / path.name)
+    return folder
+
+
 def kind_of(row: Row) -> str:
     """The model class of a row."""
-    method = {"dora": "lora", "controlnet_lora": "controlnet"}.get(row["method"], row["method"])
+    method = {"dora": "lora", "lokr": "lora", "controlnet_lora": "controlnet"}.get(row["method"], row["method"])
     return KIND[method, row["family"] in U_NETS]
 
 
-def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: Path, root: Path) -> dict[str, Any]:
+def make_config(
+    row: Row, base: Path, images: Path, class_images: Path, shards: Path, sources: Path, root: Path
+) -> dict[str, Any]:
     """A config that trains `STEPS` steps in `root`."""
-    is_lora = row["method"] in ("lora", "dora")
+    is_lora = row["method"] in ("lora", "dora", "lokr")
     model: dict[str, Any] = {
         "pretrained_model_name_or_path": str(base),
         "max_train_steps": STEPS,
@@ -89,6 +101,8 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
         model["class_word"] = "plain"
     if row["method"] == "dora":
         model["use_dora"] = True
+    if row["method"] == "lokr":
+        model |= {"lora_type": "lokr", "lokr_factor": 2}
     if row["method"] in CONTROL:
         model["conditions"] = "canny"
     if row["text_encoder"] and is_lora:
@@ -100,7 +114,7 @@ def make_config(row: Row, base: Path, images: Path, class_images: Path, shards: 
         "threads": 1,
         "trainer": _trainer(row, root),
         "model": {"class_path": kind_of(row), "init_args": model},
-        "data": _data(row, images, class_images, shards, root),
+        "data": _data(row, images, class_images, shards, sources, root),
     }
 
 
@@ -108,7 +122,8 @@ def quantization_of(row: Row, base: Path) -> Any:
     """The model's `base_quantization`."""
     if row["base"] != "budget":
         return None if row["base"] == "whole" else row["base"]
-    has_texts = row["family"] in U_NETS or row["caches"] != "both"  # else they leave before the transformer is loaded
+    # Text encoders leave before the transformer is loaded, where nothing asks for them any more.
+    has_texts = row["family"] in (*U_NETS, *SEEN) or row["caches"] != "both"
     folders = ("unet", "transformer", *(["text_encoder*"] if has_texts else []))
     bytes_ = sum(file.stat().st_size for name in folders for file in base.glob(f"{name}/*.safetensors"))
     return {"target_mib": SHARE_OF_BYTES.get(row["precision"], HALF_SHARE) * bytes_ / 2**20}
@@ -124,12 +139,17 @@ def precision_of(row: Row) -> dict[str, Any]:
 
 
 def _trainer(row: Row, root: Path) -> dict[str, Any]:
+    report: dict[str, Any] = {"num_images": 1}
+    if row["source"] == "pairs":
+        report["clip_model"] = "embedded:clip"  # for scores of edits
     callbacks: list[dict[str, Any]] = [
         {"class_path": "GradientHealthMonitor"},
-        {"class_path": "RunReport", "init_args": {"num_images": 1}},
+        {"class_path": "RunReport", "init_args": report},
     ]
     if row["guard"]:
         guard = {"every_n_steps": 2, "num_images": 2, "clip_model": "embedded:clip"}
+        if row["source"] == "pairs":
+            guard["metric"] = "edit"
         callbacks.append({"class_path": "CLIPConvergenceGuard", "init_args": guard})
     if row["rate"] == "adaptive":
         callbacks.append({"class_path": "AdaptiveLR", "init_args": {"search": "auto"}})
@@ -146,13 +166,20 @@ def _trainer(row: Row, root: Path) -> dict[str, Any]:
     }
 
 
-def _data(row: Row, images: Path, class_images: Path, shards: Path, root: Path) -> dict[str, Any]:
+def _data(row: Row, images: Path, class_images: Path, shards: Path, sources: Path, root: Path) -> dict[str, Any]:
     if row["source"] == "shards":
         streamed: dict[str, Any] = {"shards_dir": str(shards), "train_batch_size": 2, "num_workers": 0}
         if row["held_out"]:
             streamed["validation_shards_dir"] = str(shards)
         return {"class_path": "EncodedImageData", "init_args": streamed}
-    return {"class_path": "ImageCaptionData", "init_args": folder_data(row, images, class_images, root.parent)}
+    given = folder_data(row, images, class_images, root.parent)
+    if row["source"] == "pairs":
+        given["source_data_dir"] = str(sources)
+        if row["family"] in SEEN:
+            given |= {"source_fit": "own", "source_resolution": 2 * SIDE}
+        if row["family"] in LARGE_SOURCES:
+            given |= {"source_fit": "own", "source_resolution": 4 * SIDE}
+    return {"class_path": "ImageCaptionData", "init_args": given}
 
 
 def folder_data(row: Row, images: Path, class_images: Path, cache: Path) -> dict[str, Any]:

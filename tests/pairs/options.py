@@ -11,8 +11,11 @@ Row = dict[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
 FACTORS: dict[str, list[Any]] = {
-    "family": ["sd", "sdxl", "sd3", "flux", "flux2", "qwen_image", "z_image", "flux2_dev", "chroma", "krea2"],
-    "method": ["lora", "dora", "full", "controlnet", "controlnet_lora"],
+    "family": [
+        "sd", "sdxl", "sd3", "flux", "flux2", "qwen_image", "z_image", "flux2_dev", "chroma", "krea2", "flux_kontext",
+        "qwen_image_edit", "qwen_image_edit_plus",
+    ],
+    "method": ["lora", "dora", "full", "controlnet", "controlnet_lora", "lokr"],
     "strategy": ["auto", "ddp", "npu_sparse", "npu_sparse_local", "zero_1", "zero_2", "zero_3"],
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
     "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
@@ -22,7 +25,7 @@ FACTORS: dict[str, list[Any]] = {
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
     "rate": ["constant", "cosine", "adaptive", "plateau"],
     "caches": ["none", "latents", "both"],
-    "source": ["folder", "shards"],
+    "source": ["folder", "shards", "pairs"],
     "class_images": [False, True],
     "held_out": [False, True],
     "ema": [False, True],
@@ -33,14 +36,31 @@ FACTORS: dict[str, list[Any]] = {
     "guard": [False, True],
     "ending": ["whole", "killed"],
     "export": ["none", "kohya", "diffusers", "merge"],
-}
+}  # fmt: skip
 U_NETS = ("sd", "sdxl")
-NO_CONTROLNET = ("flux2", "flux2_dev", "chroma", "krea2")
+SEEN = ("qwen_image_edit", "qwen_image_edit_plus")
+"""Families whose text encoder sees the sources of an edit."""
+NEED_SOURCES = ("flux_kontext", *SEEN)
+TAKE_SOURCES = ("sd3", "flux2", "flux2_dev")
+"""Families that edit, and draw from text alone too."""
+LARGE_SOURCES = ("flux2", "flux2_dev")
+"""Families whose pipeline draws from sources of 64 pixels a side and more."""
+NO_CONTROLNET = ("flux2", "flux2_dev", "chroma", "krea2", *NEED_SOURCES)
 CONTROL = ("controlnet", "controlnet_lora")
 SHARDED = ("zero_2", "zero_3")
 
 PLAIN: Row = {name: values[0] for name, values in FACTORS.items()}
 """A row that works; a refused pair is put into it."""
+
+
+def completed(pair: Row) -> Row:
+    """A whole row around a pair of options, which works but for the pair."""
+    row = PLAIN | pair
+    if row["family"] in NEED_SOURCES and "source" not in pair:
+        row["source"] = "pairs"
+    if row["source"] == "pairs" and "family" not in pair:
+        row["family"] = "sd3"
+    return row
 
 
 def refused() -> Iterator[Row]:
@@ -52,6 +72,13 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "text_encoder": True}
         if family in NO_CONTROLNET:
             yield {"family": family, "method": "controlnet"}
+        if family not in (*NEED_SOURCES, *TAKE_SOURCES):
+            yield {"family": family, "source": "pairs"}
+    yield from ({"family": family, "source": "folder"} for family in NEED_SOURCES)
+    yield from ({"family": family, "caches": "latents"} for family in SEEN)
+    yield {"source": "pairs", "class_images": True}
+    yield {"source": "pairs", "method": "controlnet"}
+    yield {"method": "lokr", "text_encoder": True}
     yield {"family": "chroma", "checkpointing": True}  # diffusers' checkpointing leaves out its text's mask
     yield {"family": "sd3", "export": "kohya"}  # its layers have no other names than diffusers'
     yield {"optimizer": "AdamWScheduleFree", "rate": "cosine"}
@@ -65,6 +92,7 @@ def refused() -> Iterator[Row]:
     for preserve in ("class", "blank"):
         yield {"preserve": preserve, "text_encoder": True}
         yield {"preserve": preserve, "source": "shards"}
+        yield {"preserve": preserve, "source": "pairs"}
     for base in ("int8", "fp8", "nf4", "budget"):
         yield {"method": "dora", "base": base}
         yield {"method": "full", "base": base}
@@ -82,6 +110,12 @@ def without_effect() -> Iterator[Row]:
         yield {"source": "shards", "caches": caches}  # shards hold both caches
     yield {"source": "shards", "class_images": True}  # they are in the shards, or nowhere
     yield {"source": "shards", "text_encoder": True}
+    for family in NEED_SOURCES:
+        yield {"family": family, "source": "shards"}  # shards have no sources
+        yield {"family": family, "class_images": True}  # nor have class images
+        yield from ({"family": family, "preserve": preserve} for preserve in ("class", "blank"))
+    yield from ({"source": "pairs", "method": method} for method in ("dora", "controlnet_lora"))  # of U-Nets
+    yield {"source": "pairs", "text_encoder": True}
     yield {"caches": "both", "text_encoder": True}
     for family in set(FACTORS["family"]) - set(U_NETS):  # their tiny ControlNets have fewer blocks than ranks
         yield {"family": family, "method": "controlnet", "strategy": "zero_3"}

@@ -14,17 +14,21 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
 from fakes.processes.ranks import IMPORTED_ONCE, meeting_point
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
+from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from pairs.options import CONTROL, U_NETS, Row
 
 LIMIT_S = 400
-LORA_UPS = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up")
+PROMPT = "a zorp cup"
+LORA_UPS = ("lora_B", "lora_up", "lora.up", "lora_linear_layer.up", "lokr_w1")
 
 
 class Ended(NamedTuple):
@@ -46,7 +50,10 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        [*IMPORTED_ONCE, "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers"]
+        [
+            *(*IMPORTED_ONCE, "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers"),
+            "fakes.models.edit_pipelines",
+        ]
     )
     with meeting_point() as where:
         given = [(rank, ranks, [str(word) for word in words], str(log), where) for rank in range(ranks)]
@@ -73,6 +80,7 @@ def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str,
     if ranks > 1:
         os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
     torch.set_num_threads(1)
+    scale_sources_to(2 * SIDE)
     with Path(f"{log}.{rank}").open("w", encoding="utf-8") as output:
         for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
             os.dup2(output.fileno(), stream)
@@ -100,10 +108,14 @@ def train(row: Row, config: Path, root: Path) -> Ended:
     return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"), ranks=ranks)
 
 
-def check_result(row: Row, base: Path, root: Path) -> None:
-    """Load the result in plain diffusers, draw with it, and see that what was trained is not what it began as."""
+def check_result(row: Row, base: Path, root: Path, source: Path | None) -> None:
+    """Load the result in plain diffusers, draw with it, and see that what was trained is not what it began as.
+
+    source: an image for a model that edits.
+    """
     optional = dict.fromkeys(FAMILIES[row["family"]].optional_folders)
     extra: dict[str, Any] = {}
+    folder, lora = base, None
     if row["method"] in CONTROL:
         kind = getattr(diffusers, _controlnet_class(row["family"]))
         controlnet = kind.from_pretrained(root / "zorp")
@@ -113,23 +125,44 @@ def check_result(row: Row, base: Path, root: Path) -> None:
         name = "image" if row["family"] in U_NETS else "control_image"
         extra[name] = torch.rand(1, 3, SIDE, SIDE)
     elif row["method"] == "full":
-        pipeline = DiffusionPipeline.from_pretrained(root / "zorp", **optional)
+        folder = root / "zorp"
+        pipeline = DiffusionPipeline.from_pretrained(folder, **optional)
         before = DiffusionPipeline.from_pretrained(base, **optional)
         for part in ("unet" if row["family"] in U_NETS else "transformer", *["text_encoder"] * row["text_encoder"]):
             assert _differ(getattr(pipeline, part), getattr(before, part)), f"{part} did not move"
     else:
         pipeline = DiffusionPipeline.from_pretrained(base, **optional)
-        file = root / "zorp.diffusers.safetensors" if row["method"] == "dora" else root / "zorp.safetensors"
-        ups = {k: v for k, v in load_file(file).items() if any(end in k for end in LORA_UPS)}
+        lora = lora_of(row, root)
+        ups = {k: v for k, v in load_file(lora).items() if any(end in k for end in LORA_UPS)}
         assert ups and _largest(ups) > 0, "lora_B did not move"
         assert any("text" in k or "te" in k.split("_") for k in ups) or not row["text_encoder"]
+        _load(pipeline, row, lora)
+    _draws(pipeline, row, extra, source, folder, lora)
+
+
+def lora_of(row: Row, root: Path) -> Path:
+    """The run's file for diffusers; a LoKr of a U-Net has kohya's names and is converted first."""
+    if row["method"] == "dora":
+        return root / "zorp.diffusers.safetensors"
+    file, converted = root / "zorp.safetensors", root / "converted.safetensors"
+    if row["method"] != "lokr" or row["family"] not in U_NETS:
+        return file
+    ended = run("export", file, "--to", "diffusers", "--output", converted, log=root / "converted.log")
+    assert ended.code == 0, ended.said[-2000:]
+    return converted
+
+
+def _load(pipeline: Any, row: Row, file: Path) -> None:
+    if row["method"] != "lokr":
         pipeline.load_lora_weights(file)
-    _draws(pipeline, extra)
+        return
+    part = "unet" if row["family"] in U_NETS else "transformer"
+    getattr(pipeline, part).load_lora_adapter(load_file(file), prefix=part)
 
 
 def export(row: Row, base: Path, root: Path, folder: Path) -> Ended:
     """Export the LoRA as the row says."""
-    lora = root / ("zorp.diffusers.safetensors" if row["method"] == "dora" else "zorp.safetensors")
+    lora = root / "zorp.safetensors" if row["method"] == "lokr" else lora_of(row, root)
     target = ("--merge_into", base) if row["export"] == "merge" else ("--to", row["export"])
     return run("export", lora, *target, "--output", exported(row, folder), log=folder / "export.log")
 
@@ -139,28 +172,56 @@ def exported(row: Row, folder: Path) -> Path:
     return folder / ("merged" if row["export"] == "merge" else "exported.safetensors")
 
 
-def check_export(row: Row, base: Path, root: Path, folder: Path) -> None:
+def check_export(row: Row, base: Path, root: Path, folder: Path, source: Path | None) -> None:
     """Export the LoRA as the row says and load that in plain diffusers."""
     optional = dict.fromkeys(FAMILIES[row["family"]].optional_folders)
     output, ended = exported(row, folder), export(row, base, root, folder)
     assert ended.code == 0, ended.said[-2000:]
     if row["export"] == "merge":
-        _draws(DiffusionPipeline.from_pretrained(output, **optional), {})
+        _draws(DiffusionPipeline.from_pretrained(output, **optional), row, {}, source, output, None)
     elif row["export"] == "diffusers":
         pipeline = DiffusionPipeline.from_pretrained(base, **optional)
-        pipeline.load_lora_weights(output)
-        _draws(pipeline, {})
+        _load(pipeline, row, output)
+        _draws(pipeline, row, {}, source, base, output)
     else:
         assert load_file(output)
 
 
-def _draws(pipeline: Any, extra: dict[str, Any]) -> None:
+def _draws(
+    pipeline: Any, row: Row, extra: dict[str, Any], source: Path | None, folder: Path, lora: Path | None
+) -> None:
+    """Draw by the pipeline, or where none edits with the family, by our sampler of the folder and the file."""
     pipeline.set_progress_bar_config(disable=True)
     size = {} if extra else {"height": SIDE, "width": SIDE}
-    with torch.no_grad():
-        drawn = pipeline(prompt="a zorp cup", num_inference_steps=2, output_type="pt", **size, **extra).images
+    if source is None:
+        drawn = _images(pipeline, size | extra)
+    elif FAMILIES[row["family"]].edit_pipeline is None:
+        sampler = LoRASampler({"pretrained_model_name_or_path": str(folder)}, "32-true", "cpu", lora)
+        sources = [[image.resize((SIDE, SIDE))] for image in _turned(source)]
+        drawn = sampler.sample([(PROMPT, 0)] * 2, num_inference_steps=2, sources=sources)
+    else:
+        if row["family"] == "flux_kontext":
+            size |= {"_auto_resize": False, "max_area": SIDE * SIDE}
+        drawn = torch.cat([_images(pipeline, size | {"image": image}) for image in _turned(source)])
     assert drawn.shape[-2:] == (SIDE, SIDE) and drawn.isfinite().all()
     assert float(drawn.float().std()) > 0, "a flat image"
+    assert source is None or not torch.equal(*drawn), "the image does not depend on its source"
+
+
+def _images(pipeline: Any, given: dict[str, Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        drawn: Tensor = pipeline(
+            prompt=PROMPT, num_inference_steps=2, output_type="pt", generator=generator, **given
+        ).images
+    return drawn
+
+
+def _turned(path: Path) -> list[Image.Image]:
+    """An image as it is, and turned."""
+    with Image.open(path) as image:
+        opened = image.convert("RGB").resize((2 * SIDE, 2 * SIDE))
+    return [opened, opened.transpose(Image.Transpose.ROTATE_90)]
 
 
 def _controlnet_class(family: str) -> str:

@@ -15,9 +15,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
-from pairs.configs import folder_data, kind_of, make_base, make_config, make_images, precision_of, quantization_of
-from pairs.options import PLAIN, U_NETS, Row, allowed_pairs, covering_array, refused
+from pairs.configs import (
+    folder_data,
+    kind_of,
+    make_base,
+    make_config,
+    make_images,
+    make_sources,
+    precision_of,
+    quantization_of,
+)
+from pairs.options import PLAIN, U_NETS, Row, allowed_pairs, completed, covering_array, refused
 from pairs.outcomes import Ended, check_export, check_result, export, run, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, where this process loads results
@@ -45,6 +55,8 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 made[key] = make_base(key[1], folder / "base")
             elif key[0] == "images":
                 made[key] = make_images(folder / "images", key[1], 8)
+            elif key[0] == "sources":
+                made[key] = make_sources(folder / "sources", get("images", "zorp"))
             else:
                 made[key] = _encode(*key[1:], get, folder)
         return made[key]
@@ -79,7 +91,8 @@ def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended,
     if row["source"] == "shards":
         memory = "stock" if row["memory"] == "stock" else "off"  # on a CPU Lightning turns 16-mixed into bf16-mixed
         shards = materials("shards", row["family"], row["precision"], memory, row["base"])
-    config = make_config(row, base, materials("images", "zorp"), materials("images", "plain"), shards, root)
+    given = (materials("images", "zorp"), materials("images", "plain"), shards, materials("sources"))
+    config = make_config(row, base, *given, root)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return train(row, folder / "config.yaml", root), base, root
 
@@ -99,8 +112,13 @@ def time_left() -> None:
         pytest.skip(f"PAIRS_MINUTES={MINUTES:g} are over; `make test-pairs` without it runs every row")
 
 
+@pytest.fixture
+def small_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale_sources_to(2 * SIDE, monkeypatch.setattr)
+
+
 @pytest.mark.pairs
-@pytest.mark.usefixtures("time_left")
+@pytest.mark.usefixtures("time_left", "small_sources")
 @pytest.mark.parametrize("row", ROWS, ids=[f"{number}-{name_of(row)}" for number, row in enumerate(ROWS)])
 def test_a_row_trains_and_its_result_works_in_plain_diffusers(
     row: Row, materials: Callable[..., Path], tmp_path: Path
@@ -110,9 +128,10 @@ def test_a_row_trains_and_its_result_works_in_plain_diffusers(
     if ended.code != 0 and len(ended.errors) == 1 and TOO_SMALL in ended.errors[0]:
         return  # a tiny ControlNet has one block
     assert ended.code == 0, ended.said[-3000:]
-    check_result(row, base, root)
+    source = next(materials("sources").glob("*.png")) if row["source"] == "pairs" else None
+    check_result(row, base, root, source)
     if row["export"] != "none":
-        check_export(row, base, root, tmp_path)
+        check_export(row, base, root, tmp_path, source)
 
 
 @pytest.mark.pairs
@@ -121,10 +140,11 @@ def test_a_row_trains_and_its_result_works_in_plain_diffusers(
 def test_a_refused_pair_ends_in_one_sentence_before_the_first_step(
     pair: Row, materials: Callable[..., Path], tmp_path: Path
 ) -> None:
-    ended, base, root = _fit(PLAIN | pair, materials, tmp_path)
+    row = completed(pair)
+    ended, base, root = _fit(row, materials, tmp_path)
     if "export" in pair:
         assert ended.code == 0, ended.said[-3000:]
-        ended = export(PLAIN | pair, base, root, tmp_path)
+        ended = export(row, base, root, tmp_path)
     else:
         assert not list(root.glob("**/*.safetensors"))
     assert ended.code != 0 and "Traceback" not in ended.said, ended.said[-3000:]

@@ -116,4 +116,13 @@ def test_the_snippet_is_python_with_the_runs_own_names() -> None:
     alone = usage_html(LoRAFile("runs/x/edit.safetensors", None, "embedded:sd3", edits=True), "make it red")
     assert "lightning sample -c runs/x/config.yaml --source before.png --prompts" in alone
     assert "diffusers has no pipeline that edits with this base" in alone and "DiffusionPipeline" not in alone
+    lokr = diffusers_snippet(LoRAFile("runs/x/v1.5.safetensors", None, "flux/", lokr_of="transformer"), "a mug")
+    compile(lokr, "snippet", "exec")
+    assert (
+        'load_lora_adapter("runs/x", weight_name="v1.5.safetensors", prefix="transformer", adapter_name="v1_5")' in lokr
+    )
+    of_unet = diffusers_snippet(LoRAFile("runs/x/zorp.safetensors", None, "sd15/", lokr_of="unet"), "a mug")
+    compile(of_unet, "snippet", "exec")
+    assert "--to diffusers -o runs/x/zorp.diffusers.safetensors" in of_unet
+    assert 'weight_name="zorp.diffusers.safetensors", prefix="unet", adapter_name="zorp")' in of_unet
     assert "zorp a mug" in usage_html(LoRAFile("zorp.safetensors", "zorp", "sd15/"), "a mug")

@@ -79,7 +79,12 @@ def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None
         str(base) if base else None,
         edits=edits,
         edit_pipeline=pl_module.edit_pipeline if edits and isinstance(pl_module, SamplesEdits) else None,
+        lokr_of=_denoiser_name(pl_module) if pl_module.hparams.get("lora_type") == "lokr" else None,
     )
+
+
+def _denoiser_name(pl_module: LightningModule) -> str:
+    return "unet" if hasattr(pl_module, "unet") else "transformer"
 
 
 def snapshots_in(folder: Any, blocked_s: Sequence[float]) -> Snapshots:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -12,7 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from lightning_aigc.cli.hub.contents import CONFIG_FILE, Contents, is_embedded
 from lightning_aigc.report.record import LoRAFile
 from lightning_aigc.report.units import score_text
-from lightning_aigc.report.usage import WEIGHT, diffusers_snippet, quoted
+from lightning_aigc.report.usage import WEIGHT, diffusers_snippet, edit_command, quoted
 from lightning_aigc.report.verdict import judge
 from lightning_aigc.secrets import without_local_paths
 
@@ -128,7 +129,7 @@ def write_card(contents: Contents, files: Sequence[str], images: Sequence[tuple[
 
 
 def _metadata(contents: Contents, images: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    found: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-image", "tags": _tags(contents)}
+    found: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": _task(contents), "tags": _tags(contents)}
     if contents.hub_base is not None:
         relation = {"lora": "adapter", "pipeline": "finetune", "controlnet": "adapter"}[contents.kind]
         found |= {"base_model": contents.hub_base, "base_model_relation": relation}
@@ -143,8 +144,12 @@ def _metadata(contents: Contents, images: Sequence[tuple[str, str]]) -> dict[str
     return found
 
 
+def _task(contents: Contents) -> str:
+    return "image-to-image" if contents.edits else "text-to-image"
+
+
 def _tags(contents: Contents) -> list[str]:
-    tags = ["text-to-image", "diffusers", "lightning_aigc"]
+    tags = [_task(contents), "diffusers", "lightning_aigc"]
     if contents.kind == "lora":
         tags += ["lora", "template:sd-lora"]
     elif contents.kind == "controlnet":
@@ -174,16 +179,25 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
     if contents.kind == "lora":
         file = next((name for name in files if name.endswith(".diffusers.safetensors")), files[0])
         base = contents.base if is_embedded(contents.base) else contents.hub_base
-        edits = contents.family is not None and contents.family.needs_sources
+        edits = contents.edits
         pipeline = contents.family.edit_pipeline if edits and contents.family is not None else None
-        lora = LoRAFile(f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline)
+        if edits and pipeline is None:
+            said = "diffusers has no pipeline that edits with this base; lightning_aigc draws with it, in this folder:"
+            return [said, f"```bash\n{edit_command(Path(CONFIG_FILE), prompt)}\n```"]
+        lora = LoRAFile(
+            f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline, lokr_of=contents.lokr_of
+        )
         code = diffusers_snippet(lora, prompt)
         return [f"```python\n{code}\n```", *([] if lora.edits else _other_programs(files))]
     if contents.kind == "pipeline":
+        imported, given = "from diffusers import DiffusionPipeline\n", quoted(prompt)
+        if contents.edits:
+            imported += "from diffusers.utils import load_image\n"
+            given = f'image=load_image("before.png"), prompt={given}'
         lines = [
-            "from diffusers import DiffusionPipeline\n",
+            imported,
             f"pipe = DiffusionPipeline.from_pretrained({quoted(repository)})",
-            f'pipe({quoted(prompt)}).images[0].save("image.png")',
+            f'pipe({given}).images[0].save("image.png")',
         ]
     else:
         control = contents.family.control if contents.family is not None else None

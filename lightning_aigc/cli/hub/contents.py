@@ -21,8 +21,9 @@ from PIL import Image
 from lightning_aigc.atomic_file import write_text
 from lightning_aigc.diffusion.families import FAMILIES, Family
 from lightning_aigc.diffusion.lora.base_model import named_base_model
-from lightning_aigc.diffusion.lora.file import read_lora
+from lightning_aigc.diffusion.lora.file import LOKR_MODULE, convert, read_lora
 from lightning_aigc.diffusion.lora.metadata import HASH_KEYS, serialize, write_atomically
+from lightning_aigc.diffusion.lora.names import UNET
 from lightning_aigc.embedded import PREFIX
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.report.record import RECORD_FILE, Picture, RunRecord, read_run
@@ -60,6 +61,22 @@ class Contents:
     def setting(self, block: str, key: str) -> Any:
         """A value of the run's config, such as `model`'s `rank`; None where there is none."""
         return ((self.config.get(block) or {}).get("init_args") or {}).get(key)
+
+    @property
+    def edits(self) -> bool:
+        """Whether it was trained on edits of source images."""
+        if self.family is not None and self.family.needs_sources:
+            return True
+        if self.record is not None and self.record.lora is not None:
+            return self.record.lora.edits
+        return any(self.setting("data", key) for key in ("source_data_dir", "source_column"))
+
+    @property
+    def lokr_of(self) -> str | None:
+        """Part of the pipeline that a LoKr adapts; None for others."""
+        if self.header.get("ss_network_module") != LOKR_MODULE or self.family is None:
+            return None
+        return self.family.denoiser_name
 
     @property
     def hub_base(self) -> str | None:
@@ -163,7 +180,11 @@ def write_files(contents: Contents, folder: Path) -> list[str]:
     if contents.kind == "lora":
         for source in contents.sources:
             _copy_lora(source, folder / source.name)
-        return [source.name for source in contents.sources]
+        names = [source.name for source in contents.sources]
+        if contents.lokr_of == UNET:  # diffusers reads its own names alone
+            names.append(f"{contents.name}{LORA_ENDINGS[1]}")
+            convert(folder / names[0], folder / names[-1], "diffusers")
+        return names
     for source in sorted(contents.sources[0].rglob("*")):
         target = folder / source.relative_to(contents.sources[0])
         if source.is_dir():

@@ -86,7 +86,10 @@ def choose(
 
 
 def check_edits(look: FolderSummary, base: Base) -> None:
-    """Raises: ConfigError for pairs of an edit with a base that takes none, and for an edit base without pairs."""
+    """Check pairs of an edit and their base.
+
+    Raises: ConfigError for pairs with a base that takes none, an edit base without pairs, pairs without instructions.
+    """
     family = base.family
     if look.sources > family.max_sources:
         edits = ", ".join(sorted(short for short, each in SHORT.items() if each.max_sources >= look.sources))
@@ -100,6 +103,13 @@ def check_edits(look: FolderSummary, base: Base) -> None:
             f"--base {base.source} edits images, and {look.folder} has none to start from; put the images before the"
             " edit into before/ and those after it into after/, with equal names, or list them in metadata.jsonl under"
             " source"
+        )
+    missing = len(look.sizes) - len(look.written)
+    if look.sources and missing:
+        beside = "" if look.source_folder is None else f", not into {look.source_folder}"
+        raise ConfigError(
+            f"{missing} of {len(look.sizes)} pairs have no instruction; write it into a {look.caption_extension} of the"
+            f" image's name in {look.folder}{beside}, such as: make it red"
         )
 
 

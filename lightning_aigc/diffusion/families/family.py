@@ -200,6 +200,8 @@ class Family(ABC):
     """The family's ControlNet; None where diffusers has none."""
     max_sources: ClassVar[int] = 0
     """Most images that an edit of this family starts from; 0 where it draws from text alone."""
+    smallest_source: ClassVar[int] = 1
+    """Least side in pixels of a source that the family's pipeline takes."""
     needs_sources: ClassVar[bool] = False
     """Whether every image is an edit."""
     text_sees_sources: ClassVar[bool] = False

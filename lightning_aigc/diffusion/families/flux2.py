@@ -92,6 +92,7 @@ class Flux2Klein(TransformerFamily):
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 512}
     modelspec = "flux-2-klein"
     max_sources = MOST_REFERENCES
+    smallest_source = 64
     edit_pipeline = "Flux2KleinPipeline"
     edits_in_batches = False
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
@@ -168,6 +169,7 @@ class Flux2Dev(TransformerFamily):
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 460}  # 512 with the system message, of about 50
     modelspec = "flux-2-dev"
     max_sources = MOST_REFERENCES
+    smallest_source = 64
     edit_pipeline = "Flux2Pipeline"
     edits_in_batches = False
     draws_latents = False

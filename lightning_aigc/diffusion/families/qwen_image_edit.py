@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc.devices import weights_dtype
 from lightning_aigc.diffusion.families import qwen_autoencoder
 from lightning_aigc.diffusion.families.family import Components, StepMemory
 from lightning_aigc.diffusion.families.qwen_image import QwenImage, qwen_inputs, text_arguments
@@ -98,7 +99,7 @@ class QwenImageEdit(TransformerFamily):
         size: tuple[int, int],
     ) -> dict[str, Any]:
         # As an image: the pipeline scales it to 1024 x 1024 pixels, and takes no latents.
-        pipeline.vae = ConditionEncoder(components.vae, components.vae.dtype)
+        pipeline.vae = ConditionEncoder(components.vae, weights_dtype(components.denoiser))
         return {"image": images[0][0]}
 
 
@@ -178,5 +179,5 @@ class QwenImageEditPlus(TransformerFamily):
         latents: Sequence[Tensor],
         size: tuple[int, int],
     ) -> dict[str, Any]:
-        pipeline.vae = ConditionEncoder(components.vae, components.vae.dtype)
+        pipeline.vae = ConditionEncoder(components.vae, weights_dtype(components.denoiser))
         return {"image": list(images[0])}

@@ -31,6 +31,8 @@ NO_SOURCES = (
     "edits images, and there are none to start from; set data.init_args.source_data_dir to a folder with a source for"
     " each image, or list them in metadata.jsonl under source"
 )
+TRUE_CFG = "true_cfg_scale"
+"""Argument of pipelines that draw with a negative prompt above 1 alone."""
 DISTILLED = re.compile(r"(?i)(?<![a-z])(turbo|schnell|lightning|hyper|distilled)(?![a-z])")
 """In the names of few-step models."""
 
@@ -205,7 +207,8 @@ class TransformerFamily(Family):
         sources: Sequence[Sequence[Image]] | None = None,
     ) -> dict[str, Any]:
         given = self.embedding_arguments(self.encode_prompts(components, prompts, device, sources))
-        if negative_prompts is None and self.negative_prompt is not None:
+        is_guided = self.guidance_argument != TRUE_CFG or guidance_scale > 1  # else the pipeline warns and reads none
+        if negative_prompts is None and self.negative_prompt is not None and is_guided:
             negative_prompts = [self.negative_prompt] * len(prompts)
         if negative_prompts is not None:
             encoded = self.encode_prompts(components, negative_prompts, device, sources)

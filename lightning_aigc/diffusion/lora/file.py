@@ -37,6 +37,8 @@ __all__ = ["LoRAFile", "LoRAMetadata", "convert", "read_lora", "save_lokr", "sav
 
 Layout = Literal["kohya", "diffusers", "other"]
 SDXL_TEXT_WIDTH = 2048
+LOKR_MODULE = "lycoris.kohya"
+"""The header's `ss_network_module` of a LoKr."""
 _LAYERS_PER_BLOCK_KEY = "lightning_aigc.layers_per_block"  # written only if it differs from SDXL's 2
 
 
@@ -95,7 +97,7 @@ def save_lokr(
     config: Any = getattr(network, "peft_config", {})[adapter_name]
     arguments = {"algo": "lokr", "factor": str(config.decompose_factor)}
     header = metadata.to_header(base_model=base_model, rank=config.r, alpha=config.alpha, network_args=arguments)
-    header |= {"format": "pt", "ss_network_module": "lycoris.kohya"} | _unusual_depth(network, base_model)
+    header |= {"format": "pt", "ss_network_module": LOKR_MODULE} | _unusual_depth(network, base_model)
     return _write_factors(Path(path), layers, header, "kohya")
 
 

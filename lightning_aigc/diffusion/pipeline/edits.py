@@ -40,8 +40,17 @@ def check_edit(family: Family, edit: Edit | None) -> None:
     """Raise ModelError where the family needs other sources than there are."""
     if edit is None:
         if family.needs_sources:
-            raise ModelError(f"{family.title} edits images: give `sample` the images to start from, `sources`")
+            raise ModelError(
+                f"{family.title} edits images: give the images to start from, `sources` of `sample` or --source of"
+                " `lightning sample`"
+            )
         return
+    small = min((image.size for images in edit.sources for image in images), key=min)
+    if min(small) < family.smallest_source:
+        raise ModelError(
+            f"got a source of {small[0]} x {small[1]} pixels, and {family.title}'s pipeline takes sides of"
+            f" {family.smallest_source} and more; give a larger one, or a larger resolution"
+        )
     most = max(map(len, edit.sources))
     if most > family.max_sources:
         takes = f"takes {family.max_sources} at most" if family.max_sources else "draws from text alone"

@@ -266,6 +266,7 @@ class DiffusionTraining(LightningModule):
             if count or not is_file:
                 known = self._family()
                 self.method.check_sources(known, settings, count)
+                data.check_source_sides(known.smallest_source, known.title)
                 if known.text_sees_sources:
                     data.check_seen_sources(known.title)
         components = self._load()
@@ -553,7 +554,7 @@ class DiffusionTraining(LightningModule):
     @property
     def edit_pipeline(self) -> str | None:
         """protocols.SamplesEdits: diffusers' class that edits with this family; None where there is none."""
-        return self.loaded().family.edit_pipeline
+        return self._family().edit_pipeline  # a check by isinstance reads this, before there are weights
 
     def sources_of_samples(self, prompts: Sequence[str], seeds: Sequence[int]) -> Sequence[Sequence[Image]] | None:
         """The sources that samples of these prompts and seeds start from; None where they start from text alone."""

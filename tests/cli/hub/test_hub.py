@@ -168,6 +168,32 @@ def test_all_files_of_each_familys_lora_go_along(name: str, use_dora: bool, tmp_
     assert f'weight_name="{for_diffusers}"' in text
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("flux2", 'pipe(image=load_image("before.png")'), ("sd3", "lightning sample -c config.yaml --source before.png")],
+)
+def test_the_card_of_an_edit_begins_with_an_image(name: str, wanted: str, tmp_path: Path, command: Command) -> None:
+    module = DiffusionLoRA(str(MAKERS[name](tmp_path / "base")), rank=2)
+    run = make_run(tmp_path / "run", module, "mug", pretrained_model_name_or_path=FAMILIES[name].base)
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config["data"]["init_args"]["source_data_dir"] = "before"
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    assert command("export", run, "--to", "hub", "-o", tmp_path / "hub").code == 0
+    data, text = card_of(tmp_path / "hub")
+    assert data.pipeline_tag == "image-to-image" and "text-to-image" not in data.tags
+    assert wanted in text and "ComfyUI" not in text and "A1111" not in text
+
+
+def test_a_lokr_of_a_unet_goes_along_in_the_names_that_diffusers_reads(tmp_path: Path, command: Command) -> None:
+    module = DiffusionLoRA(str(make_pipeline(tmp_path / "base")), lora_type="lokr", lokr_factor=2)
+    run = make_run(tmp_path / "run", module, "mug", pretrained_model_name_or_path=FAMILIES["sd"].base)
+    assert command("export", run, "--to", "hub", "-o", tmp_path / "hub").code == 0
+    state = safetensors.torch.load_file(tmp_path / "hub" / "mug.diffusers.safetensors")
+    assert all(key.startswith("unet.") and ".lokr_w" in key for key in state)
+    _, text = card_of(tmp_path / "hub")
+    assert 'load_lora_adapter("OWNER/mug", weight_name="mug.diffusers.safetensors", prefix="unet", ' in text
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "controlnet"])
 @pytest.mark.parametrize("name", ["sd", "sd3"])
 def test_a_pipeline_and_a_controlnet_lie_at_the_root(kind: str, name: str, tmp_path: Path, command: Command) -> None:

@@ -12,6 +12,7 @@ import yaml
 from PIL import Image
 
 from fakes.models.edit_pipelines import make_flux_kontext_pipeline, make_image
+from fakes.models.transformer_pipelines import make_flux2_pipeline
 from lightning_aigc.diffusion.families import SHORT
 from tools.embedded import edits
 
@@ -84,6 +85,15 @@ def test_pairs_that_a_table_lists_are_recognised(command: Any, tmp_path: Path, p
     assert yaml.safe_load((tmp_path / "my.yaml").read_text())["data"]["init_args"]["source_data_dir"] is None
 
 
+def test_pairs_without_instructions_are_one_sentence(command: Any, tmp_path: Path, pairs: Path) -> None:
+    for path in (pairs / "after").glob("*.txt"):
+        path.rename(pairs / "before" / path.name)
+    said = command("init", pairs, "-o", tmp_path / "my.yaml", "--base", "flux2", "--card", "24gb")
+    assert said.code != 0 and not (tmp_path / "my.yaml").exists()
+    wanted = "6 of 6 pairs have no instruction; write it into a .txt of the image's name in "
+    assert f"{wanted}{pairs / 'after'}, not into {pairs / 'before'}" in said.err
+
+
 @pytest.mark.parametrize("base", ["qwen_image_edit", "qwen_image_edit_plus", "flux_kontext"])
 def test_sources_have_the_size_that_the_familys_pipeline_gives_them(
     command: Any, tmp_path: Path, pairs: Path, base: str
@@ -112,6 +122,11 @@ def test_pairs_for_a_base_that_takes_none_name_those_that_do(command: Any, tmp_p
             {"class": "DiffusionControlNet"},
             "a ControlNet does not read; set data.init_args.source_d",
         ),
+        (
+            "flux2",
+            {"resolution": 48},
+            "sources are cut to 48 x 48 pixels, and FLUX.2 klein's pipeline draws from sides",
+        ),
         ("embedded:sd3", {"guard": {}}, "metric=clip_t, and this run draws edits, whose prompts describe no image"),
         ("embedded:sd3", {"guard": {"metric": "edit"}, "validation_sources": "own"}, "validation_sources have none"),
         ("embedded:sd3", {"source_data_dir": None, "guard": {"metric": "edit"}}, "this run draws images without sour"),
@@ -124,14 +139,16 @@ def test_what_does_not_fit_is_one_sentence_before_the_first_step(
     command: Any, tmp_path: Path, pairs: Path, base: str, changes: dict[str, Any], wanted: str | None
 ) -> None:
     kind = {"FullFineTuning": "DiffusionFineTuning"}.get(changes.get("class", ""), changes.get("class"))
-    path = str(make_flux_kontext_pipeline(tmp_path / "kontext")) if base == "kontext" else base
+    make = {"kontext": make_flux_kontext_pipeline, "flux2": make_flux2_pipeline}.get(base)
+    path = base if make is None else str(make(tmp_path / "base"))
     model: dict[str, Any] = {
         "pretrained_model_name_or_path": path, "max_train_steps": 2, "num_inference_steps": 2,
         "validation_prompts": ["make it green"], "num_validation_images": 1,
         "validation_sources": changes.get("validation_sources", []), "sample_resolution": 64,
     }  # fmt: skip
     data = {
-        "train_data_dir": str(pairs / "after"), "resolution": 64, "num_workers": 0,
+        "train_data_dir": str(pairs / "after"), "resolution": changes.get("resolution", 64), "num_workers": 0,
+        "enable_bucket": False,
         "source_data_dir": changes.get("source_data_dir", str(pairs / "before")), "cache_dir": str(tmp_path / "cache"),
     }  # fmt: skip
     if model["validation_sources"] == "own":
@@ -178,6 +195,14 @@ def test_a_bad_source_of_a_sample_is_one_sentence(
     given = () if source is None else ("--source", source)
     said = command("sample", "-c", "my.yaml", "--prompts", "a", "--lora", "none", *given, *more)
     assert said.code != 0 and wanted in said.err
+
+
+def test_a_base_that_edits_asks_for_an_image(command: Any, tmp_path: Path) -> None:
+    base = str(make_flux_kontext_pipeline(tmp_path / "kontext"))
+    config = {"model": {"class_path": "DiffusionLoRA", "init_args": {"pretrained_model_name_or_path": base}}}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config | {"trainer": {"accelerator": "cpu"}}))
+    said = command("sample", "-c", tmp_path / "my.yaml", "--prompts", "a", "--lora", "none", "-o", tmp_path / "x.png")
+    assert said.code != 0 and "FLUX.1 Kontext edits images; give those to start from: --source before.png" in said.err
 
 
 def test_a_dry_run_says_whether_the_sides_are_swapped(command: Any, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lightning_aigc.diffusion.families.tokens import source_name
 from lightning_aigc.diffusion.pipeline.encoders import seen_sources
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
+from lightning_aigc.protocols import SamplesEdits
 
 pytestmark = [
     pytest.mark.usefixtures("without_report_page"),
@@ -512,6 +513,31 @@ def test_a_source_of_another_size_is_refused_where_an_edit_is_in_place(transform
     batch["sources"] = [to_pixels(*(make_image(number, 64, SIDE) for number in range(2)))]
     with pytest.raises(ModelError, match=r"a source needs the size of its image; set data.init_args.source_fit: crop"):
         example_losses(module, batch)
+
+
+@pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus"])
+def test_half_precision_weights_alone_draw_from_sources(transformers: Folder, name: str) -> None:
+    module = make_module(transformers(name))
+    module.configure_model()
+    for network in (module.loaded().denoiser, *module.loaded().text_encoders):
+        network.to(torch.bfloat16)
+    image = module.sample(["a red cup"], [0], num_inference_steps=2, sources=[[make_image(0, SIDE, SIDE)]])
+    assert image.isfinite().all()
+
+
+def test_without_guidance_no_negative_prompt_is_encoded(transformers: Folder) -> None:
+    module = make_module(transformers("qwen_image_edit"))
+    module.configure_model()
+    given = (module.loaded(), ["a red cup"], None)
+    for scale in (1.0, 3.0):
+        found = module.loaded().family.sampling_arguments(*given, scale, module.device, [[make_image(0, SIDE, SIDE)]])
+        assert ("negative_prompt_embeds" in found) == (scale > 1)
+
+
+def test_callbacks_ask_whether_a_module_edits_before_there_are_weights(transformers: Folder) -> None:
+    module = make_module(transformers("flux2"))
+    assert isinstance(module, SamplesEdits) and module.edit_pipeline == "Flux2KleinPipeline"
+    assert module.components is None
 
 
 def test_preservation_is_refused_where_the_images_are_edits(transformers: Folder) -> None:

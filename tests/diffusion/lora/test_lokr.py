@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from fakes.models.pipelines import make_batch
 from fakes.runs.training_losses import example_losses
+from lightning_aigc.cli import main
+from lightning_aigc.cli.hub.contents import find_contents
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.families import FAMILIES
 from lightning_aigc.diffusion.lora.file import LoRAMetadata, convert, read_lora, save_lokr
@@ -24,6 +27,8 @@ from lightning_aigc.diffusion.pipeline.loading import load_components
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
 from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.report.record import LoRAFile
+from lightning_aigc.report.usage import diffusers_snippet
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FAMILY_NAMES = ["sd", "sdxl", "flux", "sd3", "flux2", "qwen_image", "z_image", "krea2"]
@@ -94,6 +99,29 @@ def test_a_file_is_read_by_diffusers_and_our_sampler_as_it_was_trained(
         assert found.keys() == wanted.keys()
         for name, delta in wanted.items():
             torch.testing.assert_close(found[name], delta, rtol=1e-6, atol=1e-6 * float(delta.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_the_cards_lines_load_it_in_diffusers(family: str, folder_of: Callable[[str], str], tmp_path: Path) -> None:
+    module = trained(folder_of(family), **LOKR)
+    module.save_lora(tmp_path / "v1.5.safetensors")
+    (tmp_path / "config.yaml").touch()
+    contents = find_contents(tmp_path / "v1.5.safetensors")
+    part = FAMILIES[family].denoiser_name
+    assert contents.lokr_of == part
+    lora = LoRAFile(str(tmp_path / "v1.5.safetensors"), None, folder_of(family), lokr_of=part)
+    *lines, draws = diffusers_snippet(lora, "a cup").splitlines()
+    for line in lines:
+        if line.startswith("# once: lightning export "):
+            with pytest.raises(SystemExit, match="0"):
+                main(shlex.split(line.removeprefix("# once: lightning ")))
+    known: dict[str, Any] = {}
+    exec("\n".join(lines), known)
+    assert draws.startswith("pipe(")
+    wanted, found = deltas(module.loaded().denoiser), deltas(getattr(known["pipe"], part))
+    assert found.keys() == wanted.keys()
+    for name, delta in wanted.items():
+        torch.testing.assert_close(found[name], 0.8 * delta, rtol=2e-3, atol=1e-3 * float(delta.abs().max()))
 
 
 @pytest.mark.parametrize("base", [None, "int8", "nf4"])

@@ -98,6 +98,13 @@ def show_small(monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, int]) -> None
     monkeypatch.setattr(plus, "calculate_dimensions", of_plus)
 
 
+def scale_sources_to(side: int, put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let Qwen-Image-Edit's pipelines scale sources to `side` squared pixels instead of 1024 squared, and 384."""
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        usual = module.calculate_dimensions
+        put(module, "calculate_dimensions", lambda area, ratio, usual=usual: usual(min(area, side * side), ratio))
+
+
 MAKE_EDIT: dict[str, Callable[[Path], Path]] = {
     "flux_kontext": make_flux_kontext_pipeline,
     "qwen_image_edit": make_qwen_image_edit_pipeline,
