@@ -105,6 +105,10 @@ class HasEditSources(Protocol):
         """Return the true target of that sample, as a PIL image."""
         ...
 
+    def edit_description(self, prompt: str, seed: int) -> str | None:
+        """Return what the target of that sample shows, in words; None where nothing says it."""
+        ...
+
     def edit_examples(self, count: int) -> Sequence[tuple[str, Any, Any]]:
         """Return up to `count` pairs: the instruction, its first source and its target, as PIL images."""
         ...

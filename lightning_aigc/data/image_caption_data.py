@@ -345,6 +345,10 @@ class ImageCaptionData(LightningDataModule):
         """The true target of the sample that starts from `edit_sources(prompt, seed)`."""
         return _target_of(self._pair_of(prompt, seed))
 
+    def edit_description(self, prompt: str, seed: int) -> str | None:
+        """What the target of the sample that starts from `edit_sources(prompt, seed)` shows, where a table says it."""
+        return self._pair_of(prompt, seed).description
+
     def edit_examples(self, count: int) -> list[tuple[str, Image.Image, Image.Image]]:
         """Up to `count` pairs, evenly spread over the largest bucket: instruction, first source and target."""
         return [(pair.caption, _sources_of(pair)[0], _target_of(pair)) for pair in self.index().spread_samples(count)]

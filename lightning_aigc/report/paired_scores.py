@@ -10,8 +10,8 @@ MEMORISING_CHECKS = 3
 """Checks over which one score must rise and the other fall before that is reported."""
 
 
-MEANS = ("mean", "edit")
-"""Metrics that are the mean of all named scores."""
+MEANS = {"mean": ("clip_t", "clip_i"), "edit": ("direction", "kept")}
+"""Metrics that are the mean of two scores."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,13 @@ class Check:
 
     step: int
     named: dict[str, list[float]] = field(default_factory=dict)
-    """By name: clip_t and clip_i, which is NaN without reference images; of edits, direction and kept."""
+    """By name: clip_t and clip_i, which is NaN without reference images; of edits direction and kept, and clip_t, which
+    is NaN without a description of the target."""
 
     def scores(self, metric: str) -> list[float]:
-        """Each image's score of this name; for `mean` and `edit` the mean of all. Empty for one that is not there."""
+        """Each image's score of this name, or the mean of two for a name of MEANS. Empty for one that is not there."""
         if metric in MEANS:
-            return [sum(each) / len(each) for each in zip(*self.named.values(), strict=True)]
+            return [sum(each) / len(each) for each in zip(*(self.named[name] for name in MEANS[metric]), strict=True)]
         return self.named.get(metric, [])
 
     def mean(self, metric: str) -> float:

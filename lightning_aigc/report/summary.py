@@ -13,7 +13,7 @@ from lightning_aigc.report.verdict import change, judge
 
 LAST_LOSSES = 50
 """Losses whose mean is the final one."""
-SCORES, EDIT_SCORES = ("clip_t", "clip_i", "prior_clip_t"), ("direction", "kept")
+SCORES, EDIT_SCORES = ("clip_t", "clip_i", "prior_clip_t"), ("direction", "kept", "clip_t")
 
 
 def finite_or_none(value: float) -> float | None:
@@ -36,7 +36,7 @@ def summary_of(record: RunRecord, has_prior_prompts: bool) -> dict[str, Any]:
             f"{name}_after": _mean_or_none(paired.after),
             f"{name}_stderr": None if found is None else finite_or_none(found.stderr),
         }
-    for metric in ("clip_t", "clip_i", *EDIT_SCORES):
+    for metric in ("clip_i", *EDIT_SCORES):
         if f"full_base_{metric}" in record.scores:
             scores[f"{metric}_on_full_precision_base"] = _mean_or_none(record.scores[f"full_base_{metric}"].after)
     return {

@@ -63,9 +63,12 @@ class PromptJudge:
 
 
 class EditJudge:
-    """Scores edits by the targets of the pairs whose sources they start from."""
+    """Scores edits by the targets of the pairs whose sources they start from.
 
-    names: tuple[str, ...] = ("direction", "kept")
+    CLIP-T compares images with descriptions of their targets; it is NaN where the data has none.
+    """
+
+    names: tuple[str, ...] = ("direction", "kept", "clip_t")
 
     def __init__(self, model: str, pretrained: str | None, data: HasEditSources) -> None:
         self.metric, self.data = EditSimilarity(model, pretrained), data
@@ -79,7 +82,14 @@ class EditJudge:
     def scores(self, images_N3HW: Tensor, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         sources = [self.data.edit_sources(*pair)[0][0] for pair in pairs]
         targets = [self.data.edit_target(*pair) for pair in pairs]
-        return self.metric.scores(images_N3HW, [*map(as_pixels, sources)], [*map(as_pixels, targets)])
+        found = self.metric.scores(images_N3HW, [*map(as_pixels, sources)], [*map(as_pixels, targets)])
+        said = [self.data.edit_description(*pair) for pair in pairs]
+        described = [place for place, words in enumerate(said) if words]
+        found["clip_t"] = torch.full_like(found["kept"], torch.nan)
+        if described:
+            images = images_N3HW[described].to(self.metric.clip.device)
+            found["clip_t"][described] = self.metric.clip.scores(images, [str(said[n]) for n in described])["clip_t"]
+        return found
 
 
 def swapped_sides(judge: EditJudge) -> str | None:

@@ -30,6 +30,10 @@ SOURCE_KEY = re.compile(r"(source|control_path|edit_image|kontext_image)s?(?:_(\
 """Columns with the images that an edit starts from, as in this project and others, with a number or without."""
 
 
+TARGET_KEYS = ("target_caption", "edited_prompt", "output_caption")
+"""Columns with a description of the image after an edit, as in this project and others."""
+
+
 class ListedCaptions:
     """Captions by image name; metadata.jsonl takes precedence over captions.csv.
 
@@ -46,6 +50,8 @@ class ListedCaptions:
         self.conditions: dict[str, Path] = {}
         """Files by image name, of the key `conditioning_image` in metadata.jsonl."""
 
+        self.descriptions: dict[str, str] = {}
+        """By image name, what an edit's target shows."""
         self.sources: dict[str, tuple[Path, ...]] = {}
         """By image name, the images that its edit starts from."""
 
@@ -81,6 +87,7 @@ class ListedCaptions:
             sources = self._sources_of(path, row, where)
             if sources:
                 self.sources[self._name(path, row[name_key])] = sources
+                self._describe(path, row[name_key], row)
                 if key is None:
                     continue
             if key is None and len(row) > 1:
@@ -157,8 +164,16 @@ class ListedCaptions:
                 )
                 continue
             self._add(1, path, row[columns[0]].strip(), row[columns[1]], where)
-            if first == 2 and (sources := self._sources_of(path, dict(zip(header, row, strict=False)), where)):
+            named = dict(zip(header, row, strict=False))
+            if first == 2 and (sources := self._sources_of(path, named, where)):
                 self.sources[self._name(path, row[columns[0]].strip())] = sources
+                self._describe(path, row[columns[0]].strip(), named)
+
+    def _describe(self, path: Path, file_name: str, row: Mapping[str, Any]) -> None:
+        """Keep the description of a row's target, where it has one."""
+        found = next((row[key] for key in TARGET_KEYS if isinstance(row.get(key), str)), "")
+        if found.strip():
+            self.descriptions[self._name(path, file_name)] = clean_caption(found)
 
     def _sources_of(self, path: Path, row: Mapping[str, Any], where: str) -> tuple[Path, ...]:
         """The files of a row's source columns, by their numbers."""

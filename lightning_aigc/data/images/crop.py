@@ -39,6 +39,8 @@ class Sample:
     condition: Path | None = None
     sources: tuple[SourceImage, ...] = ()
     """Images that an edit starts from."""
+    description: str | None = None
+    """What the image of an edit shows; its caption is the instruction."""
 
     @property
     def shape(self) -> tuple[tuple[int, int], ...]:

@@ -187,7 +187,7 @@ def place_sources(sample: Sample, picture: Picture, settings: IndexSettings) -> 
         SourceImage(path, info.content_sha256, _placement(sample, info, settings, own))
         for path, info in zip(picture.sources, picture.source_infos, strict=True)
     )
-    return replace(sample, sources=sources)
+    return replace(sample, sources=sources, description=picture.description)
 
 
 def _placement(sample: Sample, info: PictureInfo, settings: IndexSettings, own: BucketSettings) -> Placement:

@@ -38,6 +38,8 @@ class Picture:
     """The condition that metadata.jsonl lists for it."""
     sources: tuple[Path, ...] = ()
     """The images that an edit starts from, in order."""
+    description: str | None = None
+    """What the image shows, where its caption is the instruction of an edit."""
     source_infos: tuple[PictureInfo, ...] = ()
     """Results of decoding them."""
     other_caption: str | None = None
@@ -162,6 +164,7 @@ def _give_captions(
     for picture in found.pictures:
         picture.condition = captions.conditions.get(comparable(picture.name))
         picture.sources = captions.sources.get(comparable(picture.name), ())
+        picture.description = captions.descriptions.get(comparable(picture.name))
         listed = captions.take(picture.name)
         keys = [str(picture.path.with_suffix("")), str(picture.path)]
         if picture.path.suffix.lower() not in PICTURE_SUFFIXES:  # `photo.v2`, an image without a suffix
