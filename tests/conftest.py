@@ -6,13 +6,11 @@ import lightning_aigc  # noqa: F401
 import atexit
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
-from fakes.models.loaded_once import copying
 from fakes.processes.network import why_no_namespaces
 
 gc.disable()  # until all tests are imported: what is imported is no garbage
@@ -39,15 +37,6 @@ def keep_survivors_out_of_garbage_collection() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def load_each_pipeline_once() -> None:
-    """Copy pipelines that this process has loaded twice before; the real loading runs for each new folder."""
-    module = sys.modules.get("lightning_aigc.diffusion.pipeline.loading")
-    if module is not None and not hasattr(module, "_load_from_disk"):
-        module._load_from_disk = module._load
-        module._load = copying(module._load)
 
 
 @pytest.fixture

@@ -346,7 +346,7 @@ class ImageCaptionData(LightningDataModule):
         return _target_of(self._pair_of(prompt, seed))
 
     def edit_description(self, prompt: str, seed: int) -> str | None:
-        """What the target of the sample that starts from `edit_sources(prompt, seed)` shows, where a table says it."""
+        """Description of the target of that sample, where a table has one."""
         return self._pair_of(prompt, seed).description
 
     def edit_examples(self, count: int) -> list[tuple[str, Image.Image, Image.Image]]:

@@ -137,12 +137,12 @@ def test_transfer_to_npu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("four_npus")
 def test_another_lightning_is_left_alone_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lightning_patches.lightning, "__version__", "2.7.0")
+    monkeypatch.setattr(lightning_patches._lightning, "version", lambda: "2.7.0")
     chooser = lightning_patches._AcceleratorConnector._choose_strategy
     monkeypatch.setattr(lightning_patches._AcceleratorConnector, "_choose_strategy", chooser.__wrapped__)
     lightning_patches.apply(NPUAccelerator)
     assert lightning_patches._AcceleratorConnector._choose_strategy is chooser.__wrapped__
     lightning_patches.warn_if_unpatched.cache_clear()
-    with pytest.warns(UserWarning, match=r"lightning 2\.7\.0 is not patched for NPUs"):
+    with pytest.warns(UserWarning, match=r"lightning\.pytorch 2\.7\.0 is not patched for NPUs"):
         NPUAccelerator()
     NPUAccelerator()  # a second warning would be an error

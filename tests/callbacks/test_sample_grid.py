@@ -176,15 +176,17 @@ class FakeWandb(CSVLogger):
 
 def test_other_callbacks_may_look_at_the_pictures(tmp_path: Path) -> None:
     class Onlooker(Callback):
-        seen: list[tuple[list[int], list[str], int]]
+        seen: list[tuple[list[int], list[tuple[str, int]], int]]
 
-        def on_sample_images(self, trainer: Any, pl_module: Any, images: Tensor, prompts: list[str], step: int) -> None:
-            self.seen.append((list(images.shape), prompts, step))
+        def on_sample_images(
+            self, trainer: Any, pl_module: Any, images: Tensor, pairs: list[tuple[str, int]], step: int
+        ) -> None:
+            self.seen.append((list(images.shape), pairs, step))
 
     onlooker = Onlooker()
     onlooker.seen = []
     make_trainer(tmp_path, SampleGrid(["a"], seeds=[1, 2]), onlooker, max_steps=1).fit(Painter(), data())
-    assert onlooker.seen == [([2, 3, 4, 4], ["a", "a"], step) for step in (0, 1)]
+    assert onlooker.seen == [([2, 3, 4, 4], [("a", 1), ("a", 2)], step) for step in (0, 1)]
 
 
 def test_history_survives_a_checkpoint_of_plain_types(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def transformer_pipeline() -> StableDiffusion3Pipeline:
     return loaded
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pipeline", "transformer_pipeline"])
 def test_the_base_models_draw_what_they_are_asked_for(name: str, request: pytest.FixtureRequest) -> None:
     pipeline = request.getfixturevalue(name)

@@ -54,14 +54,14 @@ class Machine:
     @property
     def name(self) -> str:
         """The device's name, as its driver gives it."""
-        module: Any = accelerator_module(torch.device(self.kind))
-        return f"cpu ({platform.machine()})" if module is None else str(module.get_device_name())
+        device_module: Any = accelerator_module(torch.device(self.kind))
+        return f"cpu ({platform.machine()})" if device_module is None else str(device_module.get_device_name())
 
     @property
     def gib(self) -> float:
         """Memory of a card, or of the host for a CPU."""
-        module: Any = accelerator_module(torch.device(self.kind))
-        total = psutil.virtual_memory().total if module is None else module.mem_get_info()[1]
+        device_module: Any = accelerator_module(torch.device(self.kind))
+        total = psutil.virtual_memory().total if device_module is None else device_module.mem_get_info()[1]
         return float(total) / GIB
 
 

@@ -154,9 +154,9 @@ class Clock(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         device = pl_module.device
-        module: Any = accelerator_module(device)
-        if module is not None:
-            module.synchronize(device)
+        device_module: Any = accelerator_module(device)
+        if device_module is not None:
+            device_module.synchronize(device)
         self.ends.append(time.perf_counter())
         if len(self.ends) == self.warm_up:
             reset_peak_memory(device)

@@ -40,7 +40,7 @@ class Sample:
     sources: tuple[SourceImage, ...] = ()
     """Images that an edit starts from."""
     description: str | None = None
-    """What the image of an edit shows; its caption is the instruction."""
+    """Description of the image of an edit, whose caption is the instruction."""
 
     @property
     def shape(self) -> tuple[tuple[int, int], ...]:

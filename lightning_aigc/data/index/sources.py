@@ -39,7 +39,7 @@ class Picture:
     sources: tuple[Path, ...] = ()
     """The images that an edit starts from, in order."""
     description: str | None = None
-    """What the image shows, where its caption is the instruction of an edit."""
+    """Description of the image, where its caption is the instruction of an edit."""
     source_infos: tuple[PictureInfo, ...] = ()
     """Results of decoding them."""
     other_caption: str | None = None

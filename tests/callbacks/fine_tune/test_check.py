@@ -90,7 +90,7 @@ def test_the_finding_and_its_remedy_are_on_the_page_of_the_run(checked: Checked)
     page = (checked.folder / "report.html").read_text().replace("<wbr>", "")  # where a key may break
     assert finding.remedy in page and "What to fix" in page
     ours, theirs = checked.check._judge, checked.report._judge
-    assert ours._clip() is theirs._clip()  # type: ignore[union-attr] - one CLIP model on the card
+    assert ours.clip._clip() is theirs.clip._clip()  # type: ignore[union-attr] - one CLIP model on the card
 
 
 def test_text_drift_is_none_for_equal_embeddings_and_one_for_exchanged_ones() -> None:

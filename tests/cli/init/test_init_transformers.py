@@ -143,6 +143,7 @@ def test_its_figures_are_those_of_the_benchmarks_rows() -> None:
     models = {"sd3": "sd35", "flux2": "klein"}
     read = [json.loads(line) for line in ROWS.read_text().splitlines()]
     stepped = [row for row in read if row["pixels"] == 1024 and "peak_mib" in row]
+    stepped = [row for row in stepped if (row["model"], row["rank"]) != ("flux2_dev", 16)]  # of `lightning bench`
     rows = {(row["model"], row["variant"]): row for row in stepped}
     weights = {(row["model"], row["variant"]): row["weights_mib"] for row in read if "peak_mib" not in row}
     for family in TRANSFORMERS:

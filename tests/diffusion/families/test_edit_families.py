@@ -451,14 +451,16 @@ def test_an_edit_model_without_sources_is_one_sentence(family: str, folder: str)
         return
     with pytest.raises(ModelError, match="edits images, and there are none to start from"):
         example_losses(module, make_batch(CAPTIONS))
-    with pytest.raises(ModelError, match="edits images: give `sample` the images"):
+    with pytest.raises(
+        ModelError, match="edits images: give the images to start from, `sources` of `sample` or --source"
+    ):
         module.sample(["a red cup"], [4])
 
 
 def test_more_sources_than_the_family_reads_is_one_sentence(family: str, folder: str) -> None:
     most = TRANSFORMERS[family].max_sources
     with pytest.raises(ModelError, match=f"got {most + 1} source images for one image, and .* takes {most} at most"):
-        make_module(folder).sample(["a red cup"], [4], sources=[[make_image(0, SIDE, SIDE)] * (most + 1)])
+        make_module(folder).sample(["a red cup"], [4], sources=[[make_image(0, 64, 64)] * (most + 1)])
 
 
 # Stable Diffusion 3, whose edits are drawn by our sampler alone ------------------------------------------------------
