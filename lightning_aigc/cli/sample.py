@@ -258,6 +258,7 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
 
     import torch
 
+    from lightning_aigc.callbacks.sampling.judges import as_pixels
     from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
     from lightning_aigc.diffusion.pipeline.generate import stacked
     from lightning_aigc.diffusion.samplers.lora import LoRASampler
@@ -274,7 +275,7 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
     weights = args.weight if lora else [0.0]
     pairs, sources = [(prompt, seed) for prompt, seed, _ in rows], [group for _, _, group in rows]
     given = (args.negative_prompt, args.num_inference_steps, args.guidance_scale)
-    columns = [stacked([_as_tensor(image[0]) for image in sources])]
+    columns = [stacked([as_pixels(image[0]) for image in sources])]
     columns += [sampler.sample(pairs, weight, *given, f"weight {weight:g}", sources) for weight in weights]
     names = ["source", *(f"weight {weight:g}" if lora else "base" for weight in weights)]
     captions = [f"{name}, seed {seed}\n{prompt}" for prompt, seed in pairs for name in names]
@@ -283,14 +284,6 @@ def draw_edits(args: argparse.Namespace, settings: Any, prompts: list[str], lora
         write_png(args.output, draw_sheet(torch.stack(columns, 1).flatten(0, 1), captions, len(names)), facts)
     print(f"wrote {args.output}")
     return 0
-
-
-def _as_tensor(image: Any) -> Any:
-    """A PIL image, float32 [3, H, W] in 0..1."""
-    import numpy as np
-    import torch
-
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
 def find_controlnet(settings: Any, given: str | None) -> Path:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_aigc._lightning import LightningModule, TensorBoardLogger, Trainer
+from lightning_aigc.callbacks.sampling.judges import draws_edits
 from lightning_aigc.callbacks.saving.save_result import SaveLoRA
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.errors import SnapshotError
-from lightning_aigc.protocols import DescribesTrainingData, HasEditSources, SamplesEdits
+from lightning_aigc.protocols import DescribesTrainingData, SamplesEdits
 from lightning_aigc.report.record import LoRAFile, RunRecord, Snapshots
 from lightning_aigc.secrets import redact
 
@@ -72,7 +73,7 @@ def result_file(trainer: Trainer, pl_module: LightningModule) -> LoRAFile | None
     described: Mapping[str, Any] = data.lora_metadata() if isinstance(data, DescribesTrainingData) else {}
     base = pl_module.hparams.get("pretrained_model_name_or_path")
     word = described.get("trigger_phrase")
-    edits = isinstance(data, HasEditSources) and data.sources_per_image > 0
+    edits = draws_edits(trainer)
     return LoRAFile(
         str(saver.file_path(trainer, pl_module)),
         str(word) if word else None,

@@ -15,11 +15,10 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.metrics import CLIPSimilarity, EditSimilarity
 from lightning_aigc.protocols import HasEditSources, HasReferenceImages, SamplesEdits
 from lightning_aigc.report.paired_scores import improvement
+from lightning_aigc.report.verdict import CLEAR
 
 PAIRS_COMPARED = 32
 """Pairs whose instruction is compared with both sides."""
-CLEAR = 2.0
-"""Standard errors beyond which a difference is no noise."""
 Pair = tuple[str, int]
 """A prompt and a seed."""
 

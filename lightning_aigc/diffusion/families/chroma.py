@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families import packed_latents
 from lightning_aigc.diffusion.families.family import StepMemory
 from lightning_aigc.diffusion.families.flux import Flux, positions
-from lightning_aigc.diffusion.families.tokens import pack, unpack
+from lightning_aigc.diffusion.families.tokens import pack
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
 
@@ -43,20 +44,17 @@ class Chroma(TransformerFamily):
     modelspec = "chroma"
     checkpointing_fault = "its single blocks would run without the text's mask"
 
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
+    unscale = packed_latents.unscale
+    channels_read = packed_latents.channels_read
+    patch_size = packed_latents.patch_size
+
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         embeddings_BTD, _, mask_BT, *_ = pipeline.encode_prompt(
             prompts, device=device, do_classifier_free_guidance=False
         )
         return {"prompt_embeds": embeddings_BTD, "prompt_attention_mask": mask_BT}
-
-    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
-        return super().unscale(vae, unpack(sampled, height, width), height, width)
-
-    def tokens(self, latents_BCHW: Tensor) -> Tensor:
-        return pack(latents_BCHW)
-
-    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
-        return unpack(answer, height, width)
 
     def inputs(
         self,
@@ -78,10 +76,3 @@ class Chroma(TransformerFamily):
             "img_ids": positions(height // 2, width // 2, embeddings_BTD),
             "attention_mask": nn.functional.pad(mask_BT, (0, height * width // 4), value=1.0),
         }
-
-    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        channels = vae_config.get("latent_channels")
-        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
-
-    def patch_size(self, denoiser: Any) -> int:
-        return 2

@@ -12,10 +12,42 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families import packed_latents
 from lightning_aigc.diffusion.families.family import StepMemory
-from lightning_aigc.diffusion.families.tokens import pack, pack_with_sources, sources_of, unpack
+from lightning_aigc.diffusion.families.tokens import pack_with_sources, sources_of
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
+
+
+def encode_with_pooled(self: Any, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+    """T5's hidden states and CLIP's pooled state, from the pipeline."""
+    embeddings, pooled, _ = pipeline.encode_prompt(prompts, device=device)
+    return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
+
+
+def flux_inputs(
+    self: Any,
+    network: nn.Module,
+    noisy_BCHW: Tensor,
+    timesteps_B: Tensor,
+    condition: Mapping[str, Tensor],
+    guidance: float,
+) -> dict[str, Any]:
+    """The arguments of FLUX.1's transformer, with the tokens of an edit's sources behind the noisy ones."""
+    dtype = weights_dtype(network)
+    embeddings_BTD = condition["prompt_embeds"].to(dtype)
+    has_guidance = network.config.guidance_embeds  # type: ignore[union-attr]
+    sizes = [each.shape[-2:] for each in (noisy_BCHW, *sources_of(condition))]
+    ids = [positions(height // 2, width // 2, embeddings_BTD, number) for number, (height, width) in enumerate(sizes)]
+    return {
+        "hidden_states": pack_with_sources(noisy_BCHW, condition).to(dtype),
+        "timestep": timesteps_B / 1000,
+        "guidance": torch.full_like(timesteps_B, guidance) if has_guidance else None,
+        "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
+        "encoder_hidden_states": embeddings_BTD,
+        "txt_ids": embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
+        "img_ids": torch.cat(ids),
+    }
 
 
 class Flux(TransformerFamily):
@@ -73,65 +105,19 @@ class Flux(TransformerFamily):
     caption_tokens: ClassVar[Mapping[str, int]] = {"tokenizer": 75, "tokenizer_2": 511}
     modelspec = "flux-1-dev"
 
-    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        embeddings, pooled, _ = pipeline.encode_prompt(prompts, device=device)
-        return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
-
-    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
-        return super().unscale(vae, unpack(sampled, height, width), height, width)
-
-    def tokens(self, latents_BCHW: Tensor) -> Tensor:
-        return pack(latents_BCHW)
-
-    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
-        return unpack(answer, height, width)
-
-    def inputs(
-        self,
-        network: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float,
-    ) -> dict[str, Any]:
-        return flux_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
-
-    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        channels = vae_config.get("latent_channels")
-        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
-
-    def patch_size(self, denoiser: Any) -> int:
-        return 2
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
+    unscale = packed_latents.unscale
+    channels_read = packed_latents.channels_read
+    patch_size = packed_latents.patch_size
+    encode_with = encode_with_pooled
+    inputs = flux_inputs
 
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
     ) -> bool:
         # schnell: its four steps have no dynamic shift, and it is told no guidance.
         return transformer.get("guidance_embeds") is False and not scheduler.get("use_dynamic_shifting")
-
-
-def flux_inputs(
-    network: nn.Module,
-    noisy_BCHW: Tensor,
-    timesteps_B: Tensor,
-    condition: Mapping[str, Tensor],
-    guidance: float,
-) -> dict[str, Any]:
-    """The arguments of FLUX.1's transformer, with the tokens of an edit's sources behind the noisy ones."""
-    dtype = weights_dtype(network)
-    embeddings_BTD = condition["prompt_embeds"].to(dtype)
-    has_guidance = network.config.guidance_embeds  # type: ignore[union-attr]
-    sizes = [each.shape[-2:] for each in (noisy_BCHW, *sources_of(condition))]
-    ids = [positions(height // 2, width // 2, embeddings_BTD, number) for number, (height, width) in enumerate(sizes)]
-    return {
-        "hidden_states": pack_with_sources(noisy_BCHW, condition).to(dtype),
-        "timestep": timesteps_B / 1000,
-        "guidance": torch.full_like(timesteps_B, guidance) if has_guidance else None,
-        "pooled_projections": condition["pooled_prompt_embeds"].to(dtype),
-        "encoder_hidden_states": embeddings_BTD,
-        "txt_ids": embeddings_BTD.new_zeros(embeddings_BTD.shape[1], 3),
-        "img_ids": torch.cat(ids),
-    }
 
 
 def positions(rows: int, columns: int, like: Tensor, number: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
+from lightning_aigc.diffusion.families import packed_latents
 from lightning_aigc.diffusion.families.family import Components, StepMemory
 from lightning_aigc.diffusion.families.tokens import check_divides, sources_of
 from lightning_aigc.diffusion.families.transformer_control import ConditionEncoder
@@ -29,6 +30,94 @@ MANY_STEPS = 200
 """Steps of sampling for which the pipeline's formula gives the training's shift. It shifts a sampling in few steps
 further, against the error of large steps, which training does not make; at 200 steps it is the line through the
 scheduler's own `base_shift` and `max_shift`."""
+
+
+def flux2_velocity(
+    self: Any,
+    denoiser: nn.Module,
+    noisy_BCHW: Tensor,
+    timesteps_B: Tensor,
+    condition: Mapping[str, Tensor],
+    guidance: float = 1.0,
+    residuals: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """The velocity [B, C, H, W]; tokens of references follow the noisy ones, at times of their own."""
+    dtype, device = weights_dtype(denoiser), noisy_BCHW.device
+    height, width = noisy_BCHW.shape[-2:]
+    embeddings_BTD = condition["prompt_embeds"].to(dtype)
+    has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
+    tokens, ids = [noisy_BCHW.flatten(2)], [positions(height, width, 1, device)]
+    for number, source in enumerate(sources_of(condition), start=1):
+        tokens.append(source.flatten(2))
+        rows, columns = source.shape[-2:]
+        ids.append(positions(rows, columns, 1, device, time=TIME_STEP * number))
+    velocity_BNC: Tensor = denoiser(
+        hidden_states=torch.cat(tokens, dim=2).transpose(1, 2).to(dtype),
+        timestep=timesteps_B / 1000,
+        guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
+        encoder_hidden_states=embeddings_BTD,
+        txt_ids=positions(1, 1, embeddings_BTD.shape[1], device).expand(len(embeddings_BTD), -1, -1),
+        img_ids=torch.cat(ids).expand(len(embeddings_BTD), -1, -1),
+        return_dict=False,
+    )[0]
+    return velocity_BNC[:, : height * width].transpose(1, 2).reshape(noisy_BCHW.shape)
+
+
+def reference_arguments(
+    self: Any,
+    pipeline: Any,
+    components: Components,
+    images: Sequence[Sequence[Image]],
+    latents: Sequence[Tensor],
+    size: tuple[int, int],
+) -> dict[str, Any]:
+    """The pipeline's argument for the references of one image, which it encodes without autocast."""
+    pipeline.vae = ConditionEncoder(components.vae, components.vae.dtype)
+    return {"image": list(images[0])}
+
+
+def normalized(self: Any, vae: Any, latents_BCHW: Tensor) -> Tensor:
+    """Latents of 2 x 2 pixels in the channels, normalised by the autoencoder's statistics."""
+    check_divides(2, self.pixels_per_latent(vae), *latents_BCHW.shape[-2:])
+    batch, channels, height, width = latents_BCHW.shape
+    patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+    mean, std = statistics(vae, latents_BCHW)
+    return (patches.reshape(batch, channels * 4, height // 2, width // 2) - mean) / std
+
+
+def statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel of 2 x 2 pixels, [1, 4C, 1, 1]."""
+    mean: Tensor = vae.bn.running_mean.view(1, -1, 1, 1).to(like)
+    variance: Tensor = vae.bn.running_var.view(1, -1, 1, 1)
+    return mean, torch.sqrt(variance + float(vae.config.batch_norm_eps)).to(like)
+
+
+def mu_of_many_steps(self: Any, config: Mapping[str, Any], tokens: int) -> float:
+    """The exponent of the training's shift for an image of this many tokens."""
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    return float(compute_empirical_mu(tokens, MANY_STEPS))
+
+
+def positions(height: int, width: int, layers: int, device: torch.device, time: int = 0) -> Tensor:
+    """Time, row, column and layer of each token, int64 [height x width x layers, 4]."""
+    axes = [torch.arange(size, device=device) for size in (height, width, layers)]
+    return torch.cartesian_prod(torch.full((1,), time, device=device), *axes)
+
+
+def encode_hidden_states(self: Any, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
+    """The hidden states of the text encoder's three layers, from the pipeline."""
+    return {"prompt_embeds": pipeline.encode_prompt(prompts, device=device)[0]}
+
+
+def size_step(self: Any, denoiser: Any, vae: Any) -> int:
+    """Pixels that each side of an image must be a multiple of."""
+    return int(2 * self.pixels_per_latent(vae))
+
+
+def patch_size(self: Any, denoiser: Any) -> int:
+    """Scaled latent pixels per side of a token; scaled latents hold 2 x 2 pixels in their channels."""
+    return 1
 
 
 class Flux2Klein(TransformerFamily):
@@ -98,48 +187,17 @@ class Flux2Klein(TransformerFamily):
     distilled_name = r"(?i)klein-\d+b"  # the models to train on are named klein-base-4B
     draws_latents = False
 
-    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        return {"prompt_embeds": pipeline.encode_prompt(prompts, device=device)[0]}
-
-    def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        return normalized(vae, latents_BCHW, self.pixels_per_latent(vae))
+    encode_with = encode_hidden_states
+    scale = normalized
+    velocity = flux2_velocity
+    source_arguments = reference_arguments
+    channels_read = packed_latents.channels_read
+    size_step = size_step
+    patch_size = patch_size
+    mu = mu_of_many_steps
 
     def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
         return sampled  # by the pipeline
-
-    def velocity(
-        self,
-        denoiser: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float = 1.0,
-        residuals: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        return flux2_velocity(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
-
-    def source_arguments(
-        self,
-        pipeline: Any,
-        components: Components,
-        images: Sequence[Sequence[Image]],
-        latents: Sequence[Tensor],
-        size: tuple[int, int],
-    ) -> dict[str, Any]:
-        return reference_arguments(pipeline, components, images)
-
-    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        channels = vae_config.get("latent_channels")
-        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
-
-    def size_step(self, denoiser: Any, vae: Any) -> int:
-        return 2 * self.pixels_per_latent(vae)
-
-    def patch_size(self, denoiser: Any) -> int:
-        return 1  # of scaled latents, which hold 2 x 2 pixels
-
-    def mu(self, config: Mapping[str, Any], tokens: int) -> float:
-        return mu_of_many_steps(tokens)
 
     def is_distilled(
         self, index: Mapping[str, Any], transformer: Mapping[str, Any], scheduler: Mapping[str, Any]
@@ -174,8 +232,14 @@ class Flux2Dev(TransformerFamily):
     edits_in_batches = False
     draws_latents = False
 
-    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        return {"prompt_embeds": pipeline.encode_prompt(prompts, device=device)[0]}
+    encode_with = encode_hidden_states
+    scale = normalized
+    velocity = flux2_velocity
+    source_arguments = reference_arguments
+    channels_read = packed_latents.channels_read
+    size_step = size_step
+    patch_size = patch_size
+    mu = mu_of_many_steps
 
     def sampling_arguments(
         self,
@@ -190,107 +254,8 @@ class Flux2Dev(TransformerFamily):
             raise ModelError(f"{self.title} is told its guidance and takes no negative prompt; leave it out")
         return super().sampling_arguments(components, prompts, None, guidance_scale, device)
 
-    def scale(self, vae: Any, latents_BCHW: Tensor) -> Tensor:
-        return normalized(vae, latents_BCHW, self.pixels_per_latent(vae))
-
     def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
         patches = sampled.transpose(1, 2).reshape(len(sampled), -1, height // 2, width // 2)
         mean, std = statistics(vae, patches)
         pixels = (patches * std + mean).reshape(len(sampled), -1, 2, 2, height // 2, width // 2)
         return pixels.permute(0, 1, 4, 2, 5, 3).reshape(len(sampled), -1, height, width)
-
-    def velocity(
-        self,
-        denoiser: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float = 1.0,
-        residuals: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        return flux2_velocity(denoiser, noisy_BCHW, timesteps_B, condition, guidance)
-
-    def source_arguments(
-        self,
-        pipeline: Any,
-        components: Components,
-        images: Sequence[Sequence[Image]],
-        latents: Sequence[Tensor],
-        size: tuple[int, int],
-    ) -> dict[str, Any]:
-        return reference_arguments(pipeline, components, images)
-
-    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        channels = vae_config.get("latent_channels")
-        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
-
-    def size_step(self, denoiser: Any, vae: Any) -> int:
-        return 2 * self.pixels_per_latent(vae)
-
-    def patch_size(self, denoiser: Any) -> int:
-        return 1  # of scaled latents, which hold 2 x 2 pixels
-
-    def mu(self, config: Mapping[str, Any], tokens: int) -> float:
-        return mu_of_many_steps(tokens)
-
-
-def flux2_velocity(
-    denoiser: nn.Module, noisy_BCHW: Tensor, timesteps_B: Tensor, condition: Mapping[str, Tensor], guidance: float
-) -> Tensor:
-    """The velocity [B, C, H, W]; tokens of references follow the noisy ones, at times of their own."""
-    dtype, device = weights_dtype(denoiser), noisy_BCHW.device
-    height, width = noisy_BCHW.shape[-2:]
-    embeddings_BTD = condition["prompt_embeds"].to(dtype)
-    has_guidance = denoiser.config.guidance_embeds  # type: ignore[union-attr]
-    tokens, ids = [noisy_BCHW.flatten(2)], [positions(height, width, 1, device)]
-    for number, source in enumerate(sources_of(condition), start=1):
-        tokens.append(source.flatten(2))
-        rows, columns = source.shape[-2:]
-        ids.append(positions(rows, columns, 1, device, time=TIME_STEP * number))
-    velocity_BNC: Tensor = denoiser(
-        hidden_states=torch.cat(tokens, dim=2).transpose(1, 2).to(dtype),
-        timestep=timesteps_B / 1000,
-        guidance=torch.full_like(timesteps_B, guidance) if has_guidance else None,
-        encoder_hidden_states=embeddings_BTD,
-        txt_ids=positions(1, 1, embeddings_BTD.shape[1], device).expand(len(embeddings_BTD), -1, -1),
-        img_ids=torch.cat(ids).expand(len(embeddings_BTD), -1, -1),
-        return_dict=False,
-    )[0]
-    return velocity_BNC[:, : height * width].transpose(1, 2).reshape(noisy_BCHW.shape)
-
-
-def reference_arguments(
-    pipeline: Any, components: Components, images: Sequence[Sequence[Image]]
-) -> dict[str, list[Image]]:
-    """The pipeline's argument for the references of one image, which it encodes without autocast."""
-    pipeline.vae = ConditionEncoder(components.vae, components.vae.dtype)
-    return {"image": list(images[0])}
-
-
-def normalized(vae: Any, latents_BCHW: Tensor, pixels_per_latent: int) -> Tensor:
-    """Latents of 2 x 2 pixels in the channels, normalised by the autoencoder's statistics."""
-    check_divides(2, pixels_per_latent, *latents_BCHW.shape[-2:])
-    batch, channels, height, width = latents_BCHW.shape
-    patches = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
-    mean, std = statistics(vae, latents_BCHW)
-    return (patches.reshape(batch, channels * 4, height // 2, width // 2) - mean) / std
-
-
-def statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of 2 x 2 pixels, [1, 4C, 1, 1]."""
-    mean: Tensor = vae.bn.running_mean.view(1, -1, 1, 1).to(like)
-    variance: Tensor = vae.bn.running_var.view(1, -1, 1, 1)
-    return mean, torch.sqrt(variance + float(vae.config.batch_norm_eps)).to(like)
-
-
-def mu_of_many_steps(tokens: int) -> float:
-    """The exponent of the training's shift for an image of this many tokens."""
-    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-
-    return float(compute_empirical_mu(tokens, MANY_STEPS))
-
-
-def positions(height: int, width: int, layers: int, device: torch.device, time: int = 0) -> Tensor:
-    """Time, row, column and layer of each token, int64 [height x width x layers, 4]."""
-    axes = [torch.arange(size, device=device) for size in (height, width, layers)]
-    return torch.cartesian_prod(torch.full((1,), time, device=device), *axes)

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_aigc.diffusion.families import packed_latents
 from lightning_aigc.diffusion.families.family import Components, StepMemory
-from lightning_aigc.diffusion.families.flux import Flux, flux_inputs
-from lightning_aigc.diffusion.families.tokens import pack, unpack, unpack_first
+from lightning_aigc.diffusion.families.flux import Flux, encode_with_pooled, flux_inputs
 from lightning_aigc.diffusion.families.transformer_family import TransformerFamily
 
 if TYPE_CHECKING:
@@ -47,28 +46,13 @@ class FluxKontext(TransformerFamily):
     edit_pipeline = "FluxKontextPipeline"
     needs_sources = True
 
-    def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        embeddings, pooled, _ = pipeline.encode_prompt(prompts, device=device)
-        return {"prompt_embeds": embeddings, "pooled_prompt_embeds": pooled}
-
-    def unscale(self, vae: Any, sampled: Tensor, height: int, width: int) -> Tensor:
-        return super().unscale(vae, unpack(sampled, height, width), height, width)
-
-    def tokens(self, latents_BCHW: Tensor) -> Tensor:
-        return pack(latents_BCHW)
-
-    def latents_of(self, answer: Tensor, height: int, width: int) -> Tensor:
-        return unpack_first(answer, height, width)
-
-    def inputs(
-        self,
-        network: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float,
-    ) -> dict[str, Any]:
-        return flux_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
+    unscale = packed_latents.unscale
+    channels_read = packed_latents.channels_read
+    patch_size = packed_latents.patch_size
+    encode_with = encode_with_pooled
+    inputs = flux_inputs
 
     def source_arguments(
         self,
@@ -80,10 +64,3 @@ class FluxKontext(TransformerFamily):
     ) -> dict[str, Any]:
         # As latents, which the pipeline takes as they are; it would encode pixels under autocast.
         return {"image": latents[0], "max_area": size[0] * size[1]}
-
-    def channels_read(self, vae_config: Mapping[str, Any]) -> int | None:
-        channels = vae_config.get("latent_channels")
-        return None if channels is None else 4 * int(channels)  # tokens of 2 x 2
-
-    def patch_size(self, denoiser: Any) -> int:
-        return 2

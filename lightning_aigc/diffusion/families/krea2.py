@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families import qwen_autoencoder
+from lightning_aigc.diffusion.families import packed_latents, qwen_autoencoder
 from lightning_aigc.diffusion.families.family import StepMemory
 from lightning_aigc.diffusion.families.flux import positions
 from lightning_aigc.diffusion.families.qwen_image import text_mask
@@ -60,10 +60,10 @@ class Krea2(TransformerFamily):
     decode = qwen_autoencoder.decode
     scale = qwen_autoencoder.scale
     unscale = qwen_autoencoder.unscale
-    tokens = qwen_autoencoder.tokens
-    latents_of = qwen_autoencoder.latents_of
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
     channels_read = qwen_autoencoder.channels_read
-    patch_size = qwen_autoencoder.patch_size
+    patch_size = packed_latents.patch_size
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         # Masked padding stands between a caption and the template's end; without positions it changes no other token.

@@ -1,4 +1,4 @@
-"""Qwen-Image's autoencoder, whose latents are frames of a video, and its tokens: methods of the families that have it.
+"""Qwen-Image's autoencoder, whose latents are frames of a video: methods of the families that have it.
 
 A family assigns them to its own methods: Qwen-Image, Qwen-Image-Edit and Krea 2.
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_aigc.diffusion.families.tokens import pack, unpack, unpack_first
+from lightning_aigc.diffusion.families.tokens import unpack
 
 
 def pixels_per_latent(self: Any, vae: Any) -> int:
@@ -45,25 +45,10 @@ def unscale(self: Any, vae: Any, sampled: Tensor, height: int, width: int) -> Te
     return unpack(sampled, height, width) / inverse_std + mean
 
 
-def tokens(self: Any, latents_BCHW: Tensor) -> Tensor:
-    """Tokens [B, N, 4C] of 2 x 2 latent pixels."""
-    return pack(latents_BCHW)
-
-
-def latents_of(self: Any, answer: Tensor, height: int, width: int) -> Tensor:
-    """Latents [B, C, H, W] from the first of the transformer's tokens; those of sources follow."""
-    return unpack_first(answer, height, width)
-
-
 def channels_read(self: Any, vae_config: Mapping[str, Any]) -> int | None:
     """Channels of a token; None where the config does not tell."""
     channels = vae_config.get("z_dim")
     return None if channels is None else 4 * int(channels)
-
-
-def patch_size(self: Any, denoiser: Any) -> int:
-    """Scaled latent pixels per side of a token."""
-    return 2
 
 
 def _statistics(vae: Any, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families import qwen_autoencoder
+from lightning_aigc.diffusion.families import packed_latents, qwen_autoencoder
 from lightning_aigc.diffusion.families.family import StepMemory
 from lightning_aigc.diffusion.families.tokens import pack_with_sources, pad_texts, sources_of
 from lightning_aigc.diffusion.families.transformer_control import TransformerControl
@@ -23,6 +23,42 @@ ATTENTION = (
     "attn.to_add_out",
 )  # fmt: skip
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+
+
+def text_mask(tokens: int, lengths_B: Tensor) -> Tensor:
+    """1 for text and 0 for padding, int64 [B, T]."""
+    return (torch.arange(tokens, device=lengths_B.device) < lengths_B[:, None]).long()
+
+
+def qwen_inputs(
+    self: Any,
+    network: nn.Module,
+    noisy_BCHW: Tensor,
+    timesteps_B: Tensor,
+    condition: Mapping[str, Tensor],
+    guidance: float,
+) -> dict[str, Any]:
+    """The arguments of Qwen-Image's transformer, with the tokens of an edit's sources behind the noisy ones."""
+    dtype = weights_dtype(network)
+    sizes = [each.shape[-2:] for each in (noisy_BCHW, *sources_of(condition))]
+    lengths = condition["prompt_lengths"].tolist()
+    mask_BT = text_mask(max(lengths), condition["prompt_lengths"])
+    has_guidance = getattr(network.config, "guidance_embeds", False)  # which a ControlNet never reads
+    return {
+        "hidden_states": pack_with_sources(noisy_BCHW, condition).to(dtype),
+        "timestep": timesteps_B / 1000,
+        **({"guidance": torch.full_like(timesteps_B, guidance)} if has_guidance else {}),
+        "encoder_hidden_states": condition["prompt_embeds"][:, : max(lengths)].to(dtype),
+        # Attention without a mask is faster.
+        "encoder_hidden_states_mask": None if min(lengths) == max(lengths) else mask_BT,
+        "img_shapes": [[(1, height // 2, width // 2) for height, width in sizes]] * len(noisy_BCHW),
+    }
+
+
+def text_arguments(self: Any, condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The pipelines' arguments for padded embeddings."""
+    embeddings_BTD, lengths_B = condition["prompt_embeds"], condition["prompt_lengths"]
+    return {"prompt_embeds": embeddings_BTD, "prompt_embeds_mask": text_mask(embeddings_BTD.shape[1], lengths_B)}
 
 
 class QwenImage(TransformerFamily):
@@ -59,61 +95,15 @@ class QwenImage(TransformerFamily):
     decode = qwen_autoencoder.decode
     scale = qwen_autoencoder.scale
     unscale = qwen_autoencoder.unscale
-    tokens = qwen_autoencoder.tokens
-    latents_of = qwen_autoencoder.latents_of
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
     channels_read = qwen_autoencoder.channels_read
-    patch_size = qwen_autoencoder.patch_size
+    patch_size = packed_latents.patch_size
+    inputs = qwen_inputs
+    embedding_arguments = text_arguments
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         embeddings_BTD, mask_BT = pipeline.encode_prompt(prompts, device=device)
         if mask_BT is None:  # all are as long
             return pad_texts(list(embeddings_BTD))
         return {"prompt_embeds": embeddings_BTD, "prompt_lengths": mask_BT.sum(dim=1)}
-
-    def inputs(
-        self,
-        network: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float,
-    ) -> dict[str, Any]:
-        return qwen_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
-
-    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
-        return text_arguments(condition)
-
-
-def qwen_inputs(
-    network: nn.Module,
-    noisy_BCHW: Tensor,
-    timesteps_B: Tensor,
-    condition: Mapping[str, Tensor],
-    guidance: float,
-) -> dict[str, Any]:
-    """The arguments of Qwen-Image's transformer, with the tokens of an edit's sources behind the noisy ones."""
-    dtype = weights_dtype(network)
-    sizes = [each.shape[-2:] for each in (noisy_BCHW, *sources_of(condition))]
-    lengths = condition["prompt_lengths"].tolist()
-    mask_BT = text_mask(max(lengths), condition["prompt_lengths"])
-    has_guidance = getattr(network.config, "guidance_embeds", False)  # which a ControlNet never reads
-    return {
-        "hidden_states": pack_with_sources(noisy_BCHW, condition).to(dtype),
-        "timestep": timesteps_B / 1000,
-        **({"guidance": torch.full_like(timesteps_B, guidance)} if has_guidance else {}),
-        "encoder_hidden_states": condition["prompt_embeds"][:, : max(lengths)].to(dtype),
-        # Attention without a mask is faster.
-        "encoder_hidden_states_mask": None if min(lengths) == max(lengths) else mask_BT,
-        "img_shapes": [[(1, height // 2, width // 2) for height, width in sizes]] * len(noisy_BCHW),
-    }
-
-
-def text_arguments(condition: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The pipelines' arguments for padded embeddings."""
-    embeddings_BTD, lengths_B = condition["prompt_embeds"], condition["prompt_lengths"]
-    return {"prompt_embeds": embeddings_BTD, "prompt_embeds_mask": text_mask(embeddings_BTD.shape[1], lengths_B)}
-
-
-def text_mask(tokens: int, lengths_B: Tensor) -> Tensor:
-    """1 for text and 0 for padding, int64 [B, T]."""
-    return (torch.arange(tokens, device=lengths_B.device) < lengths_B[:, None]).long()

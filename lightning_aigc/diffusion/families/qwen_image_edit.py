@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_aigc.devices import weights_dtype
-from lightning_aigc.diffusion.families import qwen_autoencoder
+from lightning_aigc.diffusion.families import packed_latents, qwen_autoencoder
 from lightning_aigc.diffusion.families.family import Components, StepMemory
 from lightning_aigc.diffusion.families.qwen_image import QwenImage, qwen_inputs, text_arguments
 from lightning_aigc.diffusion.families.transformer_control import ConditionEncoder
@@ -61,10 +61,12 @@ class QwenImageEdit(TransformerFamily):
     decode = qwen_autoencoder.decode
     scale = qwen_autoencoder.scale
     unscale = qwen_autoencoder.unscale
-    tokens = qwen_autoencoder.tokens
-    latents_of = qwen_autoencoder.latents_of
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
     channels_read = qwen_autoencoder.channels_read
-    patch_size = qwen_autoencoder.patch_size
+    patch_size = packed_latents.patch_size
+    inputs = qwen_inputs
+    embedding_arguments = text_arguments
 
     def encode_instruction(
         self, pipeline: Any, instruction: str, sources: Sequence[Image], device: torch.device
@@ -76,19 +78,6 @@ class QwenImageEdit(TransformerFamily):
         seen = pipeline.image_processor.resize(source, height, width)
         embeddings_1TD: Tensor = pipeline.encode_prompt(instruction, image=seen, device=device)[0]
         return embeddings_1TD[0]
-
-    def inputs(
-        self,
-        network: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float,
-    ) -> dict[str, Any]:
-        return qwen_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
-
-    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
-        return text_arguments(condition)
 
     def source_arguments(
         self,
@@ -141,10 +130,12 @@ class QwenImageEditPlus(TransformerFamily):
     decode = qwen_autoencoder.decode
     scale = qwen_autoencoder.scale
     unscale = qwen_autoencoder.unscale
-    tokens = qwen_autoencoder.tokens
-    latents_of = qwen_autoencoder.latents_of
+    tokens = packed_latents.tokens
+    latents_of = packed_latents.latents_of
     channels_read = qwen_autoencoder.channels_read
-    patch_size = qwen_autoencoder.patch_size
+    patch_size = packed_latents.patch_size
+    inputs = qwen_inputs
+    embedding_arguments = text_arguments
 
     def encode_instruction(
         self, pipeline: Any, instruction: str, sources: Sequence[Image], device: torch.device
@@ -157,19 +148,6 @@ class QwenImageEditPlus(TransformerFamily):
             seen.append(pipeline.image_processor.resize(source, height, width))
         embeddings_1TD: Tensor = pipeline.encode_prompt(instruction, image=seen, device=device)[0]
         return embeddings_1TD[0]
-
-    def inputs(
-        self,
-        network: nn.Module,
-        noisy_BCHW: Tensor,
-        timesteps_B: Tensor,
-        condition: Mapping[str, Tensor],
-        guidance: float,
-    ) -> dict[str, Any]:
-        return qwen_inputs(network, noisy_BCHW, timesteps_B, condition, guidance)
-
-    def embedding_arguments(self, condition: Mapping[str, Tensor]) -> dict[str, Any]:
-        return text_arguments(condition)
 
     def source_arguments(
         self,

@@ -184,7 +184,7 @@ class TransformerFamily(Family):
             return pad_texts([self.encode_instruction(pipeline, text, images, device) for text, images in pairs])
 
     def encode_with(self, pipeline: Any, prompts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """The result of `encode_prompts`, from the family's pipeline."""
+        """The result of `encode_prompts`, from the family's pipeline; not for a family with `text_sees_sources`."""
         raise NotImplementedError
 
     def encode_instruction(

@@ -122,13 +122,13 @@ def with_gradients(call: Formula, tensors: list[Tensor], dy: Tensor, dtype: torc
 
 
 def largest_ratio(ours: list[Tensor], eager: list[Tensor], truth: list[Tensor]) -> float:
-    """Largest error of ours by that of eager, which is granted one rounding of the largest number."""
+    """Ratio of our largest error to eager's, which counts as one rounding of the largest number at least."""
     ratios = []
     for mine, plain, exact in zip(ours, eager, truth, strict=True):
         assert mine.dtype == plain.dtype and mine.isfinite().all()
         rounding = torch.finfo(mine.dtype).eps * exact.abs().amax().item()
-        error, allowed = ((tensor.double() - exact).abs().amax().item() for tensor in (mine, plain))
-        ratios.append(error / max(allowed, rounding))
+        error, of_eager = ((tensor.double() - exact).abs().amax().item() for tensor in (mine, plain))
+        ratios.append(error / max(of_eager, rounding))
     return max(ratios)
 
 
