@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,7 @@ def shard_model(
             register_fsdp_forward_method(group.module, name)
     if not isinstance(root, FSDPModule):  # all of its parameters are in groups
         fully_shard(root, **settings)
+    _keep_hidden_states(root)
     for part in root.modules():
         if isinstance(part, FSDPModule):  # each has its own settings
             if mesh.device_type == "npu":
@@ -110,6 +112,18 @@ def shard_model(
         for part in called_parts(root):
             part.register_forward_hook(free_without_backward)
     return groups
+
+
+def _keep_hidden_states(root: nn.Module) -> None:
+    """Let sharded models of transformers go on to return their hidden states.
+
+    transformers 5 looks up by the class's name what a model records. `fully_shard` gives a model a class with another
+    name, and a text encoder would return `hidden_states=None`.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")  # absent where no such model can be
+    for part in root.modules() if capturing is not None else ():
+        if isinstance(part, FSDPModule) and hasattr(part, "_can_record_outputs"):
+            dict.__setitem__(capturing._CAN_RECORD_REGISTRY, str(type(part)), part._can_record_outputs)  # type: ignore[union-attr]
 
 
 def _prepare_parameters(root: nn.Module, stage: int) -> None:

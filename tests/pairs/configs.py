@@ -23,7 +23,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 STRATEGIES: dict[str, Any] = {
     "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
 }
-SHARE_OF_BYTES = {"32-true": 0.8}
+FULL_SHARE, U_NET_SHARE = 0.8, 0.89
+"""Shares of a base's files in float32, for a budget: less than all, more than what is never packed."""
 HALF_SHARE = 0.44
 """Share of a base's files, for a budget: less than the half that bfloat16 takes, more than what is never packed."""
 RATES: dict[str, Any] = {
@@ -126,7 +127,8 @@ def quantization_of(row: Row, base: Path) -> Any:
     has_texts = row["family"] in (*U_NETS, *SEEN) or row["caches"] != "both"
     folders = ("unet", "transformer", *(["text_encoder*"] if has_texts else []))
     bytes_ = sum(file.stat().st_size for name in folders for file in base.glob(f"{name}/*.safetensors"))
-    return {"target_mib": SHARE_OF_BYTES.get(row["precision"], HALF_SHARE) * bytes_ / 2**20}
+    full_share = U_NET_SHARE if row["family"] in U_NETS else FULL_SHARE
+    return {"target_mib": (full_share if row["precision"] == "32-true" else HALF_SHARE) * bytes_ / 2**20}
 
 
 def precision_of(row: Row) -> dict[str, Any]:

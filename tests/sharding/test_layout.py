@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from fakes.models.pipelines import make_text_encoder
 from fakes.processes.gathered_bytes import gathered_bytes, watch_gathered
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -80,6 +82,13 @@ def work(rank: int) -> dict[str, Any]:
         gradients = zip(alone.parameters(), sharded.parameters(), strict=True)
         results[memory, "gradients"] = max(float((a.grad - s.grad.full_tensor()).abs().max()) for a, s in gradients)  # type: ignore[union-attr]
 
+    text = make_text_encoder()
+    ids = torch.tensor([[1, 2, 3]])
+    results["hidden alone"] = copy.deepcopy(text)(ids, output_hidden_states=True).hidden_states
+    shard_model(text, mesh, stage=2, compute_dtype=None, offload=False, called=())
+    results["hidden sharded"] = text(ids, output_hidden_states=True).hidden_states
+    results["class"] = type(text).__name__
+
     with full_parameters(sharded):
         if rank == 0:  # alone, without a collective
             with torch.no_grad():
@@ -118,6 +127,11 @@ def test_a_sharded_model_keeps_the_activations_of_a_whole_one(ranks: list[dict[s
 
 def test_one_rank_may_draw_alone_while_weights_are_whole(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["alone"] == pytest.approx(ranks[0]["together"], rel=1e-6)
+
+
+def test_a_sharded_text_encoder_returns_its_hidden_states(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["class"].startswith("FSDP")
+    torch.testing.assert_close(ranks[0]["hidden sharded"], ranks[0]["hidden alone"])
 
 
 def test_frozen_parameters_are_in_no_group_and_float32_lora_in_one_of_its_own() -> None:
