@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
@@ -292,6 +293,21 @@ def take_folders(found: Imported, key: str, folders: Sequence[tuple[str, int]]) 
         return
     remark = f"the first of {len(paths)}; put all into one folder, and repeat one by a name such as 10_zorp"
     found.take(key, "data.train_data_dir", paths[0], remark)
+
+
+def named_file(found: Imported, name: str) -> Path | None:
+    """Return the file that a config names: as it is written, from the config's folder, or by its last part there."""
+    folder = found.path.parent
+    places = [Path(name).expanduser(), folder / name, folder / PureWindowsPath(name).name]
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_json(file: Path) -> Any:
+    """Return what a JSON file holds. Raises: ConfigError with its first mistake."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is no JSON: {error}; correct it") from error
 
 
 def take_name(found: Imported, key: str, name: str, folder: str | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli.import_config import common
@@ -426,7 +425,7 @@ def _take_resolution(key: str, value: Any, found: Imported) -> None:
 
 def _take_prompt_file(name: str, found: Imported) -> None:
     """Take the prompts of a text file, without the options after `--`."""
-    file = _next_to(name, found)
+    file = common.named_file(found, name)
     if file is None:
         found.missing("sample_prompts", f"{name} is not there; set model.init_args.validation_prompts")
         return
@@ -436,7 +435,7 @@ def _take_prompt_file(name: str, found: Imported) -> None:
 
 
 def _take_dataset_file(name: str, found: Imported) -> None:
-    file = _next_to(name, found)
+    file = common.named_file(found, name)
     if file is None:
         found.missing("dataset_config", f"{name} is not there; set data.init_args.train_data_dir, or copy it")
         return
@@ -446,13 +445,6 @@ def _take_dataset_file(name: str, found: Imported) -> None:
     except ValueError as error:
         raise ConfigError(f"{file} cannot be read: {error}; correct it") from error
     _take_datasets(given, found)
-
-
-def _next_to(name: str, found: Imported) -> Path | None:
-    """A file that the config names, from where it is, or next to the config."""
-    last = name.replace("\\", "/").rpartition("/")[2]
-    places = [Path(name).expanduser(), found.path.parent / name, found.path.parent / last]
-    return next((place for place in places if place.is_file()), None)
 
 
 def _take_datasets(given: dict[str, Any], found: Imported) -> None:

@@ -5,7 +5,6 @@ Source: Nerogar/OneTrainer, modules/util/config/TrainConfig.py and optimizer_uti
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -397,11 +396,7 @@ def _entries(given: dict[str, Any], found: Imported, key: str, file_key: str) ->
     listed = given.get(key)
     name = given.get(file_key)
     if listed is None and name:
-        files = [found.path.parent / str(name), found.path.parent / re.split(r"[/\\]", str(name))[-1]]
-        file = next((each for each in files if each.is_file()), None)
+        file = common.named_file(found, str(name))
         if file is not None:
-            try:
-                listed = json.loads(file.read_text(encoding="utf-8-sig"))
-            except ValueError as error:
-                raise ConfigError(f"{file} is no JSON: {error}; correct it") from error
+            listed = common.read_json(file)
     return [each for each in listed or [] if isinstance(each, dict)]

@@ -5,8 +5,6 @@ Source: bghira/SimpleTuner, documentation/OPTIONS.md, and simpletuner_sdk's fiel
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from lightning_aigc.cli.import_config import common
@@ -23,7 +21,6 @@ from lightning_aigc.cli.import_config.imported import (
     as_bool,
     as_int,
 )
-from lightning_aigc.errors import ConfigError
 
 NAME = "SimpleTuner"
 CACHE = Unneeded("data.init_args.cache_dir holds the caches")
@@ -413,15 +410,11 @@ def _take_backend(name: Any, found: Imported) -> None:
     """Take the images' folders of the data backend file."""
     if not name:
         return
-    places = [found.path.parent / str(name), found.path.parent / Path(str(name)).name, Path(str(name))]
-    file = next((place for place in places if place.is_file()), None)
+    file = common.named_file(found, str(name))
     if file is None:
         found.missing("data_backend_config", f"{name} is not there; set data.init_args.train_data_dir, or copy it")
         return
-    try:
-        backends = json.loads(file.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON: {error}; correct it") from error
+    backends = common.read_json(file)
     images = [
         each
         for each in backends

@@ -434,9 +434,26 @@ def test_files_that_are_named_and_not_there_are_said(folder: Path, command: Comm
     assert "dataset_config: has no counterpart: kohya_dataset.toml is not there; set data.init_args" in said.err
     assert "sample_prompts: has no counterpart: kohya_prompts.txt is not there" in said.err
     _, said = imported(command, folder / "one_trainer.json")
-    assert "concept_file_name: has no counterpart" in said.err
+    assert "concept_file_name: has no counterpart: set data.init_args.train_data_dir to the folder" in said.err
     _, said = imported(command, folder / "simple_tuner.json")
-    assert "data_backend_config: has no counterpart" in said.err
+    assert "data_backend_config: has no counterpart: simple_tuner_backend.json is not there; set data" in said.err
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "file", "place"),
+    [
+        ("one_trainer.json", "concept_file_name", "one_trainer_concepts.json", "train_data_dir"),
+        ("simple_tuner.json", "data_backend_config", "simple_tuner_backend.json", "train_data_dir"),
+    ],
+)
+def test_a_file_that_is_named_by_another_machines_path_is_found_beside_the_config(
+    folder: Path, command: Command, config: str, key: str, file: str, place: str
+) -> None:
+    given = json.loads((folder / config).read_text(encoding="utf-8"))
+    found, _ = imported(command, folder / config)
+    (folder / "moved.json").write_text(json.dumps(given | {key: rf"C:\\trainer\{file}"}), encoding="utf-8")
+    again, _ = imported(command, folder / "moved.json")
+    assert again["data"]["init_args"][place] == found["data"]["init_args"][place]
 
 
 def test_a_misspelt_key_is_named_with_the_nearest(folder: Path) -> None:
