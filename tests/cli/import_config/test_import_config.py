@@ -436,7 +436,7 @@ def test_files_that_are_named_and_not_there_are_said(folder: Path, command: Comm
     _, said = imported(command, folder / "one_trainer.json")
     assert "concept_file_name: has no counterpart: set data.init_args.train_data_dir to the folder" in said.err
     _, said = imported(command, folder / "simple_tuner.json")
-    assert "data_backend_config: has no counterpart: simple_tuner_backend.json is not there; set data" in said.err
+    assert "simple_tuner_backend.json is not there; set data.init_args.train_data_dir" in said.err
 
 
 @pytest.mark.parametrize(
