@@ -8,6 +8,8 @@ READY := $(VENV)/.ready-$(DEVICE)
 EXTRAS := dev$(if $(filter-out cpu,$(DEVICE)),$(comma)$(DEVICE))
 # One thread a process: two torch threads on two busy cores are several times slower than one.
 export OMP_NUM_THREADS ?= 1
+# Bytecode is kept, whatever the shell says: tests start many processes, and each would compile the package again.
+export PYTHONDONTWRITEBYTECODE =
 
 # Processes of pytest: one more than cores, because some tests wait; a module's tests stay together, and those that take
 # longest begin (tests/conftest.py). `make test PARALLEL=` runs them in one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,17 +176,19 @@ SOURCE_SIZES = [(96, 64), (64, 128)]
 """(width, height) of sources; families that read several get them in this order."""
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=list(FAMILIES), scope="module")
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(autouse=True)
-def unscaled_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_small(monkeypatch, *SOURCE_SIZES, (SIDE, SIDE))
+@pytest.fixture(autouse=True, scope="module")
+def unscaled_sources() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        show_small(patch, *SOURCE_SIZES, (SIDE, SIDE))
+        yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder(family: str, transformers: Folder) -> str:
     return transformers(family)
 

@@ -214,12 +214,12 @@ FAMILIES: dict[str, Row] = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=list(FAMILIES), scope="module")
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder(family: str, transformers: Folder) -> str:
     return transformers(family)
 
@@ -367,9 +367,12 @@ def draw(pipeline: Any, row: Row) -> Tensor:
     return drawn
 
 
-@pytest.fixture
-def saved(folder: str, tmp_path: Path) -> tuple[DiffusionLoRA, Path]:
+@pytest.fixture(scope="module")
+def saved(
+    folder: str, tmp_path_factory: pytest.TempPathFactory, without_report_page: None
+) -> tuple[DiffusionLoRA, Path]:
     """A module after two steps, whose weights are those of its float16 file."""
+    tmp_path = tmp_path_factory.mktemp("saved")
     module = make_module(folder, lora_targets=["attention", "feed_forward"], lora_alpha=4.0)
     fit(module, tmp_path)
     module.save_lora(tmp_path / "zorp.safetensors")
