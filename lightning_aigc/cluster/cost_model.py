@@ -35,8 +35,6 @@ TWO_FOUR_DENSITY = 2 / 4
 SPARSE_PACKING = 2.1
 """CPU time of a block-sparse mode over that of few-bit integers: it also gathers, scatters and selects blocks
 (`packing_ms` in plan_error.jsonl)."""
-HOPS = 2
-"""Collectives of a compressed bucket between nodes: shards to their ranks, and the sums back."""
 TERNARY_BYTES = (52 + 2) / 256
 """A block of 256 values of three levels, five a byte, and its scale."""
 
@@ -151,25 +149,11 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         # behind backward.
         unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
-        started, of_backward = _share_that_hides(mode, job, shape)
-        exposed = busy - min(started * busy, min(job.overlap_share, of_backward) * job.backward_s) + unhidden
+        # All but the last bucket can travel during backward, and only what is left of it after the first one.
+        until_last = 1 - 1 / buckets
+        exposed = busy - min(until_last * busy, min(job.overlap_share, until_last) * job.backward_s) + unhidden
     step = job.compute_s * (1 + job.spread * slowest_of(shape.ranks)) + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
-
-
-def _share_that_hides(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
-    """Return the fraction of the traffic that starts during backward, and the fraction of backward still to run then.
-
-    On a CPU one thread packs and sends: each full bucket advances the earlier ones to their next collective. A
-    compressed bucket has one collective inside its node and two between nodes; those of the last buckets start after
-    backward.
-    """
-    full = max(1.0, FP32_BYTES * job.trainable / job.bucket_bytes)
-    if job.device != "cpu" or MODES[mode].is_exact:
-        until_last = 1 - 1 / math.ceil(full)
-        return until_last, until_last
-    before = 1 if nodes_first(mode, shape) else 0
-    return sum(max(0.0, full - 1 - before - hop) for hop in range(HOPS)) / (HOPS * full), 1 - 1 / full
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Executors of reductions: a thread on CPUs, where collectives block, and a side stream on accelerators."""
+"""Executors of reductions: threads on CPUs, where collectives block, and a side stream on accelerators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError
 
 Work = Generator[Any, None, None]
-"""Generator that yields each collective it starts; the executor resumes it when that collective is done."""
+"""Generator that yields each collective it needs; an executor starts it, and resumes the work when it is done."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Clock:
             self.packing_s += time.thread_time() - start
 
     def wait(self, collective: Any) -> None:
+        """Wait for a collective; one that has not started starts first."""
         start = time.perf_counter()
         collective.wait()
         self.waiting_s += time.perf_counter() - start
@@ -102,80 +103,109 @@ class InlineExecutor:
 
 
 class ThreadExecutor(InlineExecutor):
-    """Runs all works in one thread, so that one unit is packed while the collectives of others run.
+    """Runs works as a pipeline of threads, so that one unit is packed while the collectives of others run.
 
-    The order of collectives depends only on the order of the works, never on which collective ends first, so it is the
-    same on every rank. Each new work advances all works to their next collective, the new one first; the last work of a
-    step runs all to their end. A collective has therefore run for the time of packing a unit when the thread waits for
-    it.
+    Thread k waits for a work's collective k, computes up to its next one, starts that on lane k, and passes the work
+    on. Each thread takes the works in the order in which they were submitted, so the order of the collectives of a lane
+    is the same on every rank, whichever of them ends first.
     """
 
-    def __init__(self, explain: Callable[[BaseException], SyncError]) -> None:
+    def __init__(self, explain: Callable[[BaseException], SyncError], lanes: int) -> None:
+        """Args: lanes: largest number of collectives of a work, for each of which its groups have a lane."""
         super().__init__(explain)
-        self._inbox: queue.Queue[tuple[Work, Callable[[SyncError | None], None], bool] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._serve, name="gradient-sync", daemon=True)
+        self._clocks = [Clock() for _ in range(lanes + 1)]
+        self._queues: list[queue.Queue[_Running | None]] = [queue.Queue() for _ in self._clocks]
+        self._failed: SyncError | None = None
+        self._changed = threading.Condition()
+        self._running, self._begun_at = 0, 0.0
         self._closed = False
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(stage,), name=f"gradient-sync-{stage}", daemon=True)
+            for stage in range(lanes + 1)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, work: Work, done: Callable[[SyncError | None], None], *, last: bool) -> None:
-        self._inbox.put((work, done, last))
+        with self._changed:
+            if self._running == 0:
+                self._begun_at = time.perf_counter()
+            self._running += 1
+        self._queues[0].put(_Running(work, done, last))
 
     def join(self) -> None:
         if not self._closed:
-            self._inbox.join()
+            with self._changed:
+                self._changed.wait_for(lambda: self._running == 0)
+
+    def new_step(self) -> None:
+        self._busy_before_s = self._busy_s
+        for clock in self._clocks:
+            clock.new_step()
+
+    def times(self) -> StepTimes:
+        self._clock.packing_s = sum(clock.packing_s for clock in self._clocks)
+        self._clock.waiting_s = sum(clock.waiting_s for clock in self._clocks)
+        return super().times()
 
     def close(self) -> bool:
         if not self._closed:
             self._closed = True
-            self._inbox.put(None)
-            self._thread.join(timeout=5)
-        return not self._thread.is_alive()
+            self._queues[0].put(None)
+            until = time.monotonic() + 5
+            for thread in self._threads:
+                thread.join(timeout=max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
-    def _serve(self) -> None:
-        running: list[_Running] = []
-        failed: SyncError | None = None
-        start = 0.0
-        while (item := self._inbox.get()) is not None:
-            work, done, last = item
-            if not running:
-                start = time.perf_counter()
-            running.append(_Running(work, done, self._clock))
-            while failed is None and running:
-                try:
-                    for begun in reversed(list(running)):
-                        if begun.advance():
-                            running.remove(begun)
-                except Exception as error:
-                    failed = self._explain(error)
-                if not last:
-                    break
-            if failed is not None:  # the ranks are out of step: every later work fails with the same error
-                for begun in running:
-                    begun.done(failed)
-                running.clear()
-            if not running:
-                self._done_at = time.perf_counter()
-                self._busy_s += self._done_at - start
-            self._inbox.task_done()
+    def _serve(self, stage: int) -> None:
+        clock, following = self._clocks[stage], self._queues[stage + 1] if stage + 1 < len(self._queues) else None
+        while (running := self._queues[stage].get()) is not None:
+            if self._failed is None and self._advance(running, clock, stage):
+                assert following is not None
+                following.put(running)
+            else:  # after a failure the ranks are out of step: every later work fails with the same error
+                self._end(running)
+            if running.is_last and stage == 0:  # what comes next may need this work's result
+                running.ended.wait()
+        if following is not None:
+            following.put(None)
 
-
-class _Running:
-    """A started work, and the collective that it waits for."""
-
-    def __init__(self, work: Work, done: Callable[[SyncError | None], None], clock: Clock) -> None:
-        self._work, self.done, self._clock = work, done, clock
-        self._waiting: Any = None
-
-    def advance(self) -> bool:
-        """Wait for the current collective and start the next. Returns: whether the work has ended."""
-        if self._waiting is not None:
-            self._clock.wait(self._waiting)
+    def _advance(self, running: _Running, clock: Clock, stage: int) -> bool:
+        """Wait for the work's collective and start its next one. Returns: whether there is a next one."""
         try:
-            self._waiting = self._clock.advance(self._work)
+            if running.collective is not None:
+                clock.wait(running.collective)
+            collective = clock.advance(running.work)
+            if stage == len(self._queues) - 1:
+                raise RuntimeError(f"a unit has more collectives than the {stage} lanes of its process groups")
+            running.collective = collective.start(stage)
         except StopIteration:
-            self.done(None)
-            return True
-        return False
+            return False
+        except Exception as error:
+            self._failed = self._failed or self._explain(error)
+            return False
+        return True
+
+    def _end(self, running: _Running) -> None:
+        running.done(self._failed)
+        running.ended.set()
+        with self._changed:
+            self._running -= 1
+            if self._running == 0:
+                self._done_at = time.perf_counter()
+                self._busy_s += self._done_at - self._begun_at
+                self._changed.notify_all()
+
+
+@dataclass
+class _Running:
+    """A work, and the started collective that it waits for."""
+
+    work: Work
+    done: Callable[[SyncError | None], None]
+    is_last: bool
+    collective: Any = None
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class StreamExecutor(InlineExecutor):
@@ -224,12 +254,12 @@ class StreamExecutor(InlineExecutor):
 
 
 def make_executor(
-    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool
+    explain: Callable[[BaseException], SyncError], device: torch.device, *, overlap: bool, lanes: int
 ) -> InlineExecutor:
     """Return the executor for a device. `explain` turns a collective's error into one that says where to look."""
     if not overlap:
         return InlineExecutor(explain)
-    return ThreadExecutor(explain) if device.type == "cpu" else StreamExecutor(explain, device)
+    return ThreadExecutor(explain, lanes) if device.type == "cpu" else StreamExecutor(explain, device)
 
 
 def _run(work: Work, clock: Clock, explain: Callable[[BaseException], SyncError]) -> SyncError | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_aigc.cluster.modes import FLAT_MODES, Mode, worthwhile_mode
+from lightning_aigc.cluster.modes import FLAT_MODES, MODES, Mode, worthwhile_mode
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.dense import Dense
@@ -60,7 +60,15 @@ def make_sync(
         return Dense(groups), mode, why
     if mode == "local":
         return LocalSGD(trained, options, groups), mode, why
+    if options.overlap and trained[0][1].device.type == "cpu":
+        groups.add_lanes(collectives_of_a_unit(mode, groups, find_unused=find_unused))
     return GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale), mode, why
+
+
+def collectives_of_a_unit(mode: Mode, groups: ProcessGroups, *, find_unused: bool) -> int:
+    """Return the largest number of collectives in which this mode reduces a unit, one after another."""
+    between = 3 if MODES[mode].is_block_sparse and MODES[mode].value_bits else 2
+    return between + (2 if groups.inside is not None else 0) + find_unused
 
 
 TRIAL_VALUES = 1 << 20
@@ -81,7 +89,7 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
     """Measure the modes. Collective: every rank gets the same numbers, the means of each rank's best."""
     everyone = groups.everyone
     group = CountedGroup(everyone.group, Traffic())  # these bytes are no gradients, and do not count
-    group.chunked = everyone.chunked
+    group.chunked = list(everyone.chunked)
     values = -(-TRIAL_VALUES // (256 * group.size)) * 256 * group.size
     gradients = torch.randn(values, device=device)
     unit = FlatUnit(0, "values", entries=(), numel=values)

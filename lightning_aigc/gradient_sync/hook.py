@@ -5,6 +5,7 @@ DDP rebuilds its buckets after the first step; units stay as they are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +23,17 @@ class BucketFuture:
     def __init__(self, buffer: Tensor) -> None:
         self.future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._buffer, self._holders = buffer, 1
+        self._lock = threading.Lock()  # units end in several threads
 
     def hold(self) -> None:
-        self._holders += 1
+        with self._lock:
+            self._holders += 1
 
     def release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0:
+        with self._lock:
+            self._holders -= 1
+            is_free = self._holders == 0
+        if is_free:
             self.future.set_result(self._buffer)
 
 

@@ -65,7 +65,7 @@ class GradientSync(Sync):
         selected = [unit for unit in compressed if unit.kind == "values"]
         self.selection = BlockSelection(self.parameters, selected, groups, self.residuals, loss_scale)
         self.collector = UnitCollector(self.units, self.parameters)
-        self.executor = make_executor(self._explain, self.device, overlap=options.overlap)
+        self.executor = make_executor(self._explain, self.device, overlap=options.overlap, lanes=groups.lanes)
         self._meter = StepMeter(groups, sum(p.numel() for _, p in self.parameters))
         self._is_drained = True
         self._failed: SyncError | None = None

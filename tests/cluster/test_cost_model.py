@@ -217,16 +217,9 @@ def test_on_a_cpu_the_headers_of_tcp_take_their_part_of_the_link() -> None:
     assert cpu.wire_s - latency == pytest.approx((card.wire_s - latency) * 1538 / 1448)
 
 
-@pytest.mark.parametrize(
-    ("shape", "buckets", "share"),
-    [
-        (Shape(2, 1), 1, 0), (Shape(2, 1), 2, 1 / 4), (Shape(2, 1), 10, 17 / 20),
-        (Shape(2, 2), 2, 0), (Shape(2, 2), 3, 1 / 6), (Shape(2, 1), 2.5, 2 / 5),
-    ],
-)  # fmt: skip
-def test_a_cpu_hides_what_of_a_compressed_bucket_starts_before_the_last_one_is_full(
-    shape: Shape, buckets: float, share: float
-) -> None:
+@pytest.mark.parametrize("shape", [Shape(2, 1), Shape(2, 2)])
+@pytest.mark.parametrize(("buckets", "share"), [(1, 0), (2, 1 / 2), (10, 9 / 10), (2.5, 2 / 3)])
+def test_a_cpu_hides_the_traffic_of_every_bucket_but_the_last(shape: Shape, buckets: float, share: float) -> None:
     some = job(trainable=N, bucket_bytes=4 * N / buckets, backward_s=100.0, device="cpu", overlap_share=1.0)
     cost = predict("int3", some, shape, replace(LINKS, local_Bps=1e15, latency_local_s=0.0))
     assert cost.exposed_s - cost.compression_s == pytest.approx((1 - share) * cost.wire_s, rel=1e-4)

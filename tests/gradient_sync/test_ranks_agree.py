@@ -309,7 +309,7 @@ def test_a_closed_sync_lets_go_of_its_groups_and_a_backward_pass_after_it_says_s
         assert after["step"] == before["step"] + 1
         assert before["residuals"].keys() == after["residuals"].keys()
         counts, with_one_open, total = found["groups"]
-        assert counts == [1] * 5 and with_one_open == 2  # the default group, and one
+        assert counts == [1] * 5 and with_one_open == 3  # the default group, and one with a second lane
         assert total == 2
         assert "sent values" in found["report"]
 

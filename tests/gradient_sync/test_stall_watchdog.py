@@ -62,7 +62,7 @@ def test_every_rank_writes_where_it_waits_and_one_line_says_so(mode: str, tmp_pa
     assert re.fullmatch(r"npu_sparse: steps finish again: step \d is next", after)
     waits, sleeps = ((tmp_path / "stalled" / f"rank{rank}.txt").read_text() for rank in range(2))
     assert "rank 0 of 2 on " in waits and "step 2 of gradient sync" in waits
-    assert re.search(r"collective \d+: \w+ of \w+, \d+ bytes, started", waits) or mode == "local"
+    assert re.search(r"collective \d+ of hop \d: \w+ of \w+, \d+ bytes, started", waits) or mode == "local"
     assert "in oversleep" in sleeps and "in oversleep" not in waits  # faulthandler's stacks
     assert "  rank 1: step 3, in test_stall_watchdog.py" in waits
     if mode == "int3":

@@ -73,7 +73,7 @@ class Dense(Sync):
         self._checks.append(check)
         if bucket.is_last():
             after_backward(self._raise_failure)
-        future: torch.futures.Future[Any] = self.groups.everyone.all_reduce(buffer).get_future()
+        future: torch.futures.Future[Any] = self.groups.everyone.all_reduce(buffer).start().get_future()
         return future.then(_check_sum(buffer, check, self._outcome))
 
     def _raise_failure(self) -> None:

@@ -47,6 +47,7 @@ class ProcessGroups:
             between = everyone = self._new_groups([list(range(self.world_size))])
         self.between = CountedGroup(between, self.traffic)
         self.everyone = self.between if self.inside is None else CountedGroup(everyone, self.traffic)
+        self.lanes = 1
 
     @property
     def ranks_inside(self) -> int:
@@ -55,13 +56,23 @@ class ProcessGroups:
 
     def chunk_on_slow_links(self) -> None:
         """Split large rows if the link between nodes is slow. Collective: measures the link for a moment."""
-        self.between.chunked = chunked_where_slow(self.between.group)
+        chunked = chunked_where_slow(self.between.group)
+        self.between.chunked = [] if chunked is None else [chunked]
+
+    def add_lanes(self, count: int) -> None:
+        """Give each group this many lanes in all, one for each collective of a unit. Collective."""
+        for _ in range(count - self.lanes):
+            if self.inside is not None:
+                self.inside.add_lane(self._new_groups(self.nodes))
+                self.between.add_lane(self._new_groups([list(ranks) for ranks in zip(*self.nodes, strict=True)]))
+            self.everyone.add_lane(self._new_groups([list(range(self.world_size))]))
+        self.lanes = count
 
     def destroy(self) -> None:
         """Destroy these groups, and keep the default group. A second call does nothing."""
         made, self._made = self._made, []
-        if made and self.between.chunked is not None:
-            self.between.chunked.close()
+        for chunked in self.between.chunked if made else ():
+            chunked.close()
         for group in made:
             with suppress(ValueError):  # destroying the default group destroys them as well
                 if dist.is_initialized():

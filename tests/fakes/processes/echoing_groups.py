@@ -12,6 +12,9 @@ from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups
 
 
 class Done:
+    def start(self, lane: int = 0) -> Done:
+        return self
+
     def wait(self) -> None:
         pass
 
@@ -49,6 +52,7 @@ class EchoingGroups(ProcessGroups):
 
     def __init__(self, nodes: int = 2, inside: int = 1, rank: int = 0) -> None:
         self.traffic, self.rank, self.timeout = Traffic(), 0, timedelta(seconds=1)
+        self.lanes = 5
         self.world_size = nodes * inside
         self.inside: Any = None if inside == 1 else EchoingGroup(inside)
         self.between: Any = EchoingGroup(nodes, rank)
