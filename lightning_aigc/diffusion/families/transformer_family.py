@@ -74,6 +74,10 @@ class TransformerFamily(Family):
     last_text: ClassVar[tuple[str, ...]] = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
     """Layers of a two-stream block that only the next block's text reads."""
 
+    def marker_tensors(self, denoiser: Any) -> dict[str, Tensor]:
+        """Tensors of a single file by which other programs tell settings of the model that no weight shows."""
+        return {}
+
     # Training --------------------------------------------------------------------------------------------------------
 
     def objective(self, components: Components, settings: ObjectiveSettings) -> Objective:
