@@ -54,7 +54,8 @@ def add_random_lokr(family: str, model: nn.Module, rank: int) -> dict[str, Tenso
 def lokr_delta(model: nn.Module, name: str) -> Tensor:
     """The change of a layer's weight, by peft."""
     layer: Any = model.get_submodule(name)
-    delta: Tensor = layer.get_delta_weight("default").detach()
+    (adapter,) = layer.scaling
+    delta: Tensor = layer.get_delta_weight(adapter).detach()
     return delta
 
 

@@ -85,7 +85,6 @@ def test_a_lokr_file_gives_the_trained_weights(comfy: Any, tmp_path: Path, famil
     path = write_lokr(tmp_path / "mug.safetensors", family, model)
     found = with_lora(comfy, load_denoiser(comfy, layout_of(comfy, family, base)), path)
     error = largest_error(found, layout_of(comfy, family, base), layout_of(comfy, family, trained))
-    print(f"{family} {rank}: {error:.1e}")
     assert error < 1e-6
 
 

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc.diffusion.families import TransformerFamily
 from lightning_aigc.diffusion.lora import entries as lora_entries
 from lightning_aigc.diffusion.lora import names as lora_names
-from lightning_aigc.diffusion.lora import reading
+from lightning_aigc.diffusion.lora import original_names, reading
 from lightning_aigc.diffusion.lora.names import TRANSFORMER, UNET
 from lightning_aigc.errors import ModelError
 
@@ -136,9 +137,18 @@ def read_factors(
     return layers
 
 
-def to_state(layers: Iterable[FactorLayer], *, layout: str, sdxl: bool, layers_per_block: int) -> dict[str, Tensor]:
-    """A state dict: a transformer's under diffusers' names in both layouts, which ComfyUI knows too.
+def to_state(
+    layers: Iterable[FactorLayer],
+    *,
+    layout: str,
+    sdxl: bool = False,
+    layers_per_block: int = lora_names.SDXL_LAYERS_PER_BLOCK,
+    family: TransformerFamily | None = None,
+) -> dict[str, Tensor]:
+    """A state dict in diffusers' layout, or in kohya's for ComfyUI.
 
+    family: the transformer's. In kohya's layout a layer has its original's name, but for one that the original joins
+        with others: ComfyUI knows diffusers' name of it, and changes its part of the weight.
     Raises: ModelError for a LoHa in diffusers' layout.
     """
     state: dict[str, Tensor] = {}
@@ -151,6 +161,8 @@ def to_state(layers: Iterable[FactorLayer], *, layout: str, sdxl: bool, layers_p
         name = f"{layer.component}.{layer.module}"
         if layer.component == UNET and layout == "kohya":
             name = lora_names.to_kohya_name(UNET, layer.module, sdxl=sdxl, layers_per_block=layers_per_block)
+        elif family is not None and layout == "kohya":
+            name = original_names.name_alone(layer.module, family) or name
         state |= {f"{name}.{part}": value.contiguous() for part, value in layer.parts.items()}
     return state
 
