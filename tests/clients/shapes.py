@@ -45,8 +45,8 @@ def make_denoiser(family: str) -> nn.Module:
         )  # fmt: skip
     if family == "chroma":
         return ChromaTransformer2DModel(
-            in_channels=64, num_layers=1, num_single_layers=2, **heads, joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
-            approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=2,
+            in_channels=64, num_layers=1, num_single_layers=2, **heads, joint_attention_dim=32,
+            axes_dims_rope=(4, 6, 6), approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=2,
         )  # fmt: skip
     if family in ("flux2", "flux2_dev"):
         return Flux2Transformer2DModel(

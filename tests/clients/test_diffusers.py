@@ -28,6 +28,7 @@ from clients.shapes import make_denoiser
 from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
 from lightning_aigc.diffusion.pipeline.single_file_names import original_tensors
 from lightning_aigc.diffusion.pipeline.tensor_stream import DeferredTensor
+from lightning_aigc.errors import ModelError
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore:.*DoRA in the kohya layout")]
 
@@ -79,7 +80,12 @@ def test_a_lokr_file_gives_the_trained_weights(tmp_path: Path, family: str, rank
     model = make_denoiser(family)
     base = base_state(model)
     trained = add_random_lokr(family, model, rank)
-    path = write_lokr(tmp_path / "mug.safetensors", family, model, layout="diffusers")
+    path = tmp_path / "mug.safetensors"
+    if rank == 64 and family in UNETS:  # diffusers reads no whole factor of a convolution, so nothing is written
+        with pytest.raises(ModelError, match="a convolution, and diffusers reads decomposed ones alone there"):
+            write_lokr(path, family, model, layout="diffusers")
+        return
+    write_lokr(path, family, model, layout="diffusers")
     fresh: Any = make_denoiser(family)
     state = safetensors.torch.load_file(path)
     fresh.load_lora_adapter(state, prefix=FAMILIES[family].denoiser_name)

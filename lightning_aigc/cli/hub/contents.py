@@ -172,6 +172,10 @@ def _family_of_folder(folder: Path, kind: Kind) -> Family | None:
 # Writing -----------------------------------------------------------------------------------------------------------
 
 
+def _reads_in_diffusers(lokr: Path) -> bool:
+    return all(layer.read_by_diffusers for layer in read_lora(lokr).factor_layers())
+
+
 def write_files(contents: Contents, folder: Path) -> list[str]:
     """Copy the trained files into a folder, without local paths in them; returns the names of a LoRA's files.
 
@@ -181,7 +185,7 @@ def write_files(contents: Contents, folder: Path) -> list[str]:
         for source in contents.sources:
             _copy_lora(source, folder / source.name)
         names = [source.name for source in contents.sources]
-        if contents.lokr_of == UNET:  # diffusers reads its own names alone
+        if contents.lokr_of == UNET and _reads_in_diffusers(contents.sources[0]):  # under its own names alone
             names.append(f"{contents.name}{LORA_ENDINGS[1]}")
             convert(folder / names[0], folder / names[-1], "diffusers")
         return names

@@ -49,6 +49,11 @@ class FactorLayer:
         """Rows and columns of the layer's weight; a convolution's kernel is not counted."""
         return shape_of(self.parts)
 
+    @property
+    def read_by_diffusers(self) -> bool:
+        """Whether diffusers loads it: a LoKr, whose second factor on a convolution is decomposed."""
+        return self.kind == "LoKr" and self.parts.get("lokr_w2", torch.empty(0)).ndim <= 2
+
     def delta(self, shape: torch.Size) -> Tensor:
         """The change of a weight of this shape, float32."""
         parts = {name: value.float() for name, value in self.parts.items()}
@@ -149,13 +154,17 @@ def to_state(
 
     family: the transformer's. In kohya's layout a layer has its original's name, but for one that the original joins
         with others: ComfyUI knows diffusers' name of it, and changes its part of the weight.
-    Raises: ModelError for a LoHa in diffusers' layout.
+    Raises: ModelError for a layer in diffusers' layout that diffusers does not load.
     """
     state: dict[str, Tensor] = {}
     for layer in layers:
-        if layout == "diffusers" and layer.kind == "LoHa":
+        if layout == "diffusers" and not layer.read_by_diffusers:
+            got, reads = "a LoHa", "LoRA and LoKr alone"
+            if layer.kind == "LoKr":
+                got = f"a LoKr with a whole second factor on {layer.module}, a convolution"
+                reads = "decomposed ones alone there"
             raise ModelError(
-                "got a LoHa, and diffusers reads LoRA and LoKr alone; write it with --to kohya, or merge it with"
+                f"got {got}, and diffusers reads {reads}; write it with --to kohya for ComfyUI, or merge it with"
                 " --merge_into PIPELINE_DIR"
             )
         name = f"{layer.component}.{layer.module}"
@@ -163,8 +172,18 @@ def to_state(
             name = lora_names.to_kohya_name(UNET, layer.module, sdxl=sdxl, layers_per_block=layers_per_block)
         elif family is not None and layout == "kohya":
             name = original_names.name_alone(layer.module, family) or name
-        state |= {f"{name}.{part}": value.contiguous() for part, value in layer.parts.items()}
+        parts = _without_tucker(layer.parts) if layout == "diffusers" else layer.parts
+        state |= {f"{name}.{part}": value.contiguous() for part, value in parts.items()}
     return state
+
+
+def _without_tucker(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same second factor as a product of two matrices of the same rank, which diffusers reads."""
+    if "lokr_t2" not in parts:
+        return dict(parts)
+    kernel_RNhw = torch.einsum("ijhw,jn->inhw", parts["lokr_t2"], parts["lokr_w2_b"])
+    rest = {name: value for name, value in parts.items() if not name.startswith(("lokr_t2", "lokr_w2"))}
+    return rest | {"lokr_w2_a": parts["lokr_w2_a"].T, "lokr_w2_b": kernel_RNhw.flatten(1)}
 
 
 def cast(layer: FactorLayer, dtype: torch.dtype) -> FactorLayer:
