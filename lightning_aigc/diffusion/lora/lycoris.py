@@ -10,6 +10,7 @@ Legend: L K rows and M N columns of a Kronecker product's two factors, R rank.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from lightning_aigc.errors import ModelError
 
 LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
+KERNELS = ("lokr_w2", "lokr_t2", "hada_t1")
+"""Parts whose last two sides are a convolution's kernel."""
 _ENTRY = re.compile(r"(?P<name>.+)\.(?P<part>(?:lokr|hada)_\w+?|alpha|dora_scale|scalar)(?:\.default)?")
 Kind = Literal["LoKr", "LoHa"]
 
@@ -46,8 +49,15 @@ class FactorLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the layer's weight; a convolution's kernel is not counted."""
+        """Rows and columns of the layer's weight, which hold a convolution's kernel where the parts do."""
         return shape_of(self.parts)
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether it changes a weight of this shape; a convolution's columns may hold its kernel."""
+        rows, columns = self.shape
+        whole = next((self.parts[part] for part in KERNELS if part in self.parts), None)
+        inner = columns * (1 if whole is None else math.prod(whole.shape[2:]))
+        return rows == shape[0] and inner == math.prod(shape[1:])
 
     @property
     def read_by_diffusers(self) -> bool:
@@ -60,7 +70,7 @@ class FactorLayer:
         if self.kind == "LoKr":
             w1, w2 = kron_factors(parts)
             w1 = w1.reshape(*w1.shape, *[1] * (w2.ndim - w1.ndim))
-            return torch.kron(w1, w2).reshape(shape)
+            return torch.kron(w1, w2.contiguous()).reshape(shape)
         first, second = (_hada_side(parts, side) for side in ("1", "2"))
         return (first * second).reshape(shape)
 

@@ -101,6 +101,21 @@ def test_a_file_is_read_by_diffusers_and_our_sampler_as_it_was_trained(
             torch.testing.assert_close(found[name], delta, rtol=1e-6, atol=1e-6 * float(delta.abs().max()))
 
 
+@pytest.mark.parametrize("rank", [64, 2])
+def test_a_lokr_on_convolutions_is_merged_and_continued(sd: str, tmp_path: Path, rank: int) -> None:
+    module = trained(sd, **LOKR | {"rank": rank, "lora_targets": ["attention", "convolutions"]})
+    file = save_lokr(tmp_path / "mug.safetensors", "unet", module.loaded().denoiser, LoRAMetadata(), torch.float32)
+    wanted = deltas(module.loaded().denoiser)
+    assert any(delta.ndim == 4 and delta.shape[-1] == 3 for delta in wanted.values())
+    continued = deltas(make_module(sd, lora_type="lokr", lora_from=str(file)).loaded().denoiser)
+    merged = load_components(str(merge_into_pipeline(file, sd, tmp_path / "merged"))).denoiser
+    base = load_components(sd).denoiser
+    for name, delta in wanted.items():
+        torch.testing.assert_close(continued[name], delta, rtol=1e-6, atol=1e-6 * float(delta.abs().max()))
+        whole = base.get_submodule(name).weight + delta
+        torch.testing.assert_close(merged.get_submodule(name).weight, whole, rtol=1e-5, atol=1e-6)
+
+
 def test_a_transformers_lokr_has_a_second_file_with_the_models_own_names(
     folder_of: Callable[[str], str], tmp_path: Path
 ) -> None:
