@@ -36,7 +36,7 @@ class Sample(NamedTuple):
     caption: str | None
     sources: tuple[bytes, ...] = ()
     description: str = ""
-    """What the image shows, where the caption is an instruction."""
+    """A text of what the image shows, where the caption is an instruction."""
 
 
 def read_shard(shard: Path, caption_extension: str, caption_key: str, encoding: str | None = None) -> Iterator[Sample]:
