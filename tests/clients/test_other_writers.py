@@ -224,12 +224,34 @@ def test_a_file_by_the_rules_of_ai_toolkit_is_converted(
         assert largest_error(read_state(ours, base, family), base, trained) < 1e-6
 
 
-def test_joined_layers_of_ai_toolkits_own_models_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    """Its FLUX.2 and Chroma are the original code, whose query, key and value are one layer."""
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_joined_layers_of_ai_toolkits_own_models_are_cut_apart(tmp_path: Path, kind: str) -> None:
+    """Its FLUX.2 and Chroma are the original code, whose query, key and value are one layer, of 9216 rows in klein.
+
+    Its factorization of 9216 is 96 x 96, and of this model's 192 rows 12 x 16: both have boundaries at the thirds.
+    """
+    name, generator = "diffusion_model.double_blocks.0.img_attn.qkv", torch.Generator().manual_seed(9)
+    assert factors(9216, -1) == (96, 96) and factors(192, -1) == (12, 16)
+    sizes = {"lokr_w1": (12, 8), "lokr_w2": (16, 8)}
+    if kind == "loha":
+        sizes = {"hada_w1_a": (192, 2), "hada_w1_b": (2, 64), "hada_w2_a": (192, 2), "hada_w2_b": (2, 64)}
+    parts = {part: torch.randn(*size, generator=generator) for part, size in sizes.items()}
+    safetensors.torch.save_file({f"{name}.{part}": value for part, value in parts.items()}, tmp_path / "in.safetensors")
+    if kind == "lokr":
+        wanted = torch.kron(parts["lokr_w1"], parts["lokr_w2"])
+    else:
+        wanted = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (parts["hada_w2_a"] @ parts["hada_w2_b"])
+    ours = convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "kohya", "flux2")
+    layers = {layer.module: layer.delta(torch.Size((64, 64))) for layer in read_lora(ours).factor_layers("flux2")}
+    found = torch.cat([layers[f"transformer_blocks.0.attn.to_{letter}"] for letter in "qkv"])
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_factor_without_a_boundary_between_joined_layers_is_refused_in_one_sentence(tmp_path: Path) -> None:
     state = {"diffusion_model.double_blocks.0.img_attn.qkv.lokr_w1": torch.ones(4, 4)}
     state |= {"diffusion_model.double_blocks.0.img_attn.qkv.lokr_w2": torch.ones(48, 16)}
     safetensors.torch.save_file(state, tmp_path / "theirs.safetensors")
-    with pytest.raises(ModelError, match=r"joins .* a product's factors cannot be cut apart"):
+    with pytest.raises(ModelError, match=r"joins .* a second factor of 48 rows, which cannot be cut apart there"):
         convert(tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors", "diffusers", "flux2")
 
 

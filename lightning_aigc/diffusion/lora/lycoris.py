@@ -10,6 +10,7 @@ Legend: L K rows and M N columns of a Kronecker product's two factors, R rank.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -143,13 +144,32 @@ def read_factors(
     layers = []
     for each in shaped:
         names, parts = modules[each.name], groups[each.component, each.name]
-        if len(names) > 1:
+        if len(names) == 1:
+            layers.append(FactorLayer(TRANSFORMER if family else UNET, names[0], parts))
+            continue
+        assert family is not None
+        sizes = original_names.rows_of(names, shape_of(parts)[1], family)
+        cut = [_cut(parts, end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        if None in cut:
             raise ModelError(
-                f"got a {kind_of(parts)} on {each}, which joins {', '.join(names)}; a product's factors cannot be cut"
-                " apart: train it on diffusers' layers, or merge it by the program that trained it"
+                f"got a LoKr on {each}, which joins {', '.join(names)}, with a second factor of"
+                f" {_sides(parts, 'lokr_w2')[0]} rows, which cannot be cut apart there: train it on diffusers' layers,"
+                " or merge it by the program that trained it"
             )
-        layers.append(FactorLayer(TRANSFORMER if family else UNET, names[0], parts))
+        layers += [FactorLayer(TRANSFORMER, name, own) for name, own in zip(names, cut, strict=True) if own is not None]
     return layers
+
+
+def _cut(parts: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor] | None:
+    """The product's rows from `start` to `stop`; None where a Kronecker product has no boundary between its blocks."""
+    if kind_of(parts) == "LoHa":
+        cut = {name: slice(start, stop) for name in ("hada_w1_a", "hada_w2_a")}
+    else:
+        rows = _sides(parts, "lokr_w2")[0]
+        if start % rows or stop % rows:
+            return None
+        cut = {"lokr_w1" if "lokr_w1" in parts else "lokr_w1_a": slice(start // rows, stop // rows)}
+    return {name: (value[cut[name]] if name in cut else value).clone() for name, value in parts.items()}
 
 
 def to_state(

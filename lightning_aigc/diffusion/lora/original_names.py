@@ -97,6 +97,11 @@ def _original_of(modules: Iterable[str], family: TransformerFamily) -> dict[str,
     return found
 
 
+def rows_of(modules: Sequence[str], inputs: int, family: TransformerFamily) -> list[int]:
+    """Outputs of each of the layers that are joined in one."""
+    return [_rows(module, inputs, family) for module in modules]
+
+
 def _rows(module: str, inputs: int, family: TransformerFamily) -> int:
     """Outputs of a layer that shares its original with others."""
     return inputs * next((times for end, times in family.widening.items() if module.endswith(end)), 1)
