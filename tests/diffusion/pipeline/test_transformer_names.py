@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 from diffusers.loaders import single_file_utils
 from safetensors.torch import load_file
 
@@ -46,3 +47,15 @@ def test_diffusers_converts_the_single_file_to_the_bit(
     found = convert(load_file(single))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_the_single_file_of_a_2511_has_comfyuis_marker_and_loads_in_diffusers(
+    transformers: Callable[[str], str], tmp_path: Path
+) -> None:
+    module = DiffusionFineTuning(transformers("qwen_image_edit_plus"), output_name="tuned")
+    module.configure_model()
+    folder, single = module.save_model(tmp_path / "tuned.safetensors")
+    assert module.loaded().denoiser.config.zero_cond_t and load_file(single)["__index_timestep_zero__"].shape == (0,)
+    found = QwenImageTransformer2DModel.from_single_file(str(single), config=str(folder), subfolder="transformer")
+    wanted = module.loaded().denoiser.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.state_dict().items())
