@@ -15,7 +15,7 @@ from clients.shapes import make_denoiser
 from fakes.models.pipelines import assemble, make_text_encoder
 from fakes.models.transformer_pipelines import make_flux_pipeline
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.families import FAMILIES, TRANSFORMERS
 from lightning_aigc.diffusion.lora.file import convert, read_lora
 from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
 from lightning_aigc.diffusion.pipeline.loading import load_components
@@ -94,6 +94,26 @@ def test_a_file_of_lycoris_gives_its_merged_weights(tmp_path: Path, family: str,
     assert largest_error(read_state(tmp_path / "theirs.safetensors", base, known), base, trained) < 1e-6
     kohya = convert(tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors", "kohya", known)
     assert largest_error(read_state(kohya, base, known), base, trained) < 1e-6
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if "lokr" in name])
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_a_lokr_is_written_for_diffusers_where_it_loads_it(tmp_path: Path, family: str, algorithm: str) -> None:
+    denoiser = make_denoiser(family).requires_grad_(False)
+    base, known = base_state(denoiser), family if family in TRANSFORMERS else None
+    network = make_lycoris(family, denoiser, 1.0, **ALGORITHMS[algorithm])
+    file, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
+    network.save_weights(str(file), torch.float32, {})
+    if family == "sd" and algorithm not in ("lokr of a factor", "lokr in Tucker's form"):
+        with pytest.raises(ModelError, match=r"a whole second factor on .*, a convolution|sizes follow no one factor"):
+            convert(file, ours, "diffusers", known)
+        return
+    fresh: Any = make_denoiser(family)
+    state = safetensors.torch.load_file(convert(file, ours, "diffusers", known))
+    fresh.load_lora_adapter(state, prefix=FAMILIES[family].denoiser_name)
+    changed = [name for name, layer in fresh.named_modules() if getattr(layer, "scaling", None)]
+    found = base | {f"{name}.weight": base[f"{name}.weight"] + lokr_delta(fresh, name) for name in changed}
+    assert largest_error(found, base, read_state(file, base, known)) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["lokr", "lokr with both decomposed", "loha", "loha in Tucker's form"])

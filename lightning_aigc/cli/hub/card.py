@@ -186,7 +186,7 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
             said = "diffusers has no pipeline that edits with this base; lightning_aigc draws with it, in this folder:"
             return [said, f"```bash\n{edit_command(Path(CONFIG_FILE), prompt)}\n```"]
         if contents.lokr_of == UNET and file == files[0]:
-            said = "diffusers loads no LoKr with whole factors on convolutions; merge it into the base model:"
+            said = "diffusers does not load a LoKr of these factors on convolutions; merge it into the base model:"
             command = f"lightning export {file} --merge_into PIPELINE_DIR -o FOLDER"
             return [said, f"```bash\n{command}\n```", *_other_programs(files)]
         lora = LoRAFile(

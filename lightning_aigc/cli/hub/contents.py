@@ -22,6 +22,7 @@ from lightning_aigc.atomic_file import write_text
 from lightning_aigc.diffusion.families import FAMILIES, Family
 from lightning_aigc.diffusion.lora.base_model import named_base_model
 from lightning_aigc.diffusion.lora.file import LOKR_MODULE, convert, read_lora
+from lightning_aigc.diffusion.lora.lycoris import unread_by_diffusers
 from lightning_aigc.diffusion.lora.metadata import HASH_KEYS, serialize, write_atomically
 from lightning_aigc.diffusion.lora.names import UNET
 from lightning_aigc.embedded import PREFIX
@@ -173,7 +174,7 @@ def _family_of_folder(folder: Path, kind: Kind) -> Family | None:
 
 
 def _reads_in_diffusers(lokr: Path) -> bool:
-    return all(layer.read_by_diffusers for layer in read_lora(lokr).factor_layers())
+    return unread_by_diffusers(read_lora(lokr).factor_layers()) is None
 
 
 def write_files(contents: Contents, folder: Path) -> list[str]:

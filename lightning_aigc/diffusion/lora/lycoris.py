@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,11 +59,6 @@ class FactorLayer:
         whole = next((self.parts[part] for part in KERNELS if part in self.parts), None)
         inner = columns * (1 if whole is None else math.prod(whole.shape[2:]))
         return rows == shape[0] and inner == math.prod(shape[1:])
-
-    @property
-    def read_by_diffusers(self) -> bool:
-        """Whether diffusers loads it: a LoKr, whose second factor on a convolution is decomposed."""
-        return self.kind == "LoKr" and self.parts.get("lokr_w2", torch.empty(0)).ndim <= 2
 
     def delta(self, shape: torch.Size) -> Tensor:
         """The change of a weight of this shape, float32."""
@@ -172,31 +167,49 @@ def _cut(parts: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor
     return {name: (value[cut[name]] if name in cut else value).clone() for name, value in parts.items()}
 
 
+def unread_by_diffusers(layers: Sequence[FactorLayer]) -> str | None:
+    """A half sentence on why diffusers does not load these layers; None if it does.
+
+    It infers one factor for all layers, of which peft makes their sizes again, and takes a kernel as columns.
+    Source: diffusers, utils/peft_utils.py: _create_lokr_config.
+    """
+    from peft.tuners.lokr.layer import factorization
+
+    pairs: set[tuple[int, int]] = set()
+    for layer in layers:
+        if layer.kind == "LoHa":
+            return "a LoHa, and diffusers reads LoRA and LoKr alone"
+        if layer.parts.get("lokr_w2", torch.empty(0)).ndim > 2:
+            where = f"{layer.module}, a convolution"
+            return f"a LoKr with a whole second factor on {where}, and diffusers reads decomposed ones alone there"
+        parts = _without_tucker(layer.parts)
+        pairs |= set(zip(_sides(parts, "lokr_w1"), _sides(parts, "lokr_w2"), strict=True))
+    for factor in (*sorted({pair[0] for pair in pairs}), -1):
+        if all(factorization(first * second, factor) == (first, second) for first, second in pairs):
+            return None
+    return "a LoKr whose sizes follow no one factor, as diffusers wants it, such as convolutions at LyCORIS' factor -1"
+
+
 def to_state(
-    layers: Iterable[FactorLayer],
+    layers: Sequence[FactorLayer],
     *,
     layout: str,
     sdxl: bool = False,
     layers_per_block: int = lora_names.SDXL_LAYERS_PER_BLOCK,
     family: TransformerFamily | None = None,
 ) -> dict[str, Tensor]:
-    """A state dict in diffusers' layout, or in kohya's for ComfyUI.
+    """The state dict in diffusers' layout, or in kohya's for ComfyUI.
 
     family: the transformer's. In kohya's layout a layer has its original's name, but for one that the original joins
         with others: ComfyUI knows diffusers' name of it, and changes its part of the weight.
-    Raises: ModelError for a layer in diffusers' layout that diffusers does not load.
+    Raises: ModelError for layers in diffusers' layout that diffusers does not load.
     """
     state: dict[str, Tensor] = {}
+    if layout == "diffusers" and (reason := unread_by_diffusers(layers)):
+        raise ModelError(
+            f"got {reason}; write it with --to kohya for ComfyUI, or merge it with --merge_into PIPELINE_DIR"
+        )
     for layer in layers:
-        if layout == "diffusers" and not layer.read_by_diffusers:
-            got, reads = "a LoHa", "LoRA and LoKr alone"
-            if layer.kind == "LoKr":
-                got = f"a LoKr with a whole second factor on {layer.module}, a convolution"
-                reads = "decomposed ones alone there"
-            raise ModelError(
-                f"got {got}, and diffusers reads {reads}; write it with --to kohya for ComfyUI, or merge it with"
-                " --merge_into PIPELINE_DIR"
-            )
         name = f"{layer.component}.{layer.module}"
         if layer.component == UNET and layout == "kohya":
             name = lora_names.to_kohya_name(UNET, layer.module, sdxl=sdxl, layers_per_block=layers_per_block)
