@@ -44,7 +44,7 @@ test-pages: $(READY)  ## report.html, health.html and a comparison of real runs,
 		|| { echo "Chromium is missing; install it: sudo apt-get install chromium"; exit 1; }
 	$(BIN)/python -m pytest -q -m browser
 
-test-clients: .venv-clients/ready  ## our files in the code of diffusers, ComfyUI and sd-scripts; COMFYUI=FOLDER SD_SCRIPTS=FOLDER name checkouts
+test-clients: .venv-clients/ready  ## our files in the code of diffusers, ComfyUI and sd-scripts, and those of LyCORIS in ours; COMFYUI=FOLDER SD_SCRIPTS=FOLDER name checkouts
 	COMFYUI=$(COMFYUI) SD_SCRIPTS=$(SD_SCRIPTS) .venv-clients/bin/python -m pytest -q -m clients tests/clients $(PARALLEL)
 
 test-tables: $(READY)  ## every fault and every healthy training that the monitor is held to: half an hour, not in CI
@@ -120,11 +120,12 @@ $(READY): pyproject.toml constraints.txt
 		numpy pytest pytest-timeout pytest-xdist
 	touch $@
 
-# What ComfyUI and sd-scripts import, beside what we do.
+# What ComfyUI and sd-scripts import, beside what we do; LyCORIS, whose files are read; bitsandbytes, which runs on CPUs.
 .venv-clients/ready: pyproject.toml constraints.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
-		torchvision torchsde einops psutil scipy comfy-kitchen sentencepiece aiohttp av opencv-python-headless
+		torchvision torchsde einops psutil scipy comfy-kitchen sentencepiece aiohttp av opencv-python-headless \
+		lycoris-lora bitsandbytes
 	touch $@
 
 .venv-triton/ready: TOOLCHAIN := triton

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--to",
         choices=("kohya", "diffusers", HUB),
-        help="kohya: for ComfyUI, A1111 and diffusers, with DoRA for ComfyUI alone; diffusers: for diffusers;"
+        help="kohya: for ComfyUI, A1111 and diffusers, with DoRA and LoKr for ComfyUI alone; diffusers: for diffusers;"
         " hub: a folder with files, images, scores and a model card",
     )
     target.add_argument("--merge_into", metavar="PIPELINE_DIR", help="a diffusers pipeline folder, or embedded:sd")

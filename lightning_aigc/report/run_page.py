@@ -80,6 +80,9 @@ def cost(record: RunRecord) -> dict[str, str]:
     if "edge_f1" in record.figures:
         floor, ceiling = (record.figures.get(name, math.nan) for name in ("edge_f1_floor", "edge_f1_ceiling"))
         scored[f"edge F1, floor {floor:.2f}, ceiling {ceiling:.2f}"] = f"{record.figures['edge_f1']:.2f}"
+    if "preserve_step_ratio" in record.figures:
+        share, weight, ratio = (record.figures[f"preserve_{name}"] for name in ("share", "weight", "step_ratio"))
+        scored[f"of a batch preserved, weight {weight:g}, at most {ratio:.2g} × a plain step"] = f"{share:.0%}"
     return scored | {
         "optimizer steps": f"{record.steps:,}",
         "training time": time_text(record.seconds),

@@ -23,6 +23,9 @@ MODULES = (
 )  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "flux": {"num_heads": 4, "axes_dim": [4, 6, 6]},
+    "chroma": {
+        "num_heads": 4, "axes_dim": [4, 6, 6], "in_dim": 16, "out_dim": 64, "hidden_dim": 32, "n_layers": 2,
+    },
     "flux2": {"num_heads": 4, "axes_dim": [4, 4, 4, 4], "out_channels": 16},
     "lumina2": {
         "in_channels": 4, "n_heads": 4, "n_kv_heads": 4, "axes_dims": [96, 96, 96], "axes_lens": [600, 64, 64],

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from fakes.models.lora_models import EVERYTHING, adapt
 from lightning_aigc.diffusion import save_lora
 from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.lora.file import LoRAMetadata, save_lokr
+from lightning_aigc.diffusion.lora.lokr_layers import add_lokr
 
 UNETS = ("sd", "sdxl")
 FILES: list[tuple[str, Literal["kohya", "diffusers"]]] = [
@@ -18,14 +20,49 @@ FILES: list[tuple[str, Literal["kohya", "diffusers"]]] = [
     *((name, "kohya" if family.original_layers else "diffusers") for name, family in TRANSFORMERS.items()),
 ]
 """The file that a LoRA run writes for ComfyUI, by family, and its layout."""
+UNKNOWN_TO_COMFYUI = ("krea2",)
+"""Families that ComfyUI 0.8 has no model of."""
+FOR_COMFYUI = [(family, layout) for family, layout in FILES if family not in UNKNOWN_TO_COMFYUI]
+
+
+def adapted_layers(family: str, model: nn.Module) -> list[str]:
+    """Every layer that an adapter of this family can have."""
+    if family not in UNETS:
+        known = TRANSFORMERS[family]
+        return known.adapted_layers(model, list(known.lora_layers))
+    kinds = (nn.Linear, nn.Conv2d)
+    return [name for name, m in model.named_modules() if isinstance(m, kinds) and name.endswith(tuple(EVERYTHING))]
 
 
 def add_lora(family: str, model: nn.Module, **options: Any) -> nn.Module:
     """Adapt every layer that a LoRA of this family can have, with random weights."""
-    if family in UNETS:
-        return adapt(model, EVERYTHING, **options)
-    known = TRANSFORMERS[family]
-    return adapt(model, known.adapted_layers(model, list(known.lora_layers)), **options)
+    return adapt(model, adapted_layers(family, model), **options)
+
+
+def add_random_lokr(family: str, model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Add a LoKr of random weights to every layer that it can have; returns the weights with it, merged by peft."""
+    base = base_state(model.requires_grad_(False))
+    names = adapted_layers(family, model)
+    add_lokr(model, names, rank, 1.5 * rank, 2)  # changes as large as the weights, which a sum would round away
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "lokr_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+    return base | {f"{name}.weight": base[f"{name}.weight"] + lokr_delta(model, name) for name in names}
+
+
+def lokr_delta(model: nn.Module, name: str) -> Tensor:
+    """The change of a layer's weight, by peft."""
+    layer: Any = model.get_submodule(name)
+    (adapter,) = layer.scaling
+    delta: Tensor = layer.get_delta_weight(adapter).detach()
+    return delta
+
+
+def write_lokr(path: Path, family: str, model: nn.Module, **options: Any) -> Path:
+    """The LoKr in float32, as a run writes it."""
+    described = LoRAMetadata(base_model=None if family in UNETS else family)
+    return save_lokr(path, "unet" if family in UNETS else "transformer", model, described, torch.float32, **options)
 
 
 def write(path: Path, family: str, model: nn.Module, **options: Any) -> Path:
@@ -40,7 +77,7 @@ def base_state(model: nn.Module) -> dict[str, Tensor]:
     return {
         name.replace(".base_layer", ""): tensor.detach().clone()
         for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
+        if ".lora_" not in name and ".lokr_" not in name
     }
 
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import torch
 from diffusers import (
+    ChromaTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    Krea2Transformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
@@ -36,15 +38,26 @@ def make_denoiser(family: str) -> nn.Module:
             joint_attention_dim=48, caption_projection_dim=128, pooled_projection_dim=32, pos_embed_max_size=16,
             qk_norm="rms_norm", dual_attention_layers=(0,),
         )  # fmt: skip
-    if family == "flux":
+    if family in ("flux", "flux_kontext"):
         return FluxTransformer2DModel(
             in_channels=64, num_layers=1, num_single_layers=2, **heads, joint_attention_dim=32,
             pooled_projection_dim=16, axes_dims_rope=(4, 6, 6), guidance_embeds=True,
         )  # fmt: skip
-    if family == "flux2":
+    if family == "chroma":
+        return ChromaTransformer2DModel(
+            in_channels=64, num_layers=1, num_single_layers=2, **heads, joint_attention_dim=32,
+            axes_dims_rope=(4, 6, 6), approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=2,
+        )  # fmt: skip
+    if family in ("flux2", "flux2_dev"):
         return Flux2Transformer2DModel(
             in_channels=16, num_layers=1, num_single_layers=2, **heads, joint_attention_dim=96,
-            axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+            axes_dims_rope=(4, 4, 4, 4), guidance_embeds=family == "flux2_dev",
+        )  # fmt: skip
+    if family == "krea2":
+        return Krea2Transformer2DModel(
+            in_channels=16, num_layers=2, **heads, num_key_value_heads=2, intermediate_size=96, timestep_embed_dim=32,
+            text_hidden_dim=32, num_text_layers=3, text_num_attention_heads=2, text_num_key_value_heads=2,
+            text_intermediate_size=48, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
         )  # fmt: skip
     if family == "z_image":
         return ZImageTransformer2DModel(
@@ -52,15 +65,16 @@ def make_denoiser(family: str) -> nn.Module:
             axes_dims=[96, 96, 96], axes_lens=[600, 64, 64],
         )  # fmt: skip
     return QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, num_layers=2, **heads, joint_attention_dim=32, axes_dims_rope=(4, 6, 6)
-    )
+        in_channels=16, out_channels=4, num_layers=2, **heads, joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+        zero_cond_t=family == "qwen_image_edit_plus",
+    )  # fmt: skip
 
 
 def original(family: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of FLUX.2 or Z-Image under the names of the published file; diffusers reads them back to the bit."""
     deferred = {name: DeferredTensor.of(tensor) for name, tensor in tensors.items()}
     renamed = {name: tensor.make() for name, tensor in original_tensors(deferred, TRANSFORMERS[family]).items()}
-    convert = getattr(single_file_utils, f"convert_{family}_transformer_checkpoint_to_diffusers")
+    convert = getattr(single_file_utils, f"convert_{family.removesuffix('_dev')}_transformer_checkpoint_to_diffusers")
     back = convert(dict(renamed))
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())

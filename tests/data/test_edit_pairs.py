@@ -113,24 +113,27 @@ def test_a_csv_lists_sources_and_an_image_may_be_the_source_of_another(tmp_path:
     assert sorted(blues) == [0, 200]
 
 
-def test_shards_hold_sources_under_the_name_of_their_image(tmp_path: Path) -> None:
+def test_shards_hold_sources_and_a_description_under_the_name_of_their_image(tmp_path: Path) -> None:
+    described = {0: ("target.txt", b"a red cup"), 1: ("json", b'{"edited_prompt": "a blue cup"}'), 2: ("json", b"{")}
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for number in range(2):
+        for number in range(3):
+            texts = {"txt": b"turn", described[number][0]: described[number][1]}
+            images = {}
             for name, blue in (("png", 90), ("source_1.png", 200), ("source_2.png", 0)):
                 file = io.BytesIO()
                 ramp((64, 64), blue).save(file, "PNG")
+                images[name] = file.getvalue()
+            for name, content in (images | texts).items():
                 entry = tarfile.TarInfo(f"{number}.{name}")
-                entry.size = len(file.getvalue())
-                tar.addfile(entry, io.BytesIO(file.getvalue()))
-            entry = tarfile.TarInfo(f"{number}.txt")
-            entry.size = 4
-            tar.addfile(entry, io.BytesIO(b"turn"))
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
     options: dict[str, Any] = {"resolution": 64, "num_workers": 0, "cache_dir": str(tmp_path / "cache")}
-    data = ImageCaptionData(shards=str(tmp_path / "a.tar"), train_batch_size=2, **options)
+    data = ImageCaptionData(shards=str(tmp_path / "a.tar"), train_batch_size=3, **options)
     data.prepare()
     (batch,) = data.loader()
     assert [round(float(each[:, 2].mean()) * 127.5 + 127.5) for each in batch["sources"]] == [200, 0]
-    assert batch["captions"] == ["turn", "turn"] and data.data_report.images_used == 2
+    assert batch["captions"] == ["turn"] * 3 and data.data_report.images_used == 3
+    assert [sample.description for sample in data.index().samples] == ["a red cup", "a blue cup", None]
 
 
 def test_references_keep_their_own_shape_and_batches_are_of_equal_shapes(tmp_path: Path) -> None:

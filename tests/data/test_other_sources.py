@@ -187,12 +187,13 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(make, saved, ke
 def test_a_dataset_of_edits_gives_each_image_its_sources(make, tools, tmp_path, datasets):
     """Columns as in timbrooks/instructpix2pix-clip-filtered."""
     rows = {"edit_prompt": ["make it red"] * 3, "edited_image": [], "original_image": []}
+    rows["edited_prompt"] = ["a red cup", "", "a red shoe"]
     for name, seed in (("edited_image", 0), ("original_image", 10)):
         for number in range(3):
             rows[name].append(str(tmp_path / f"{name}{number}.png"))
             tools.picture(seed=seed + number).save(rows[name][-1])
     kinds = dict.fromkeys(("edited_image", "original_image"), datasets.Image())
-    features = datasets.Features(kinds | {"edit_prompt": datasets.Value("string")})
+    features = datasets.Features(kinds | dict.fromkeys(("edit_prompt", "edited_prompt"), datasets.Value("string")))
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
     given = {"train_data_dir": None, "dataset_name": str(tmp_path / "saved"), "image_column": "edited_image"}
     data = make(**given, caption_column="edit_prompt", source_column="original_image")
@@ -200,6 +201,7 @@ def test_a_dataset_of_edits_gives_each_image_its_sources(make, tools, tmp_path, 
     assert data.sources_per_image == 1
     found = {sample.path.name: sample.sources[0].path for sample in data.index().samples}
     assert len(found) == 3
+    assert [sample.description for sample in data.index().samples] == ["a red cup", None, "a red shoe"]
     for name, path in found.items():
         number = int(Path(name).stem)
         assert path.read_bytes() == Path(rows["original_image"][number]).read_bytes()

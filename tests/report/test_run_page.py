@@ -13,7 +13,7 @@ from lightning_aigc.report.curves import score_rows, smooth, thin
 from lightning_aigc.report.health_charts import MOST_COLUMNS, alert_chart, norm_heat_map
 from lightning_aigc.report.paired_scores import Check
 from lightning_aigc.report.record import Curve, Health, LoRAFile, RateChange, RunRecord
-from lightning_aigc.report.run_page import render_run_page
+from lightning_aigc.report.run_page import cost, render_run_page
 from lightning_aigc.report.units import bytes_text, memory_text, speed_text, time_text
 from lightning_aigc.report.usage import diffusers_snippet, usage_html
 from lightning_aigc.report.vega import write_picture
@@ -93,6 +93,13 @@ def test_a_long_heat_map_shows_the_largest_norm_of_its_columns() -> None:
     chart: Any = norm_heat_map(health)
     (rows,) = chart.to_dict()["datasets"].values()
     assert len(rows) == MOST_COLUMNS and rows[-1]["norm"] == 50.0
+
+
+def test_preservation_is_shown_with_its_share_and_cost() -> None:
+    figures = {"preserve_share": 0.25, "preserve_weight": 0.5, "preserve_step_ratio": 1.43}
+    shown = cost(RunRecord("mug", figures=figures))
+    assert shown["of a batch preserved, weight 0.5, at most 1.4 × a plain step"] == "25%"
+    assert not any("preserved" in label for label in cost(RunRecord("mug")))
 
 
 def test_numbers_have_units() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from lightning_aigc.cli.hub.contents import CONFIG_FILE, Contents, is_embedded
+from lightning_aigc.diffusion.lora.names import UNET
 from lightning_aigc.report.record import LoRAFile
 from lightning_aigc.report.units import score_text
 from lightning_aigc.report.usage import WEIGHT, diffusers_snippet, edit_command, quoted
@@ -184,6 +185,10 @@ def _usage(contents: Contents, files: Sequence[str], images: Sequence[tuple[str,
         if edits and pipeline is None:
             said = "diffusers has no pipeline that edits with this base; lightning_aigc draws with it, in this folder:"
             return [said, f"```bash\n{edit_command(Path(CONFIG_FILE), prompt)}\n```"]
+        if contents.lokr_of == UNET and file == files[0]:
+            said = "diffusers does not load a LoKr of these factors on convolutions; merge it into the base model:"
+            command = f"lightning export {file} --merge_into PIPELINE_DIR -o FOLDER"
+            return [said, f"```bash\n{command}\n```", *_other_programs(files)]
         lora = LoRAFile(
             f"{repository}/{file}", word, base, edits=edits, edit_pipeline=pipeline, lokr_of=contents.lokr_of
         )

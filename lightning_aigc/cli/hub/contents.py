@@ -22,6 +22,7 @@ from lightning_aigc.atomic_file import write_text
 from lightning_aigc.diffusion.families import FAMILIES, Family
 from lightning_aigc.diffusion.lora.base_model import named_base_model
 from lightning_aigc.diffusion.lora.file import LOKR_MODULE, convert, read_lora
+from lightning_aigc.diffusion.lora.lycoris import unread_by_diffusers
 from lightning_aigc.diffusion.lora.metadata import HASH_KEYS, serialize, write_atomically
 from lightning_aigc.diffusion.lora.names import UNET
 from lightning_aigc.embedded import PREFIX
@@ -172,6 +173,10 @@ def _family_of_folder(folder: Path, kind: Kind) -> Family | None:
 # Writing -----------------------------------------------------------------------------------------------------------
 
 
+def _reads_in_diffusers(lokr: Path) -> bool:
+    return unread_by_diffusers(read_lora(lokr).factor_layers()) is None
+
+
 def write_files(contents: Contents, folder: Path) -> list[str]:
     """Copy the trained files into a folder, without local paths in them; returns the names of a LoRA's files.
 
@@ -181,7 +186,7 @@ def write_files(contents: Contents, folder: Path) -> list[str]:
         for source in contents.sources:
             _copy_lora(source, folder / source.name)
         names = [source.name for source in contents.sources]
-        if contents.lokr_of == UNET:  # diffusers reads its own names alone
+        if contents.lokr_of == UNET and _reads_in_diffusers(contents.sources[0]):  # under its own names alone
             names.append(f"{contents.name}{LORA_ENDINGS[1]}")
             convert(folder / names[0], folder / names[-1], "diffusers")
         return names

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc.data.cache.cache import check_writable
+from lightning_aigc.data.captions.listed_captions import TARGET_KEYS
 from lightning_aigc.data.index.webdataset_shards import Sample, expand, read_shard
 from lightning_aigc.errors import DataError
 
 _DONE = "metadata.jsonl"
-SAMPLES_FORMAT = 3
+SAMPLES_FORMAT = 4
 """Rule by which members of a shard make a sample; a folder that was written by another rule is not used again."""
 
 
@@ -59,6 +60,7 @@ def folder_from_dataset(
 ) -> Path:
     """Write images, captions and sources of a Hugging Face dataset (hub name, or local folder) into the cache.
 
+    With sources, a column that describes targets goes along where there is one, by the names that tables have.
     Raises: DataError if it cannot be loaded, or has no such split or columns.
     """
     try:
@@ -86,6 +88,7 @@ def folder_from_dataset(
             raise DataError(
                 f"the dataset {name!r} has no column {column!r}, only {loaded.column_names}; set data.init_args.{key}"
             )
+    describes = next((key for key in TARGET_KEYS if source_columns and key in loaded.column_names), None)
     for column in (image_column, *source_columns):
         if isinstance(loaded.features[column], datasets.Image):
             loaded = loaded.cast_column(column, datasets.Image(decode=False))
@@ -102,9 +105,10 @@ def folder_from_dataset(
                 )
             image = _image_bytes(row[image_column], name, number, "image_column", image_column)
             sources = [_image_bytes(row[each], name, number, "source_column", each) for each in source_columns]
-            yield Sample(image, f"{number:08d}", caption, tuple(sources))
+            description = row[describes] if describes is not None and isinstance(row[describes], str) else ""
+            yield Sample(image, f"{number:08d}", caption, tuple(sources), description)
 
-    columns = [image_column, caption_column, *source_columns]
+    columns = [image_column, caption_column, *source_columns, *([describes] if describes is not None else [])]
     return _materialize(cache_dir / "datasets", [name, split, loaded._fingerprint, *columns], rows)
 
 
@@ -118,7 +122,7 @@ def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[Sample
     temporary = Path(tempfile.mkdtemp(dir=parent, suffix=".part"))
     try:
         with (temporary / _DONE).open("w") as metadata:
-            for content, stem, caption, sources in rows():
+            for content, stem, caption, sources, description in rows():
                 name = f"{stem}{_suffix(content)}"
                 (temporary / name).write_bytes(content)
                 row: dict[str, Any] = {"file_name": name} | ({} if caption is None else {"text": caption})
@@ -126,6 +130,7 @@ def _materialize(parent: Path, identity: Any, rows: Callable[[], Iterator[Sample
                     row["source"] = [f"{stem}.source_{at}{_suffix(each)}" for at, each in enumerate(sources)]
                     for source, each in zip(row["source"], sources, strict=True):
                         (temporary / source).write_bytes(each)
+                    row |= {TARGET_KEYS[0]: description} if description.strip() else {}
                 if len(row) > 1:
                     metadata.write(json.dumps(row) + "\n")
         try:

@@ -2,7 +2,8 @@
 
 Members of a sample share the name before the first dot, webdataset's key. An image whose name has more dots
 (`photo.v2.jpg`) is a sample of its own where it has a caption of its own (`photo.v2.txt`), else one of the key's parts.
-`photo.source.jpg` is the image that an edit starts from, `photo.source_1.jpg` and `photo.source_2.jpg` several.
+`photo.source.jpg` is the image that an edit starts from, `photo.source_1.jpg` and `photo.source_2.jpg` several, and
+`photo.target.txt` describes `photo.jpg`, the image after the edit.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import json
 import re
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_aigc.data.captions.encodings import decode_text
+from lightning_aigc.data.captions.listed_captions import TARGET_KEYS
 from lightning_aigc.data.images.image_file import PICTURE_SUFFIXES
 from lightning_aigc.errors import DataError
 
@@ -22,14 +24,19 @@ CAPTIONS = ("txt", "text", "caption")
 SOURCE = re.compile(r"(?:(.*)\.)?source(?:_(\d+))?")
 """Infix of an image that an edit starts from: that of its image, and its number."""
 
+TARGET = re.compile(r"(?:(.*)\.)?target")
+"""Infix of a text that describes an edit's target: that of its image."""
+
 
 class Sample(NamedTuple):
-    """An image's bytes, its name without the suffix, its caption, and the bytes of its sources."""
+    """An image's bytes, its name without the suffix, its caption, and of an edit the sources' bytes and a text."""
 
     image: bytes
     name: str
     caption: str | None
     sources: tuple[bytes, ...] = ()
+    description: str = ""
+    """A text of what the image shows, where the caption is an instruction."""
 
 
 def read_shard(shard: Path, caption_extension: str, caption_key: str, encoding: str | None = None) -> Iterator[Sample]:
@@ -65,6 +72,7 @@ def _samples_of(
     images: dict[str, bytes] = {}
     captions: dict[str, str | None] = {}
     sources: dict[str, list[tuple[int, bytes]]] = {}
+    descriptions: dict[str, str] = {}
     for infix, found in by_infix.items():
         image = next((content for extension, content in found.items() if f".{extension}" in PICTURE_SUFFIXES), None)
         match = SOURCE.fullmatch(infix)
@@ -73,10 +81,15 @@ def _samples_of(
         elif image is not None:
             images[infix] = image
         text = next((found[name] for name in (caption_extension, *CAPTIONS) if name in found), None)
-        if text is not None:
+        target = TARGET.fullmatch(infix) if image is None else None
+        if "json" in found:
+            row = _row_of_json(found["json"], f"{key}.{infix}".rstrip("."), shard, is_needed=text is None)
+            captions[infix] = _text_of(row, (caption_key, "caption"))
+            descriptions.setdefault(infix, _text_of(row, TARGET_KEYS) or "")
+        if text is not None and target is not None:
+            descriptions[target[1] or ""] = decode_text(text, encoding)[0]
+        elif text is not None:
             captions[infix] = decode_text(text, encoding)[0]
-        elif "json" in found:
-            captions[infix] = _of_json(found["json"], f"{key}.{infix}".rstrip("."), shard, caption_key)
     # Of images without a caption of their own, such as `000.jpg` and `000.depth.png`, one belongs to the key's caption.
     without = [infix for infix in images if infix not in captions or infix == ""]
     if without and ("" in images or "" in captions):
@@ -85,7 +98,9 @@ def _samples_of(
         if infix in without or infix in captions:
             name = f"{key}.{infix}" if infix else key
             caption = captions.get(infix if infix in captions else "")
-            yield Sample(image, name, caption, tuple(content for _, content in sorted(sources.get(infix, []))))
+            own = tuple(content for _, content in sorted(sources.get(infix, [])))
+            description = descriptions.get(infix, "" if infix in captions else descriptions.get("", ""))
+            yield Sample(image, name, caption, own, description)
 
 
 def _split(rest: str, caption_extension: str) -> tuple[str, str]:
@@ -100,12 +115,20 @@ def _split(rest: str, caption_extension: str) -> tuple[str, str]:
     return infix, extension.lower()
 
 
-def _of_json(content: bytes, name: str, shard: Path, caption_key: str) -> str | None:
+def _row_of_json(content: bytes, name: str, shard: Path, *, is_needed: bool) -> Mapping[str, Any]:
+    """The object; empty for something else, and for no JSON at all where the caption is in a text file."""
     try:
         found = json.loads(content)
     except ValueError as error:
+        if not is_needed:
+            return {}
         raise DataError(f"{name}.json in the shard {shard} is not valid JSON: {error}; make the shard again") from error
-    value = found.get(caption_key, found.get("caption")) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _text_of(row: Mapping[str, Any], keys: Iterable[str]) -> str | None:
+    """The text under the first of these keys that the row has; None for another value."""
+    value = next((row[key] for key in keys if key in row), None)
     return value if isinstance(value, str) else None
 
 

@@ -35,6 +35,20 @@ class Chroma(TransformerFamily):
     optional_folders = ("image_encoder", "feature_extractor")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux.lora_layers
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = Flux.original_layers
+    original_names: ClassVar[Mapping[str, str]] = {
+        "x_embedder": "img_in",
+        "context_embedder": "txt_in",
+        "distilled_guidance_layer.layers.{}.linear_1": "distilled_guidance_layer.layers.{}.in_layer",
+        "distilled_guidance_layer.layers.{}.linear_2": "distilled_guidance_layer.layers.{}.out_layer",
+        "distilled_guidance_layer.norms.{}.weight": "distilled_guidance_layer.norms.{}.scale",
+        "transformer_blocks.{}.attn.norm_q.weight": "double_blocks.{}.img_attn.norm.query_norm.scale",
+        "transformer_blocks.{}.attn.norm_k.weight": "double_blocks.{}.img_attn.norm.key_norm.scale",
+        "transformer_blocks.{}.attn.norm_added_q.weight": "double_blocks.{}.txt_attn.norm.query_norm.scale",
+        "transformer_blocks.{}.attn.norm_added_k.weight": "double_blocks.{}.txt_attn.norm.key_norm.scale",
+        "single_transformer_blocks.{}.attn.norm_q.weight": "single_blocks.{}.norm.query_norm.scale",
+        "single_transformer_blocks.{}.attn.norm_k.weight": "single_blocks.{}.norm.key_norm.scale",
+        "proj_out": "final_layer.linear",
+    }
     widening: ClassVar[Mapping[str, int]] = Flux.widening
     shipped_config = Flux.shipped_config
     step_memory = StepMemory("Chroma", {None: 20.1, "int8": 12.4, "nf4": 8.2}, tokens=3340)

@@ -82,14 +82,20 @@ class Flux(TransformerFamily):
             "img_mlp.2": ("ff.net.2",),
             "txt_mlp.0": ("ff_context.net.0.proj",),
             "txt_mlp.2": ("ff_context.net.2",),
+            "img_mod.lin": ("norm1.linear",),
+            "txt_mod.lin": ("norm1_context.linear",),
         }.items()
     } | {
+        "single_blocks.{}.modulation.lin": ("single_transformer_blocks.{}.norm.linear",),
         "single_blocks.{}.linear1": tuple(
             f"single_transformer_blocks.{{}}.{layer}" for layer in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
         ),
         "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
     }
-    widening: ClassVar[Mapping[str, int]] = {"proj_mlp": 4, "ff.net.0.proj": 4, "ff_context.net.0.proj": 4}
+    widening: ClassVar[Mapping[str, int]] = {
+        "proj_mlp": 4, "ff.net.0.proj": 4, "ff_context.net.0.proj": 4, "norm1.linear": 6, "norm1_context.linear": 6,
+        ".norm.linear": 3,
+    }  # fmt: skip
     control = TransformerControl(
         "FluxControlNetModel",
         "FluxControlNetPipeline",

@@ -23,6 +23,7 @@ ATTENTION = (
     "attn.to_add_out",
 )  # fmt: skip
 FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+MODULATIONS = ("img_mod.1", "txt_mod.1")
 
 
 def text_mask(tokens: int, lengths_B: Tensor) -> Tensor:
@@ -73,7 +74,8 @@ class QwenImage(TransformerFamily):
     folders = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
     lora_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention": ATTENTION, "feed_forward": FEED_FORWARD}
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        name: (name,) for name in (f"transformer_blocks.{{}}.{layer}" for layer in (*ATTENTION, *FEED_FORWARD))
+        name: (name,)
+        for name in (f"transformer_blocks.{{}}.{layer}" for layer in (*ATTENTION, *FEED_FORWARD, *MODULATIONS))
     }
     control = TransformerControl(
         "QwenImageControlNetModel",

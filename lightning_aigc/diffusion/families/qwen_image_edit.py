@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SEEN_AREA = 1024 * 1024
 """Pixels of the source as Qwen-Image-Edit's pipeline shows it to the text encoder."""
+TIMESTEP_ZERO = "__index_timestep_zero__"
+"""ComfyUI's marker of a transformer whose sources have a timestep of 0, an empty tensor."""
 
 
 class QwenImageEdit(TransformerFamily):
@@ -136,6 +138,9 @@ class QwenImageEditPlus(TransformerFamily):
     patch_size = packed_latents.patch_size
     inputs = qwen_inputs
     embedding_arguments = text_arguments
+
+    def marker_tensors(self, denoiser: Any) -> dict[str, Tensor]:
+        return {TIMESTEP_ZERO: torch.empty(0)} if denoiser.config.zero_cond_t else {}
 
     def encode_instruction(
         self, pipeline: Any, instruction: str, sources: Sequence[Image], device: torch.device

@@ -55,7 +55,8 @@ class TransformerFamily(Family):
     """By LoRA target, the suffixes of layer names; `*` matches anything."""
     original_layers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """The original model's layer names, as in sd-scripts and ComfyUI, with the diffusers layers whose outputs each
-    concatenates; `{}` is a number. Empty where files have diffusers' layout only."""
+    concatenates; `{}` is a number. The blocks' modulations are among them, which sd-scripts and ai-toolkit adapt. Empty
+    where files have diffusers' layout only."""
     original_names: ClassVar[Mapping[str, str]] = {}
     """The original model's names of all other modules and parameters that are called differently in diffusers. Empty
     where other programs read a transformer under diffusers' names."""
@@ -73,6 +74,10 @@ class TransformerFamily(Family):
     """The pipeline's argument for the guidance scale."""
     last_text: ClassVar[tuple[str, ...]] = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "ff_context")
     """Layers of a two-stream block that only the next block's text reads."""
+
+    def marker_tensors(self, denoiser: Any) -> dict[str, Tensor]:
+        """Tensors of a single file by which other programs tell settings of the model that no weight shows."""
+        return {}
 
     # Training --------------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,7 @@ class ZImage(TransformerFamily):
             "feed_forward.w1": ("feed_forward.w1",),
             "feed_forward.w2": ("feed_forward.w2",),
             "feed_forward.w3": ("feed_forward.w3",),
+            "adaLN_modulation.0": ("adaLN_modulation.0",),
         }.items()
     }
     original_names: ClassVar[Mapping[str, str]] = {

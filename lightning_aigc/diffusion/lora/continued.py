@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_aigc.diffusion.families import Components, TransformerFamily
@@ -39,12 +40,16 @@ def check_fits(path: Path, layers: Sequence[LoRALayer | FactorLayer], components
         if layer.component not in DENOISERS:
             continue
         weight: Any = getattr(modules.get(layer.module), "weight", None)
-        if weight is None or tuple(weight.shape[:2]) != layer.shape:
+        if weight is None or not _fits(layer, weight.shape):
             here = "there is no such layer" if weight is None else f"it is {list(weight.shape[:2])}"
             raise ModelError(
                 f"{path} is a LoRA of another base model: its {layer.module} is for {list(layer.shape)}, and in"
                 f" {components.source} {here}; use the base that it was trained on"
             )
+
+
+def _fits(layer: LoRALayer | FactorLayer, shape: torch.Size) -> bool:
+    return layer.fits(shape) if isinstance(layer, FactorLayer) else tuple(shape[:2]) == layer.shape
 
 
 def continue_from(

@@ -21,6 +21,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora import base_model as base_models
 from lightning_aigc.diffusion.lora import dora_magnitudes, layouts, lycoris, original_names, reading
 from lightning_aigc.diffusion.lora import layers as lora_layers
@@ -86,8 +87,9 @@ def save_lokr(
     metadata: LoRAMetadata,
     dtype: torch.dtype = torch.float16,
     adapter_name: str = "default",
+    layout: Literal["kohya", "diffusers"] = "kohya",
 ) -> Path:
-    """Write a denoiser's LoKr as one file that ComfyUI and diffusers read; returns its path.
+    """Write a denoiser's LoKr as one file, in kohya's layout for ComfyUI, or in diffusers'; returns its path.
 
     Raises: ModelError if there is none, a weight is not finite in `dtype`, or the file cannot be written.
     """
@@ -98,12 +100,18 @@ def save_lokr(
     arguments = {"algo": "lokr", "factor": str(config.decompose_factor)}
     header = metadata.to_header(base_model=base_model, rank=config.r, alpha=config.alpha, network_args=arguments)
     header |= {"format": "pt", "ss_network_module": LOKR_MODULE} | _unusual_depth(network, base_model)
-    return _write_factors(Path(path), layers, header, "kohya")
+    return _write_factors(Path(path), layers, header, layout)
 
 
 def _write_factors(path: Path, layers: list[FactorLayer], header: Mapping[str, str], layout: str) -> Path:
-    is_sdxl = base_models.named_base_model(header) == "sdxl"
-    state = lycoris.to_state(layers, layout=layout, sdxl=is_sdxl, layers_per_block=_layers_per_block(header))
+    named, family = base_models.named_base_model(header), None
+    of_transformer = {layer.module: layer.shape[1] for layer in layers if layer.component == TRANSFORMER}
+    if of_transformer and layout == "kohya":  # a family without names of its own has diffusers'
+        has_names = named not in TRANSFORMERS or bool(TRANSFORMERS[named].original_layers)
+        family = original_names.family_to_write(of_transformer, named) if has_names else None
+    state = lycoris.to_state(
+        layers, layout=layout, sdxl=named == "sdxl", layers_per_block=_layers_per_block(header), family=family
+    )
     write_atomically(path, serialize(state, {k: v for k, v in header.items() if k not in HASH_KEYS}))
     return path
 
@@ -208,7 +216,7 @@ def _write_layers(
         state = layouts.to_kohya(others, sdxl=is_sdxl, layers_per_block=_layers_per_block(header))
         if of_transformer:
             base_model = base_models.named_base_model(header)
-            family = original_names.family_to_write(of_transformer, base_model)
+            family = original_names.family_to_write({each.module: each.shape[1] for each in of_transformer}, base_model)
             state |= original_names.to_original(of_transformer, family)
         if any(layer.magnitude is not None for layer in layers):
             warnings.warn(

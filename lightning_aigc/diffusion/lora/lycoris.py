@@ -10,22 +10,27 @@ Legend: L K rows and M N columns of a Kronecker product's two factors, R rank.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_aigc.diffusion.families import TransformerFamily
 from lightning_aigc.diffusion.lora import entries as lora_entries
 from lightning_aigc.diffusion.lora import names as lora_names
-from lightning_aigc.diffusion.lora import reading
+from lightning_aigc.diffusion.lora import original_names, reading
 from lightning_aigc.diffusion.lora.names import TRANSFORMER, UNET
 from lightning_aigc.errors import ModelError
 
 LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
 LOHA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
+KERNELS = ("lokr_w2", "lokr_t2", "hada_t1")
+"""Parts whose last two sides are a convolution's kernel."""
 _ENTRY = re.compile(r"(?P<name>.+)\.(?P<part>(?:lokr|hada)_\w+?|alpha|dora_scale|scalar)(?:\.default)?")
 Kind = Literal["LoKr", "LoHa"]
 
@@ -45,8 +50,15 @@ class FactorLayer:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the layer's weight; a convolution's kernel is not counted."""
+        """Rows and columns of the layer's weight, which hold a convolution's kernel where the parts do."""
         return shape_of(self.parts)
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether it changes a weight of this shape; a convolution's columns may hold its kernel."""
+        rows, columns = self.shape
+        whole = next((self.parts[part] for part in KERNELS if part in self.parts), None)
+        inner = columns * (1 if whole is None else math.prod(whole.shape[2:]))
+        return rows == shape[0] and inner == math.prod(shape[1:])
 
     def delta(self, shape: torch.Size) -> Tensor:
         """The change of a weight of this shape, float32."""
@@ -54,7 +66,7 @@ class FactorLayer:
         if self.kind == "LoKr":
             w1, w2 = kron_factors(parts)
             w1 = w1.reshape(*w1.shape, *[1] * (w2.ndim - w1.ndim))
-            return torch.kron(w1, w2).reshape(shape)
+            return torch.kron(w1, w2.contiguous()).reshape(shape)
         first, second = (_hada_side(parts, side) for side in ("1", "2"))
         return (first * second).reshape(shape)
 
@@ -127,32 +139,94 @@ def read_factors(
     layers = []
     for each in shaped:
         names, parts = modules[each.name], groups[each.component, each.name]
-        if len(names) > 1:
+        if len(names) == 1:
+            layers.append(FactorLayer(TRANSFORMER if family else UNET, names[0], parts))
+            continue
+        assert family is not None
+        sizes = original_names.rows_of(names, shape_of(parts)[1], family)
+        cut = [_cut(parts, end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        if None in cut:
             raise ModelError(
-                f"got a {kind_of(parts)} on {each}, which joins {', '.join(names)}; a product's factors cannot be cut"
-                " apart: train it on diffusers' layers, or merge it by the program that trained it"
+                f"got a LoKr on {each}, which joins {', '.join(names)}, with a second factor of"
+                f" {_sides(parts, 'lokr_w2')[0]} rows, which cannot be cut apart there: train it on diffusers' layers,"
+                " or merge it by the program that trained it"
             )
-        layers.append(FactorLayer(TRANSFORMER if family else UNET, names[0], parts))
+        layers += [FactorLayer(TRANSFORMER, name, own) for name, own in zip(names, cut, strict=True) if own is not None]
     return layers
 
 
-def to_state(layers: Iterable[FactorLayer], *, layout: str, sdxl: bool, layers_per_block: int) -> dict[str, Tensor]:
-    """A state dict: a transformer's under diffusers' names in both layouts, which ComfyUI knows too.
+def _cut(parts: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor] | None:
+    """The product's rows from `start` to `stop`; None where a Kronecker product has no boundary between its blocks."""
+    if kind_of(parts) == "LoHa":
+        cut = {name: slice(start, stop) for name in ("hada_w1_a", "hada_w2_a")}
+    else:
+        rows = _sides(parts, "lokr_w2")[0]
+        if start % rows or stop % rows:
+            return None
+        cut = {"lokr_w1" if "lokr_w1" in parts else "lokr_w1_a": slice(start // rows, stop // rows)}
+    return {name: (value[cut[name]] if name in cut else value).clone() for name, value in parts.items()}
 
-    Raises: ModelError for a LoHa in diffusers' layout.
+
+def unread_by_diffusers(layers: Sequence[FactorLayer]) -> str | None:
+    """A half sentence on why diffusers does not load these layers; None if it does.
+
+    It infers one factor for all layers, of which peft makes their sizes again, and takes a kernel as columns.
+    Source: diffusers, utils/peft_utils.py: _create_lokr_config.
+    """
+    from peft.tuners.lokr.layer import factorization
+
+    pairs: set[tuple[int, int]] = set()
+    for layer in layers:
+        if layer.kind == "LoHa":
+            return "a LoHa, and diffusers reads LoRA and LoKr alone"
+        if layer.parts.get("lokr_w2", torch.empty(0)).ndim > 2:
+            where = f"{layer.module}, a convolution"
+            return f"a LoKr with a whole second factor on {where}, and diffusers reads decomposed ones alone there"
+        parts = _without_tucker(layer.parts)
+        pairs |= set(zip(_sides(parts, "lokr_w1"), _sides(parts, "lokr_w2"), strict=True))
+    for factor in (*sorted({pair[0] for pair in pairs}), -1):
+        if all(factorization(first * second, factor) == (first, second) for first, second in pairs):
+            return None
+    return "a LoKr whose sizes follow no one factor, as diffusers wants it, such as convolutions at LyCORIS' factor -1"
+
+
+def to_state(
+    layers: Sequence[FactorLayer],
+    *,
+    layout: str,
+    sdxl: bool = False,
+    layers_per_block: int = lora_names.SDXL_LAYERS_PER_BLOCK,
+    family: TransformerFamily | None = None,
+) -> dict[str, Tensor]:
+    """The state dict in diffusers' layout, or in kohya's for ComfyUI.
+
+    family: the transformer's. In kohya's layout a layer has its original's name, but for one that the original joins
+        with others: ComfyUI knows diffusers' name of it, and changes its part of the weight.
+    Raises: ModelError for layers in diffusers' layout that diffusers does not load.
     """
     state: dict[str, Tensor] = {}
+    if layout == "diffusers" and (reason := unread_by_diffusers(layers)):
+        raise ModelError(
+            f"got {reason}; write it with --to kohya for ComfyUI, or merge it with --merge_into PIPELINE_DIR"
+        )
     for layer in layers:
-        if layout == "diffusers" and layer.kind == "LoHa":
-            raise ModelError(
-                "got a LoHa, and diffusers reads LoRA and LoKr alone; write it with --to kohya, or merge it with"
-                " --merge_into PIPELINE_DIR"
-            )
         name = f"{layer.component}.{layer.module}"
         if layer.component == UNET and layout == "kohya":
             name = lora_names.to_kohya_name(UNET, layer.module, sdxl=sdxl, layers_per_block=layers_per_block)
-        state |= {f"{name}.{part}": value.contiguous() for part, value in layer.parts.items()}
+        elif family is not None and layout == "kohya":
+            name = original_names.name_alone(layer.module, family) or name
+        parts = _without_tucker(layer.parts) if layout == "diffusers" else layer.parts
+        state |= {f"{name}.{part}": value.contiguous() for part, value in parts.items()}
     return state
+
+
+def _without_tucker(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same second factor as a product of two matrices of the same rank, which diffusers reads."""
+    if "lokr_t2" not in parts:
+        return dict(parts)
+    kernel_RNhw = torch.einsum("ijhw,jn->inhw", parts["lokr_t2"], parts["lokr_w2_b"])
+    rest = {name: value for name, value in parts.items() if not name.startswith(("lokr_t2", "lokr_w2"))}
+    return rest | {"lokr_w2_a": parts["lokr_w2_a"].T, "lokr_w2_b": kernel_RNhw.flatten(1)}
 
 
 def cast(layer: FactorLayer, dtype: torch.dtype) -> FactorLayer:

@@ -139,14 +139,17 @@ def _check_fit(lora_path: str | Path, layers: Sequence[LoRALayer | FactorLayer],
         model = pipeline.components.get(layer.component)
         modules = dict(model.named_modules()) if model is not None else {}
         weight = getattr(modules.get(_module_name(pipeline, layer)) if model is not None else None, "weight", None)
-        kernel = layer.down.shape[2:] if isinstance(layer, LoRALayer) else () if weight is None else weight.shape[2:]
-        wanted = (*layer.shape, *kernel)
-        if weight is None or tuple(weight.shape) != wanted:
+        wanted = (*layer.shape, *(layer.down.shape[2:] if isinstance(layer, LoRALayer) else ()))
+        if weight is None or not _fits(layer, wanted, weight.shape):
             found = "which the pipeline lacks" if weight is None else f"which is {list(weight.shape)} in the pipeline"
             raise ModelError(
                 f"got {lora_path} with a layer of {list(wanted)} on {layer.component}.{layer.module}, {found}; "
                 "the LoRA was trained on another kind of model"
             )
+
+
+def _fits(layer: LoRALayer | FactorLayer, wanted: tuple[int, ...], shape: torch.Size) -> bool:
+    return layer.fits(shape) if isinstance(layer, FactorLayer) else tuple(shape) == wanted
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

@@ -9,7 +9,7 @@ Source: kohya-ss/sd-scripts networks/convert_flux_lora.py; diffusers reads it by
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,15 +34,26 @@ def to_original(layers: Sequence[LoRALayer], family: TransformerFamily) -> dict[
     return state
 
 
-def family_to_write(layers: Sequence[LoRALayer], base_model: str | None) -> TransformerFamily:
+def name_alone(module: str, family: TransformerFamily) -> str | None:
+    """The entry name of the original layer that is this module and no other; None where it is joined with others."""
+    number = re.search(r"\d+", module)
+    if number is None:
+        return None
+    whole = (module.replace(number[0], "{}", 1),)
+    found = next((name for name, modules in family.original_layers.items() if modules == whole), None)
+    return None if found is None else PREFIX + found.format(number[0]).replace(".", "_")
+
+
+def family_to_write(inputs: Mapping[str, int], base_model: str | None) -> TransformerFamily:
     """The family whose own names these layers get: `base_model`, else the one whose names and sizes they have.
 
+    inputs: of each layer's module, the width of what it reads.
     Raises: ModelError if it has no names of its own, or several families would name the layers otherwise.
     """
-    modules = [layer.module for layer in layers]
+    modules = list(inputs)
     families = [TRANSFORMERS[base_model]] if base_model in TRANSFORMERS else _that_hold(modules)
     if len({tuple(_names_of(modules, family)) for family in families}) > 1:
-        families = lora_base_model.likely(families, [(layer.module, layer.down.shape[1]) for layer in layers])
+        families = lora_base_model.likely(families, inputs.items())
         if len({tuple(_names_of(modules, family)) for family in families}) > 1:
             raise lora_base_model.ambiguous(modules, families)
     if not families or not families[0].original_layers:
@@ -84,6 +95,11 @@ def _original_of(modules: Iterable[str], family: TransformerFamily) -> dict[str,
         parts = family.original_layers[original]
         found[original.format(number[0])] = tuple(part.format(number[0]) for part in parts)
     return found
+
+
+def rows_of(modules: Sequence[str], inputs: int, family: TransformerFamily) -> list[int]:
+    """Outputs of each of the layers that are joined in one."""
+    return [_rows(module, inputs, family) for module in modules]
 
 
 def _rows(module: str, inputs: int, family: TransformerFamily) -> int:

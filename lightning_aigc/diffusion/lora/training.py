@@ -321,8 +321,8 @@ class DiffusionLoRA(DiffusionTraining):
 
         For U-Nets it is one file that diffusers, ComfyUI and A1111 load. With DoRA this file is for ComfyUI only, and
         `.diffusers.safetensors` next to it for diffusers and merging. For transformers it has diffusers' layout, and
-        `.comfyui.safetensors` next to it the original model's names, where these differ. A LoKr is one file that
-        diffusers and ComfyUI load.
+        `.comfyui.safetensors` next to it the original model's names, where these differ. A LoKr of a U-Net has kohya's
+        layout, for ComfyUI; `lightning export --to diffusers` converts it.
 
         Args:
             path: Of the file.
@@ -333,7 +333,7 @@ class DiffusionLoRA(DiffusionTraining):
         described = LoRAMetadata(**(self._facts(components) | metadata))
         with self.averaged_weights():
             if self.method.lora_type == "lokr":
-                save_lokr(path, family.denoiser_name, components.denoiser, described)
+                self._save_lokr(path, described)
                 return
             if isinstance(family, TransformerFamily):
                 save_lora(path, transformer=components.denoiser, metadata=described, layout="diffusers")
@@ -348,6 +348,16 @@ class DiffusionLoRA(DiffusionTraining):
             if self.method.use_dora:  # the first file is for ComfyUI only
                 exact = path.with_suffix(".diffusers.safetensors")
                 save_lora(exact, **networks, metadata=described, layout="diffusers")
+
+    def _save_lokr(self, path: Path, described: LoRAMetadata) -> None:
+        family, denoiser = self.loaded().family, self.loaded().denoiser
+        if not isinstance(family, TransformerFamily):
+            save_lokr(path, family.denoiser_name, denoiser, described)
+            return
+        save_lokr(path, family.denoiser_name, denoiser, described, layout="diffusers")
+        if family.original_layers:
+            original = path.with_suffix(".comfyui.safetensors")
+            save_lokr(original, family.denoiser_name, denoiser, described, layout="kohya")
 
     def _facts(self, components: Components) -> dict[str, Any]:
         settings, config = self.settings, self.sampling_config()

@@ -116,7 +116,9 @@ def save_transformer(
     """Write the transformer alone, under names that ComfyUI reads as a diffusion model (see `original_tensors`)."""
     tensors: Mapping[str, DeferredTensor] = deferred(components.denoiser, dtype)
     if isinstance(components.family, TransformerFamily):
+        markers = components.family.marker_tensors(components.denoiser)
         tensors = original_tensors(tensors, components.family)
+        tensors = {**tensors, **{name: DeferredTensor.of(tensor) for name, tensor in markers.items()}}
     write_tensors(path, tensors, header_of(schedule))
 
 

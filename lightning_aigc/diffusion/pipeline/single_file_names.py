@@ -164,8 +164,8 @@ def original_tensors(tensors: Mapping[str, DeferredTensor], family: TransformerF
         module, _, kind = name.rpartition(".")
         if module in family.swapped_halves:
             tensor = _swapped(tensor)
-        number = NUMBER.search(module)
-        template = module if number is None else NUMBER.sub("{}", module, count=1)
+        number = NUMBER.search(name)
+        template = NUMBER.sub("{}", name, count=1).rpartition(".")[0]
         original, part, parts = _original_layer(template, family)
         if original is None:
             new = _other_name(name, number, family)

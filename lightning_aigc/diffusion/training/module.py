@@ -143,6 +143,7 @@ class DiffusionTraining(LightningModule):
         self.sampling_limit = TimeLimit(self.settings.sample_time_limit_s)
         self._validation = ValidationSchedule(self.settings.validation_steps)
         self._loaded_optimizers: list[Any] = []
+        self._held_share: float | None = None
         family = check_source(source, method.families, method.hint, takes_distilled=method.takes_distilled)
         if isinstance(lr_scheduler, str):
             optimization.check_schedule_name(lr_scheduler)  # before weights are read
@@ -181,6 +182,8 @@ class DiffusionTraining(LightningModule):
         self.log("loss", user_loss.detach(), prog_bar=True, batch_size=len(loss_B))
         if preserved_loss is None:
             return loss
+        assert held is not None
+        self._held_share = len(held.rows) / len(loss_B)
         self.log("preserved_loss", preserved_loss.detach())
         return loss + preserved_loss
 
@@ -203,9 +206,9 @@ class DiffusionTraining(LightningModule):
         return None if preservation is None else preservation.caption_maker(trigger_word, drops_captions)
 
     def report_entries(self) -> dict[str, Any]:
-        """The kind and the weight of the preservation, for the run's page."""
+        """The share, weight and cost of the preservation, for the run's page."""
         preservation = self.method.preservation
-        return {} if preservation is None else {"figures": preservation.figures()}
+        return {} if preservation is None else {"figures": preservation.figures(self._held_share)}
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:

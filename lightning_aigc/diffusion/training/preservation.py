@@ -35,6 +35,10 @@ SIZES = ("original_size", "crop_top_left", "target_size")
 PREFIX = "preserved_"
 """In front of the batch's entries for the captions that are held."""
 KEY = "model.init_args.preserve"
+MOST_OF_HELD = 1.7
+"""Operations of holding a whole batch's predictions, over those of a plain step, at the most."""
+MOST_OF_OWN = 1.6
+"""Operations of a step that holds the batch's own captions, over those of a plain step, at the most."""
 
 
 class TrainedNetwork(Protocol):
@@ -88,9 +92,14 @@ class Preservation:
             )
         return functools.partial(class_caption, trigger_word=trigger_word, class_word=self.class_word)
 
-    def figures(self) -> dict[str, float]:
-        """The share of the examples that are held and the weight of their loss, by their names in the report."""
-        return {"preserve_share": self.share, "preserve_weight": self.weight}
+    def figures(self, held_share: float | None = None) -> dict[str, float]:
+        """The share of the examples that are held, the weight of their loss and the cost, by their names in the report.
+
+        held_share: of a batch as it was trained, of which one example is held at the least.
+        """
+        share = self.share if held_share is None else held_share
+        ratio = MOST_OF_OWN if self.kind == "own" else 1 + MOST_OF_HELD * share
+        return {"preserve_share": share, "preserve_weight": self.weight, "preserve_step_ratio": round(ratio, 2)}
 
     def predict(
         self,

@@ -194,6 +194,23 @@ def test_a_lokr_of_a_unet_goes_along_in_the_names_that_diffusers_reads(tmp_path:
     assert 'load_lora_adapter("OWNER/mug", weight_name="mug.diffusers.safetensors", prefix="unet", ' in text
 
 
+def test_the_card_of_a_lokr_with_whole_convolutions_merges_it_because_diffusers_does_not_load_it(
+    tmp_path: Path, command: Command
+) -> None:
+    options = {"lora_type": "lokr", "lokr_factor": 2, "rank": 64, "lora_targets": ["attention", "convolutions"]}
+    module = DiffusionLoRA(str(make_pipeline(tmp_path / "base")), **options)
+    run = make_run(tmp_path / "run", module, "mug", pretrained_model_name_or_path=FAMILIES["sd"].base)
+    assert command("export", run, "--to", "hub", "-o", tmp_path / "hub").code == 0
+    assert not (tmp_path / "hub" / "mug.diffusers.safetensors").exists()
+    _, text = card_of(tmp_path / "hub")
+    assert "load_lora_adapter" not in text
+    merge = re.search(r"lightning (export mug.safetensors --merge_into) PIPELINE_DIR -o FOLDER", text)[1]  # type: ignore[index]
+    verb, file, option = merge.split()
+    assert command(verb, tmp_path / "hub" / file, option, tmp_path / "base", "-o", tmp_path / "merged").code == 0
+    said = command(verb, tmp_path / "hub" / file, "--to", "diffusers", "-o", tmp_path / "x.safetensors")
+    assert said.code != 0 and "a convolution, and diffusers reads decomposed ones alone there" in said.err
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "controlnet"])
 @pytest.mark.parametrize("name", ["sd", "sd3"])
 def test_a_pipeline_and_a_controlnet_lie_at_the_root(kind: str, name: str, tmp_path: Path, command: Command) -> None:

@@ -101,6 +101,38 @@ def test_a_file_is_read_by_diffusers_and_our_sampler_as_it_was_trained(
             torch.testing.assert_close(found[name], delta, rtol=1e-6, atol=1e-6 * float(delta.abs().max()))
 
 
+@pytest.mark.parametrize("rank", [64, 2])
+def test_a_lokr_on_convolutions_is_merged_and_continued(sd: str, tmp_path: Path, rank: int) -> None:
+    module = trained(sd, **LOKR | {"rank": rank, "lora_targets": ["attention", "convolutions"]})
+    file = save_lokr(tmp_path / "mug.safetensors", "unet", module.loaded().denoiser, LoRAMetadata(), torch.float32)
+    wanted = deltas(module.loaded().denoiser)
+    assert any(delta.ndim == 4 and delta.shape[-1] == 3 for delta in wanted.values())
+    continued = deltas(make_module(sd, lora_type="lokr", lora_from=str(file)).loaded().denoiser)
+    merged = load_components(str(merge_into_pipeline(file, sd, tmp_path / "merged"))).denoiser
+    base = load_components(sd).denoiser
+    for name, delta in wanted.items():
+        torch.testing.assert_close(continued[name], delta, rtol=1e-6, atol=1e-6 * float(delta.abs().max()))
+        whole = base.get_submodule(name).weight + delta
+        torch.testing.assert_close(merged.get_submodule(name).weight, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_transformers_lokr_has_a_second_file_with_the_models_own_names(
+    folder_of: Callable[[str], str], tmp_path: Path
+) -> None:
+    module = trained(folder_of("flux2"), **LOKR | {"rank": 2})
+    module.save_lora(tmp_path / "mug.safetensors")
+    plain, own = (read_lora(tmp_path / f"mug{end}.safetensors") for end in ("", ".comfyui"))
+    names = {key.partition(".lokr_")[0] for key in own.state}
+    # ComfyUI knows diffusers' names of those layers of FLUX.2 alone that the original joins.
+    assert "lora_unet_single_blocks_0_linear1" in names and "transformer.transformer_blocks.0.attn.to_q" in names
+    assert "lora_unet_double_blocks_0_img_mlp_0" in names
+    found, wanted = ({layer.module: layer.parts for layer in file.factor_layers()} for file in (own, plain))
+    assert found.keys() == wanted.keys() == deltas(module.loaded().denoiser).keys()
+    assert all(torch.equal(found[m][part], wanted[m][part]) for m in wanted for part in wanted[m])
+    again = convert(tmp_path / "mug.safetensors", tmp_path / "again.safetensors", "kohya")
+    assert read_lora(again).state.keys() == own.state.keys()
+
+
 @pytest.mark.parametrize("family", ["sd", "flux"])
 def test_the_cards_lines_load_it_in_diffusers(family: str, folder_of: Callable[[str], str], tmp_path: Path) -> None:
     module = trained(folder_of(family), **LOKR)

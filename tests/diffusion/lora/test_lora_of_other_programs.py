@@ -65,6 +65,27 @@ def test_a_layer_is_read_under_every_programs_name(
     assert torch.equal(layer.down, state[f"{name}.{sides[0]}"]) and torch.equal(layer.up, state[f"{name}.{sides[1]}"])
 
 
+@pytest.mark.parametrize(
+    ("name", "sides", "times", "base", "module"),
+    [
+        ("lora_unet_double_blocks_7_img_mod_lin", KOHYA, 6, "flux", f"{BLOCK}.norm1.linear"),
+        ("lora_unet_double_blocks_7_txt_mod_lin", KOHYA, 6, "flux_kontext", f"{BLOCK}.norm1_context.linear"),
+        ("lora_unet_single_blocks_5_modulation_lin", KOHYA, 3, "flux", f"{SINGLE}.norm.linear"),
+        ("lycoris_single_transformer_blocks_5_norm_linear", KOHYA, 3, "flux", f"{SINGLE}.norm.linear"),
+        (f"diffusion_model.{BLOCK}.img_mod.1", PEFT, 6, "qwen_image", f"{BLOCK}.img_mod.1"),
+        (f"diffusion_model.{BLOCK}.txt_mod.1", PEFT, 6, "qwen_image_edit_plus", f"{BLOCK}.txt_mod.1"),
+        ("diffusion_model.layers.4.adaLN_modulation.0", PEFT, 4, "z_image", "layers.4.adaLN_modulation.0"),
+    ],
+)
+def test_modulations_which_sd_scripts_and_ai_toolkit_adapt_unasked_are_read_and_written(
+    tmp_path: Path, name: str, sides: tuple[str, str], times: int, base: str, module: str
+) -> None:
+    state = pair(name, sides, 8, 8 * times)
+    for layout in ("diffusers", "kohya"):
+        (layer,) = converted(tmp_path, state, layout, base_model=base).layers(base)
+        assert layer.module == module and torch.equal(layer.up, state[f"{name}.{sides[1]}"])
+
+
 def test_layers_that_comfyui_joins_are_taken_apart_with_their_product(tmp_path: Path) -> None:
     """ai-toolkit and sd-scripts train one down for query, key and value, which is no block diagonal."""
     name = "diffusion_model.double_blocks.0.img_attn.qkv"

@@ -53,7 +53,8 @@ def test_a_misspelt_name_is_answered_with_the_nearest_before_weights_are_read() 
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for name in ("bitsandbytes", "bitsandbytes.optim"):  # imported before where it is installed
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModelError, match=r"adamw8bit is bitsandbytes\.optim\.AdamW8bit.*pip install bitsandbytes$"):
         named_optimizer("AdamW-8bit")
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fakes.models.pipelines import SIDE, make_batch
 from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.diffusion import DiffusionLoRA
-from lightning_aigc.diffusion.training.preservation import adapter_off, class_caption
+from lightning_aigc.diffusion.training.preservation import Preservation, adapter_off, class_caption
 from lightning_aigc.errors import ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.memory.budget import MemoryBudget
@@ -133,10 +133,19 @@ def denoiser_operations(path: str, kind: str, **options: Any) -> int:
     return int(of["UNet2DConditionModel"])
 
 
-@pytest.mark.parametrize(("share", "most"), [(1.0, 2.7), (0.5, 1.9)])
-def test_a_held_step_takes_at_most_the_stated_operations(sd: str, share: float, most: float) -> None:
-    plain, held = denoiser_operations(sd, "plain"), denoiser_operations(sd, "class", preserve_share=share)
-    assert 1.2 * plain < held <= most * plain
+@pytest.mark.parametrize(("kind", "share", "most"), [("class", 1.0, 2.7), ("class", 0.5, 1.9), ("own", 1.0, 1.6)])
+def test_a_held_step_takes_at_most_the_stated_operations(sd: str, kind: str, share: float, most: float) -> None:
+    plain, held = denoiser_operations(sd, "plain"), denoiser_operations(sd, kind, preserve_share=share)
+    stated = Preservation(kind, share=share).figures()["preserve_step_ratio"]  # type: ignore[arg-type]
+    assert 1.2 * plain < held <= stated * plain <= most * plain
+
+
+def test_the_report_has_the_share_of_a_batch_as_it_was_trained(sd: str) -> None:
+    module = make_module(sd, "class", preserve_share=0.1)  # of two examples, one is held at the least
+    step(module, "class")
+    assert module.report_entries()["figures"] == {
+        "preserve_share": 0.5, "preserve_weight": 1.0, "preserve_step_ratio": 1.85,
+    }  # fmt: skip
 
 
 def fit(path: str, images: Path, folder: Path, model: dict[str, Any], **data: Any) -> dict[str, Tensor]:
