@@ -110,3 +110,9 @@ def test_the_table_counts_every_picture_once(tools, make, folder):
     assert data.data_report.batches_per_epoch == len(data.loader()) == 6
     for row in rows:
         assert f"{row.width} x {row.height}" in data.report()
+
+
+def test_a_resolution_of_the_smallest_side_has_other_shapes_than_the_square() -> None:
+    shapes = bucket_shapes(BucketSettings(256, min_bucket_reso=256))
+    assert {(256, 256), (320, 192), (192, 320)} <= set(shapes)
+    assert all(width * height <= 256**2 for width, height in shapes)

@@ -41,10 +41,10 @@ class BucketSettings:
 
     @property
     def side_limits(self) -> tuple[int, int]:
-        """The smallest and largest side: the configured limits, widened to include `resolution`."""
+        """The smallest and largest side: the configured limits, widened to include other shapes than the square."""
         steps = self.bucket_reso_steps
         low, high = self.min_bucket_reso, self.max_bucket_reso
-        if low > self.resolution:
+        if low >= self.resolution:  # else the square would be the only bucket
             low = min(self.resolution, max(steps, self.resolution // 2 // steps * steps))
         return low, high if high >= self.resolution else 2 * self.resolution
 
