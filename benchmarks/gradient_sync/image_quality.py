@@ -81,7 +81,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
             drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, seeds), judge)
             scores.update({name: values.tolist() for name, values in drawn.scores.items()})
 
-    seed, steps, world = int(cell["seed"]), int(cell["steps"]), RANKS[cell["job"]]
+    seed, steps, world = int(cell["seed"]), int(cell["steps"]), int(cell.get("ranks") or RANKS[cell["job"]])
     seed_everything(seed, verbose=False)
     shared: dict[str, Any] = {
         "learning_rate": cell["rate"], "lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": steps,
@@ -122,7 +122,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Train on all ranks, forked so that they share the imports. Raises: SystemExit with the logs if a rank failed."""
-    world, port = RANKS[cell["job"]], free_port()
+    world, port = int(cell.get("ranks") or RANKS[cell["job"]]), free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
         ranks = [fork_rank(cell, rank, world, port, logs[rank], Path(folder, "row.json")) for rank in range(world)]

@@ -88,7 +88,7 @@ def bytes_per_element(mode: str, job: Job) -> float:
         "sparse": density * BF16_BYTES + energy,
         "ternary": TERNARY_BYTES,
         "two_four": TWO_FOUR_DENSITY * (8 + scale) / 8,
-        "local": ((job.average_bits + scale) / 8 if job.average_bits else FP32_BYTES) / job.local_steps,
+        "local": job.average_bytes / job.local_steps,
     }[mode]
 
 

@@ -15,11 +15,12 @@ from torch._C._distributed_c10d import GradBucket
 from lightning_aigc.cluster.modes import AVERAGE_BITS
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction, Uncompressed
+from lightning_aigc.gradient_sync.modes.top_k import TopK, TopKQuantizer
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.transport.collectives import KINDS, dense_ring_bytes
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, explain
-from lightning_aigc.gradient_sync.units import one_unit, view_of
+from lightning_aigc.gradient_sync.units import FlatUnit, one_unit, view_of
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
 from lightning_aigc.host_state import to_cpu
 
@@ -81,11 +82,10 @@ class LocalSGD(Sync):
         self._momentum = (
             {name: torch.zeros_like(a) for name, a in self._anchor.items()} if options.outer_momentum else {}
         )
-        bits = AVERAGE_BITS[options.average]
-        self._reduction: Reduction = Quantized(bits) if bits else Uncompressed()
-        self._unit = one_unit(self.parameters, groups.world_size)
+        self._reduction, self._unit = _reduction_of(options, self.parameters, groups.world_size)
         device = self.parameters[0][1].device
-        has_residual = bits is not None and options.error_feedback
+        self._decay = options.error_feedback_decay
+        has_residual = options.average != "float32" and options.error_feedback
         self.residuals = Residuals([self._unit] if has_residual else [], groups, device, error_feedback=has_residual)
         self._is_overlapped = options.overlap_average
         self._flight: Flight | None = None
@@ -188,6 +188,9 @@ class LocalSGD(Sync):
         """Return this rank's share of the mean difference from the anchor, plus its residual, as one vector."""
         if self.residuals.units:
             e_N = self.residuals.next_of(self._unit).copy_(self.residuals.of(self._unit))
+            if self._decay != 1:
+                e_N.mul_(self._decay)
+            e_N[self._unit.entries[-1].stop :].zero_()  # a resumed run's padding has no residual
         else:
             e_N = torch.zeros(self._unit.numel, device=self.parameters[0][1].device)
         for entry, (name, parameter) in zip(self._unit.entries, self.parameters, strict=True):
@@ -266,3 +269,13 @@ class LocalSGD(Sync):
             self.groups.everyone.all_reduce(tensor, kind).wait()
         except RuntimeError as error:
             raise explain(error, self.groups, self.step) from error
+
+
+def _reduction_of(
+    options: SyncOptions, parameters: Sequence[tuple[str, nn.Parameter]], ranks: int
+) -> tuple[Reduction, FlatUnit]:
+    """Return the reduction of the averages, and all parameters as one unit of a length for it."""
+    if options.average == "top_k":  # parameters without gaps: of a chunk's padding some would be chosen
+        return TopK(options.top_k), one_unit(parameters, ranks, alignment=1, shard=TopKQuantizer.multiple)
+    bits = AVERAGE_BITS[options.average]
+    return Quantized(bits) if bits else Uncompressed(), one_unit(parameters, ranks)
