@@ -222,7 +222,7 @@ def _unused_by_average(options: SyncOptions) -> list[str]:
     """Return a sentence for each option that the format of the averages does not read."""
     reads = {
         "top_k": ("top_k",),
-        "error_feedback_decay": tuple(format for format in AVERAGE_BITS if format != "float32"),
+        "error_feedback_decay": tuple(name for name in AVERAGE_BITS if name != "float32"),
     }
     return [
         f"{name}={getattr(options, name)!r} changes nothing with average={options.average!r}: write "

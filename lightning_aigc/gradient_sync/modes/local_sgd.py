@@ -82,17 +82,23 @@ class LocalSGD(Sync):
         self._momentum = (
             {name: torch.zeros_like(a) for name, a in self._anchor.items()} if options.outer_momentum else {}
         )
-        self._reduction, self._unit = _reduction_of(options, self.parameters, groups.world_size)
-        device = self.parameters[0][1].device
         self._decay = options.error_feedback_decay
-        has_residual = options.average != "float32" and options.error_feedback
-        self.residuals = Residuals([self._unit] if has_residual else [], groups, device, error_feedback=has_residual)
+        self._make_unit(options, groups.everyone.size)
         self._is_overlapped = options.overlap_average
         self._flight: Flight | None = None
         self._checks: list[Tensor] = []
         self._numel = sum(p.numel() for _, p in self.parameters)
         self._steps_since_average = 0
         self._is_finite = True
+
+    def _make_unit(self, options: SyncOptions, ranks: int) -> None:
+        """Make the reduction of the averages of this many ranks, their flat vector, and its residuals."""
+        self._ranks, self._share = ranks, 1 / ranks
+        self._reduction, self._unit = _reduction_of(options, self.parameters, ranks)
+        device = self.parameters[0][1].device
+        has_residual = options.average != "float32" and options.error_feedback
+        units = [self._unit] if has_residual else []
+        self.residuals = Residuals(units, self.groups, device, error_feedback=has_residual)
 
     def end_step(self) -> StepReport | None:
         self.report = StepReport(dict.fromkeys(KINDS, 0.0), 0.0, 0.0, 0.0, self._is_finite)
@@ -181,7 +187,8 @@ class LocalSGD(Sync):
         except RuntimeError as error:
             raise explain(error, self.groups, self.step) from error
         sent = {kind: total - before[kind] for kind, total in self.groups.traffic.sent.items()}
-        ratio = sum(sent.values()) / dense_ring_bytes(self._numel, self.groups.world_size) / steps
+        dense = dense_ring_bytes(self._numel, self._ranks) * steps
+        ratio = sum(sent.values()) / dense if dense else 0.0
         self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
 
     def _residual_and_moved(self) -> Tensor:
@@ -194,7 +201,7 @@ class LocalSGD(Sync):
         else:
             e_N = torch.zeros(self._unit.numel, device=self.parameters[0][1].device)
         for entry, (name, parameter) in zip(self._unit.entries, self.parameters, strict=True):
-            view_of(e_N, entry).add_(self._anchor[name] - parameter, alpha=1 / self.groups.world_size)
+            view_of(e_N, entry).add_(self._anchor[name] - parameter, alpha=self._share)
         return e_N
 
     def state_dict(self) -> dict[str, Any]:
