@@ -238,6 +238,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         if self._sync is not None:
             self._sync.end_step()
             self._sync.after_optimizer_step()
+            for note in self._sync.take_notes():
+                rank_zero_info(f"npu_sparse: {note}")
             log_step(self.lightning_module, self._sync, self._optimizer_steps)
         every = self.options.checksum_every_n_steps
         if every and self._optimizer_steps % every == 0 and not self.ranks_differ:
@@ -305,7 +307,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
     # Checkpoints: each rank's state is in a file next to the checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        # With rendezvous each run saves when it likes: its own parameters, and the last average in the file beside.
+        # With rendezvous each run saves when it likes: its own parameters, and the last average in the file next to it.
         if self._sync is not None and not self._is_without_averaging and self._meets is None:
             self._sync.average_parameters()  # all ranks call this, and rank zero writes
         return super().lightning_module_state_dict()

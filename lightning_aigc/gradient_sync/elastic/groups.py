@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo
 
@@ -27,29 +26,32 @@ class ElasticGroups(ProcessGroups):
         self.quorum, self.timeout, self.traffic = quorum, timeout, Traffic()
         self.world_size, self.rank, self.nodes, self.inside = 1, 0, [[0]], None
         self._ids: tuple[int, ...] = ()
-        self.everyone = self.between = ElasticGroup(None, 1, 0, self.traffic)
+        self._hold(ElasticGroup(None, 1, 0, self.traffic))
 
     def gather(self, meeting: Meeting) -> None:
         """Connect the members of a meeting, unless the last one had the same."""
         if meeting.ids != self._ids:
             self._ids = ()
             size, rank, store = len(meeting.members), meeting.place, self.quorum.store_of(meeting)
-            self.everyone.drop()
+            self.present.drop()
             group = None if size == 1 else ProcessGroupGloo(store, rank, size, min(self.timeout, CONNECT_TIMEOUT))
             if group is not None:
                 group._set_default_timeout(self.timeout)
-            self.everyone = self.between = ElasticGroup(group, size, rank, self.traffic)
+            self._hold(ElasticGroup(group, size, rank, self.traffic))
             self._ids = meeting.ids
-        self.everyone.follow(self.quorum, meeting)
+        self.present.follow(self.quorum, meeting)
 
     def disconnect(self) -> None:
         """Drop the group after an error, so that the others notice, and the next meeting makes a new one."""
         self._ids = ()
-        self.everyone.drop()
+        self.present.drop()
 
     def destroy(self) -> None:
         self.disconnect()
         self.quorum.leave()
+
+    def _hold(self, present: ElasticGroup) -> None:
+        self.everyone = self.between = self.present = present
 
 
 class ElasticGroup(CountedGroup):
@@ -77,9 +79,8 @@ class ElasticGroup(CountedGroup):
 
     def all_reduce(self, tensor: Tensor, kind: str = "values") -> Any:
         self._count("all_reduce", 2 * tensor.nbytes, kind)
-        host, options = tensor.cpu(), AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        return self._started(self.group and self.group.allreduce([host], options), host, tensor)
+        host = tensor.cpu()
+        return self._started(self.group and self.group.allreduce([host], AllreduceOptions()), host, tensor)
 
     def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
         self._count("all_gather", out.nbytes, kind)

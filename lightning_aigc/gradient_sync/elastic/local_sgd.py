@@ -122,7 +122,7 @@ class ElasticLocalSGD(LocalSGD):
             self._averages = NOT_WHOLE
         for tensors in (self._anchor, self._momentum):
             for tensor in tensors.values():
-                self.groups.everyone.broadcast(tensor, meeting.leader)
+                self.groups.present.broadcast(tensor, meeting.leader)
         if is_behind:
             averages = meeting.members[meeting.leader].averages
             for name, parameter in self.parameters:

@@ -29,7 +29,7 @@ POLL_S = 0.02
 CONNECT_S = 60.0
 KEPT_MEETINGS = 2
 """Meetings whose keys stay in the store."""
-COMMIT, ABORT, FAILED, GONE = b"commit", b"abort", b"failed", b"gone"
+COMMIT, ABORT, FAILED, GONE = "commit", "abort", "failed", "gone"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Quorum:
         self._store = open_store(address)
         self.id = int(self._store.add("joined", 1))
         self._store.add("meeting", 0)
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[str, float]] = {}
         self._ended = threading.Event()
         self._beats_from = open_store(address)  # a process group that connects blocks its own
         self._heart = threading.Thread(target=self._beat, name="quorum heartbeat", daemon=True)
@@ -112,7 +112,7 @@ class Quorum:
             if not self._has(f"members/{number}"):
                 self._store.set(f"ready/{number}/{self.id}", json.dumps(asdict(mine)))
                 self._wait_for_members(number, deadline)
-            members = tuple(Standing(**member) for member in json.loads(self._store.get(f"members/{number}")))
+            members = tuple(Standing(**member) for member in json.loads(self._get(f"members/{number}")))
             place = next((i for i, member in enumerate(members) if member.id == self.id), None)
             if place is not None:
                 return Meeting(number, members, place)
@@ -126,7 +126,7 @@ class Quorum:
     def is_aborted(self, meeting: Meeting) -> bool:
         """Whether another member has seen that the average cannot arrive."""
         self._decide(meeting.number, meeting.ids)
-        return self._has(f"outcome/{meeting.number}") and self._store.get(f"outcome/{meeting.number}") == ABORT
+        return self._has(f"outcome/{meeting.number}") and self._get(f"outcome/{meeting.number}") == ABORT
 
     def leave(self) -> None:
         """Tell the others at once that this rank takes no part any more."""
@@ -143,7 +143,7 @@ class Quorum:
             ready = [rank for rank in alive if self._has(f"ready/{number}/{rank}")]
             is_late = time.monotonic() > deadline
             if len(ready) >= self._min_ranks and (ready == alive or is_late):
-                standings = [json.loads(self._store.get(f"ready/{number}/{rank}")) for rank in ready]
+                standings = [json.loads(self._get(f"ready/{number}/{rank}")) for rank in ready]
                 self._store.compare_set(f"members/{number}", "", json.dumps(standings))
             elif is_late:
                 raise SyncError(
@@ -157,7 +157,7 @@ class Quorum:
         """Return those of the ranks whose heartbeat changes; a rank that has never met anyone has none."""
         alive, now = [], time.monotonic()
         for rank in ranks:
-            beat = self._store.get(f"beat/{rank}") if self._has(f"beat/{rank}") else GONE
+            beat = self._get(f"beat/{rank}") if self._has(f"beat/{rank}") else GONE
             if rank not in self._seen or self._seen[rank][0] != beat:
                 self._seen[rank] = beat, now
             if beat != GONE and now - self._seen[rank][1] > DEAD_AFTER_S:
@@ -168,20 +168,20 @@ class Quorum:
 
     # The outcome
 
-    def _outcome(self, number: int, ids: Sequence[int]) -> bytes:
+    def _outcome(self, number: int, ids: Sequence[int]) -> str:
         while not self._has(f"outcome/{number}"):
             if self._number() > number:  # this rank slept through it, and its keys are deleted
                 return ABORT
             self._decide(number, ids)
             time.sleep(POLL_S)
-        outcome: bytes = self._store.get(f"outcome/{number}")
+        outcome = self._get(f"outcome/{number}")
         self._store.compare_set("meeting", str(number), str(number + 1))
         self._forget(number - KEPT_MEETINGS)
         return outcome
 
     def _decide(self, number: int, ids: Sequence[int]) -> None:
         """Write the outcome if it can be told."""
-        votes = {rank: self._store.get(f"vote/{number}/{rank}") for rank in ids if self._has(f"vote/{number}/{rank}")}
+        votes = {rank: self._get(f"vote/{number}/{rank}") for rank in ids if self._has(f"vote/{number}/{rank}")}
         missing = [rank for rank in ids if rank not in votes]
         if FAILED in votes.values() or self._alive(missing) != missing:
             self._store.compare_set(f"outcome/{number}", "", ABORT)
@@ -199,7 +199,10 @@ class Quorum:
     # The store
 
     def _number(self) -> int:
-        return int(self._store.get("meeting"))
+        return int(self._get("meeting"))
+
+    def _get(self, key: str) -> str:
+        return str(self._store.get(key).decode())
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))

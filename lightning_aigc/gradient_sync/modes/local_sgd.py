@@ -21,6 +21,7 @@ from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.transport.collectives import KINDS, dense_ring_bytes
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, explain
 from lightning_aigc.gradient_sync.units import FlatUnit, one_unit, view_of
+from lightning_aigc.gradient_sync.watch.dense_comparison import DenseComparison
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
 from lightning_aigc.host_state import to_cpu
 
@@ -90,6 +91,9 @@ class LocalSGD(Sync):
         self._numel = sum(p.numel() for _, p in self.parameters)
         self._steps_since_average = 0
         self._is_finite = True
+        self.comparison: DenseComparison | None = None
+        """Comparison with a dense sync, where that could be timed."""
+        self._notes: list[str] = []
 
     def _make_unit(self, options: SyncOptions, ranks: int) -> None:
         """Make the reduction of the averages of this many ranks, their flat vector, and its residuals."""
@@ -190,6 +194,12 @@ class LocalSGD(Sync):
         dense = dense_ring_bytes(self._numel, self._ranks) * steps
         ratio = sum(sent.values()) / dense if dense else 0.0
         self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
+        if self.comparison is not None and self._flight is None:
+            self._notes += filter(None, [self.comparison.note_average(start, steps)])
+
+    def take_notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return notes
 
     def _residual_and_moved(self) -> Tensor:
         """Return this rank's share of the mean difference from the anchor, plus its residual, as one vector."""

@@ -56,7 +56,7 @@ class TopKQuantizer:
         return check
 
     def add_rows_(self, wire_RB: Tensor, out_N: Tensor) -> None:
-        for row_1B in wire_RB.split(1):
+        for row_1B in torch.split(wire_RB, 1):
             for chunks, levels, positions, codes in self._blocks(out_N[None], row_1B):
                 chunks.scatter_add_(-1, _positions(positions), _values(_codes(codes), levels))
 
@@ -65,7 +65,7 @@ class TopKQuantizer:
         chunks = torch.unflatten(values_RN, 1, (-1, CHUNK))
         count = chunks.shape[1]
         sizes = [count * LEVEL_BYTES, count * self.kept * 12 // 8, count * self.kept * 2 // 8]
-        levels, positions, codes = (torch.unflatten(p, 1, (count, -1)) for p in wire_RB.split(sizes, dim=1))
+        levels, positions, codes = (torch.unflatten(p, 1, (count, -1)) for p in torch.split(wire_RB, sizes, dim=1))
         rows = max(1, values_RN.shape[0])
         at_once = max(1, CPU_VALUES // CHUNK // rows) if values_RN.device.type == "cpu" else max(1, count)
         parts = (chunks, levels.view(torch.bfloat16), positions, codes)
