@@ -81,7 +81,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
             drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, seeds), judge)
             scores.update({name: values.tolist() for name, values in drawn.scores.items()})
 
-    seed, steps, world = int(cell["seed"]), int(cell["steps"]), int(cell.get("ranks") or RANKS[cell["job"]])
+    seed, steps, world = int(cell["seed"]), int(cell["steps"]), int(cell["ranks"])
     seed_everything(seed, verbose=False)
     shared: dict[str, Any] = {
         "learning_rate": cell["rate"], "lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": steps,
@@ -108,7 +108,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
         trainer.fit(module, data)
     dense = 8 * (world - 1) / world * sum(p.numel() for p in module.trainable_parameters()) * steps
     if trainer.global_rank == 0:
-        row = {"benchmark": "picture_quality", **cell, "ranks": world}
+        row = {"benchmark": "picture_quality", **cell}
         del row["cache"]
         row |= {"batch_per_rank": BATCH, "device": "cpu", "torch": torch.__version__}
         row |= {name: round(statistics.mean(values), 4) for name, values in scores.items()}
@@ -122,7 +122,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Train on all ranks, forked so that they share the imports. Raises: SystemExit with the logs if a rank failed."""
-    world, port = int(cell.get("ranks") or RANKS[cell["job"]]), free_port()
+    world, port = int(cell["ranks"]), free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
         ranks = [fork_rank(cell, rank, world, port, logs[rank], Path(folder, "row.json")) for rank in range(world)]
@@ -191,6 +191,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", type=float, help="try these for dense, with seed 9")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--ranks", type=int, help="ranks of every job; each job's own where left out")
     parser.add_argument("--output", type=Path, default=ROWS)
     parser.add_argument("--table", action="store_true", help="print the existing rows as Markdown")
     options = parser.parse_args()
@@ -198,7 +199,14 @@ def main() -> int:
         print(markdown(read_rows(options.output)))
         return 0
     wanted = [
-        {"job": job, "mode": mode, "rate": rate, "seed": seed, "steps": options.steps}
+        {
+            "job": job,
+            "mode": mode,
+            "rate": rate,
+            "seed": seed,
+            "steps": options.steps,
+            "ranks": options.ranks or RANKS[job],
+        }
         for seed in ([9] if options.rates else options.seeds)
         for job in options.jobs
         for mode in (["dense"] if options.rates else options.modes)

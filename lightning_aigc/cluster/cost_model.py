@@ -38,7 +38,7 @@ SPARSE_PACKING = 2.1
 AVERAGE_HOPS = 2
 """Steps that an overlapped average of mode local has to arrive."""
 TOP_K_PACKING = 5.0
-"""CPU time of an average in top_k over that of few-bit integers: 3 at 64 values of 4,096, and 7 at 416 (packing.jsonl)."""
+"""CPU time of an average in top_k over that of few-bit integers: 3 at 64 of 4,096 values, 7 at 416 (packing.jsonl)."""
 TERNARY_BYTES = (52 + 2) / 256
 """A block of 256 values of three levels, five a byte, and its scale."""
 

@@ -13,13 +13,17 @@ from fakes.processes.given_gradients import SHAPES, Training, make_gradients, re
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.cluster import cost_model
 from lightning_aigc.cluster.workload import Job
+from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.modes.top_k import CHUNK, TopKQuantizer
 from lightning_aigc.gradient_sync.options import SyncOptions, unused_options
 from lightning_aigc.gradient_sync.transport.collectives import dense_ring_bytes
+from lightning_aigc.gradient_sync.watch.dense_comparison import compare
 
 KEPT = 16
 DECAY = 0.5
 LOCAL: dict[str, Any] = {"mode": "local", "average": "top_k", "local_steps": 2, "top_k": KEPT}
+SECONDS = {"plain": 0.0, "decay": 1e9}
+"""Time that a dense sync seems to take."""
 WITH_DECAY = LOCAL | {"error_feedback_decay": DECAY, "outer_momentum": 0.5}
 
 
@@ -113,12 +117,14 @@ def work(rank: int) -> dict[str, Any]:
     found = {}
     for name, case in {"plain": LOCAL, "decay": WITH_DECAY}.items():
         run = Training(**case)
+        assert isinstance(run.compressor._sync, LocalSGD) and run.compressor._sync.comparison is not None
+        dense_s, run.compressor._sync.comparison.dense_s = run.compressor._sync.comparison.dense_s, SECONDS[name]
         after = run.steps(rank, range(4))
         state = run.compressor.state_dict()
         report = run.compressor.last_step
         run.compressor.close()
         assert report is not None
-        found[name] = [after, residuals_of(state), report.ratio]
+        found[name] = [after, residuals_of(state), report.ratio, dense_s, run.compressor.report()]
     return found
 
 
@@ -172,6 +178,22 @@ def test_the_reported_bytes_are_those_of_the_plan(count: int, ranks: dict[int, l
     assert cost_model.bytes_per_element("local", job) * chunks * CHUNK == pytest.approx(
         TopKQuantizer(KEPT).wire_bytes(chunks * CHUNK) / 2
     )
+
+
+def test_where_a_dense_sync_is_as_fast_the_report_says_so(ranks: dict[int, list[Any]]) -> None:
+    for rank in ranks[2]:
+        assert "plain DDP is as fast here: dense gradients would take 0.0 ms of a step" in rank["plain"][4]
+        assert "plain DDP" not in rank["decay"][4]
+        assert all(0 < rank[case][3] < 10 for case in SECONDS)  # it was timed
+
+
+@pytest.mark.parametrize(
+    ("dense_s", "average_s", "is_said"), [(0.02, 0.03, True), (0.02, 0.01, False), (0.009, 0.001, True)]
+)
+def test_dense_is_as_fast_below_the_averages_or_a_tenth_of_a_step(
+    dense_s: float, average_s: float, is_said: bool
+) -> None:
+    assert bool(compare(dense_s, 0.1, average_s)) == is_said
 
 
 @pytest.mark.parametrize(
