@@ -1,4 +1,4 @@
-"""Runs that meet for averages: one is killed in an average, one comes late and ends early, one comes after that."""
+"""Runs that meet for averages: one is killed in an average and comes back, one comes late and ends early."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from fakes.models.small_lightning import Small, make_batches, make_trainer
@@ -82,8 +83,14 @@ def one_run(rank: int, folder: str) -> Any:
     if rank == 2:
         wait_for(first, 1)
         steps = 4 * EVERY  # and ends before the others
-    if rank == 3:
+    saved, resumed = Path(folder, "checkpoints"), None
+    checkpoints: dict[str, Any] = {}
+    if rank == 1:
+        save = ModelCheckpoint(saved, every_n_train_steps=EVERY, save_last=True)
+        checkpoints = {"enable_checkpointing": True, "callbacks": [save]}
+    if rank == 3:  # the killed run comes back, from its last checkpoint
         wait_for(first, DIES_AT)
+        resumed = saved / "last.ckpt"
     torch.manual_seed(rank)
     module, averages = Small(), Averages(progress)
     for parameter in module.parameters():
@@ -91,8 +98,9 @@ def one_run(rank: int, folder: str) -> Any:
     strategy = NPUSparseStrategy(
         process_group_backend="gloo", rendezvous=address, min_ranks=min_ranks, timeout=timedelta(seconds=60), **OPTIONS
     )
-    trainer = make_trainer(strategy=strategy, callbacks=[averages], max_epochs=-1, max_steps=steps)
-    trainer.fit(module, DataLoader(make_batches(rank, STEPS), batch_size=None))
+    callbacks = [averages, *checkpoints.pop("callbacks", [])]
+    trainer = make_trainer(strategy=strategy, callbacks=callbacks, max_epochs=-1, max_steps=steps, **checkpoints)
+    trainer.fit(module, DataLoader(make_batches(rank, STEPS), batch_size=None), ckpt_path=resumed)
     return {"seen": averages.seen, "steps": averages.steps, "end": module.flat()}
 
 
@@ -118,7 +126,10 @@ def test_all_who_take_an_average_hold_the_same_parameters_after_it(runs: list[An
         assert all(torch.equal(one, other) for one, other in common)
 
 
-def test_a_rank_that_comes_starts_from_the_others_weights(runs: list[Any]) -> None:
+def test_a_rank_that_comes_back_counts_on_from_its_checkpoint_and_starts_from_the_others_weights(
+    runs: list[Any],
+) -> None:
+    assert runs[3]["steps"][0] == EVERY * (DIES_AT - 1) + 1 and runs[3]["steps"][-1] == STEPS
     number, _, flat = runs[3]["seen"][0]  # after its first step, alone, from the others' average
     others = {number: flat for number, _, flat in runs[0]["seen"]}
     assert number >= DIES_AT
