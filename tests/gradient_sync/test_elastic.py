@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from fakes.models.small_lightning import Small, make_batches, make_trainer
 from fakes.processes.given_gradients import refusal
 from fakes.processes.ranks import meeting_point, run_ranks
+from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.elastic import groups, quorum
 from lightning_aigc.gradient_sync.elastic.quorum import Meeting, Quorum, Standing
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError
@@ -207,6 +208,18 @@ def test_too_few_ranks_are_an_error_with_their_number() -> None:
         with pytest.raises(SyncError, match=r"1 rank\(s\) were ready .* wanted 3"):
             lonely.meet(0, 0, 1)
         lonely.leave()
+
+
+def test_a_run_with_another_job_is_refused_and_a_lost_store_is_named() -> None:
+    with meeting_point() as where:
+        address = f"{where['MASTER_ADDR']}:{where['MASTER_PORT']}"
+        first = Quorum(address, 1, timedelta(seconds=5), "8 trained parameters")
+        with pytest.raises(ConfigError, match=r"has 9 trained parameters, and the runs at .* have 8 trained"):
+            Quorum(address, 1, timedelta(seconds=5), "9 trained parameters")
+        assert first.settle(first.meet(0, 0, 1), arrived=True)
+    with pytest.raises(SyncError, match=r"the store at .* does not answer any more; start it again"):
+        first.meet(1, 0, 1)
+    first.leave()
 
 
 @pytest.mark.parametrize(

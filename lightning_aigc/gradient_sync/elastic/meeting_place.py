@@ -14,6 +14,9 @@ from lightning_aigc.gradient_sync.elastic.local_sgd import ElasticLocalSGD
 from lightning_aigc.gradient_sync.elastic.quorum import Quorum, host_and_port
 from lightning_aigc.gradient_sync.options import SyncOptions, refuse_complex
 
+COMMON = ("average", "top_k", "outer_learning_rate", "outer_momentum")
+"""Options that all runs must share, so that they read the same bytes and take the same step."""
+
 
 @dataclass(frozen=True)
 class MeetingPlace:
@@ -51,4 +54,8 @@ class MeetingPlace:
         """Return the sync of this run, connected to the store."""
         trained = [(name, p) for name, p in parameters if p.requires_grad]
         refuse_complex(options.mode, trained)
-        return ElasticLocalSGD(trained, options, ElasticGroups(Quorum(self.address, self.min_ranks, timeout), timeout))
+        job = f"{sum(p.numel() for _, p in trained)} trained parameters"
+        job += "".join(f", {name}={getattr(options, name)!r}" for name in COMMON)
+        return ElasticLocalSGD(
+            trained, options, ElasticGroups(Quorum(self.address, self.min_ranks, timeout, job), timeout)
+        )

@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError
@@ -81,12 +83,19 @@ class Meeting:
 class Quorum:
     """One rank's view of the meetings at a store, with its heartbeat.
 
-    Raises: ConfigError if no store answers at the address.
+    Args: job: what all ranks must have in common, in words.
+    Raises: ConfigError if no store answers at the address, or the ranks there have another job.
     """
 
-    def __init__(self, address: str, min_ranks: int, timeout: timedelta) -> None:
+    def __init__(self, address: str, min_ranks: int, timeout: timedelta, job: str = "") -> None:
         self._address, self._min_ranks, self._timeout = address, min_ranks, timeout
         self._store = open_store(address)
+        theirs = self._store.compare_set("job", "", job).decode()
+        if theirs != job:
+            raise ConfigError(
+                f"this run has {job}, and the runs at {address} have {theirs}; start it with their config, or give it "
+                "another store"
+            )
         self.id = int(self._store.add("joined", 1))
         self._store.add("meeting", 0)
         self._seen: dict[int, tuple[str, float]] = {}
@@ -103,6 +112,10 @@ class Quorum:
 
         Raises: SyncError if fewer ranks than wanted are ready within the timeout, and if the store is gone.
         """
+        with self._store_answers():
+            return self._meet(averages, bits, steps)
+
+    def _meet(self, averages: int, bits: int, steps: int) -> Meeting:
         if self._heart.ident is None:
             self._heart.start()
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -120,8 +133,9 @@ class Quorum:
 
     def settle(self, meeting: Meeting, *, arrived: bool) -> bool:
         """Vote, and return whether the average counts: only if it arrived at all members."""
-        self._store.set(f"vote/{meeting.number}/{self.id}", COMMIT if arrived else FAILED)
-        return self._outcome(meeting.number, meeting.ids) == COMMIT
+        with self._store_answers():
+            self._store.set(f"vote/{meeting.number}/{self.id}", COMMIT if arrived else FAILED)
+            return self._outcome(meeting.number, meeting.ids) == COMMIT
 
     def is_aborted(self, meeting: Meeting) -> bool:
         """Whether another member has seen that the average cannot arrive."""
@@ -133,7 +147,8 @@ class Quorum:
         self._ended.set()
         if self._heart.ident is not None:
             self._heart.join()
-        self._store.set(f"beat/{self.id}", GONE)
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"beat/{self.id}", GONE)
 
     # The list of members
 
@@ -197,6 +212,16 @@ class Quorum:
                 self._store.delete_key(f"{key}/{number}")
 
     # The store
+
+    @contextmanager
+    def _store_answers(self) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            raise SyncError(
+                f"the store at {self._address}, at which runs meet, does not answer any more; start it again, and each "
+                "run from its last checkpoint"
+            ) from error
 
     def _number(self) -> int:
         return int(self._get("meeting"))

@@ -19,7 +19,7 @@ from lightning_aigc.gradient_sync.modes.top_k import TopK, TopKQuantizer
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.transport.collectives import KINDS, dense_ring_bytes
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, explain
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError, explain
 from lightning_aigc.gradient_sync.units import FlatUnit, one_unit, view_of
 from lightning_aigc.gradient_sync.watch.dense_comparison import DenseComparison
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
@@ -188,6 +188,8 @@ class LocalSGD(Sync):
         start, before = time.perf_counter(), dict(self.groups.traffic.sent)
         try:
             yield
+        except SyncError:
+            raise
         except RuntimeError as error:
             raise explain(error, self.groups, self.step) from error
         sent = {kind: total - before[kind] for kind, total in self.groups.traffic.sent.items()}
