@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from fakes.models.small_lightning import Small, make_batches, make_trainer
 from fakes.processes.given_gradients import refusal
 from fakes.processes.ranks import meeting_point, run_ranks
+from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.elastic import groups, quorum
 from lightning_aigc.gradient_sync.elastic.quorum import Meeting, Quorum, Standing
@@ -135,6 +136,50 @@ def test_a_rank_that_comes_back_counts_on_from_its_checkpoint_and_starts_from_th
     others = {number: flat for number, _, flat in runs[0]["seen"]}
     assert number >= DIES_AT
     assert (flat - others[number]).abs().max() < 0.02 < (flat - runs[0]["seen"][0][2]).abs().max()
+
+
+def resumed_alone(rank: int, folder: str) -> Any:
+    """A whole run, and one that ends between two averages and goes on, by a checkpoint and by a snapshot."""
+    warnings.simplefilter("ignore")
+    alone(os.environ)  # type: ignore[arg-type]
+
+    def run(name: str, steps: int, callbacks: list[Callback], ckpt_path: Any = None, **arguments: Any) -> Any:
+        with meeting_point() as where:
+            address = f"{where['MASTER_ADDR']}:{where['MASTER_PORT']}"
+            strategy = NPUSparseStrategy(process_group_backend="gloo", rendezvous=address, **OPTIONS)
+            arguments |= {"max_epochs": -1, "max_steps": steps, "default_root_dir": Path(folder, name)}
+            trainer = make_trainer(strategy=strategy, callbacks=callbacks, **arguments)
+            module = Small()
+            trainer.fit(module, DataLoader(make_batches(0, 4), batch_size=None), ckpt_path=ckpt_path)
+        return module.flat()
+
+    save = ModelCheckpoint(Path(folder, "saved"), filename="{epoch}", save_top_k=-1)  # after epochs of four steps
+    whole = run("whole", 10, [save], enable_checkpointing=True)
+    after_checkpoint = run("checkpoint", 10, [], ckpt_path=Path(folder, "saved", "epoch=0.ckpt"))
+    with pytest.raises(StoppedError):
+        run("snapshot", 10, [ExactSnapshot(4), StopsAt(5)])
+    return [whole, after_checkpoint, run("snapshot", 10, [ExactSnapshot(4)], ckpt_path="latest")]
+
+
+class StoppedError(Exception):
+    pass
+
+
+class StopsAt(Callback):
+    """Ends the run after this step, without the last average."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise StoppedError
+
+
+def test_a_run_that_is_alone_at_its_store_resumes_to_the_bit(tmp_path: Path) -> None:
+    ((whole, after_checkpoint, after_snapshot),) = run_ranks(resumed_alone, 1, tmp_path, str(tmp_path), gloo=False)
+    assert torch.equal(whole, after_checkpoint)
+    assert torch.equal(whole, after_snapshot)
 
 
 def members(*standings: tuple[int, int, int]) -> Meeting:
