@@ -150,7 +150,8 @@ def resumed_alone(rank: int, folder: str) -> Any:
             arguments |= {"max_epochs": -1, "max_steps": steps, "default_root_dir": Path(folder, name)}
             trainer = make_trainer(strategy=strategy, callbacks=callbacks, **arguments)
             module = Small()
-            trainer.fit(module, DataLoader(make_batches(0, 4), batch_size=None), ckpt_path=ckpt_path)
+            batches = make_batches(0, 1) * 4  # the same each time: Lightning's checkpoint has no place in the data
+            trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
         return module.flat()
 
     save = ModelCheckpoint(Path(folder, "saved"), filename="{epoch}", save_top_k=-1)  # after epochs of four steps
