@@ -41,6 +41,7 @@ from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.strategies import NPUSparseStrategy
 
 ROWS = RESULTS / "gradient_sync" / "image_quality.jsonl"
+TOP_K: dict[str, Any] = {"mode": "local", "local_steps": 15, "average": "top_k", "top_k": 416}
 MODES: dict[str, dict[str, Any]] = {
     "dense": {"mode": "dense"},
     "int8": {"mode": "int8"},
@@ -52,9 +53,13 @@ MODES: dict[str, dict[str, Any]] = {
     "sparse_int8 0.95": {"mode": "sparse_int8", "sparsity": 0.95},
     "local 4 int3": {"mode": "local", "local_steps": 4, "average": "int3"},
     "local 8": {"mode": "local", "local_steps": 8},
-    "local 15 top_k": {"mode": "local", "local_steps": 15, "average": "top_k", "top_k": 416},
-    "local 30 top_k": {"mode": "local", "local_steps": 30, "average": "top_k", "top_k": 832},
-    "local 15 top_k 64": {"mode": "local", "local_steps": 15, "average": "top_k", "error_feedback_decay": 0.95},
+    "local 15": {"mode": "local", "local_steps": 15},
+    "local 15, momentum 0.5": {"mode": "local", "local_steps": 15, "outer_momentum": 0.5},
+    "local 30": {"mode": "local", "local_steps": 30},
+    "local 15 top_k": TOP_K | {"error_feedback_decay": 0.9},
+    "local 15 top_k, decay 0.7": TOP_K | {"error_feedback_decay": 0.7},
+    "local 15 top_k, no decay": TOP_K,
+    "local 15 top_k, overlapped": TOP_K | {"error_feedback_decay": 0.9, "overlap_average": True},
 }
 RANKS = {"full": 4, "lora": 2}
 RATES = {"full": 1e-3, "lora": 6e-3}
@@ -65,7 +70,7 @@ PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]
 IMAGES = 24
 """Images per prompt; one in a short training, which only checks that everything runs."""
 LIMIT_S = 3600
-JOB = ("job", "ranks", "batch_per_rank", "steps")
+JOB = ("job", "ranks", "batch_per_rank", "steps", "rate")
 """Fields in which the rows of a table are alike."""
 
 
@@ -169,9 +174,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     rows = [row for row in rows if row["seed"] != 9]
     for key in dict.fromkeys(tuple(row[name] for name in JOB) for row in rows):
         of_job = [row for row in rows if tuple(row[name] for name in JOB) == key]
-        job, ranks, batch, steps = key
+        job, ranks, batch, steps, rate = key
         lines += [
-            f"**{job}, {ranks} ranks of {batch} images, {steps} steps**",
+            f"**{job}, {ranks} ranks of {batch} images, {steps} steps at {rate:g}**",
             "",
             "| mode | seeds | bytes / dense | CLIP-T | CLIP-I | held-out loss / dense |",
         ]
@@ -183,15 +188,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
                 continue
             ratios = [row["val_loss"] / dense[row["seed"]] for row in found if row["seed"] in dense]
             cells = [mode, str(len(found)), f"{statistics.mean(row['sent_ratio'] for row in found):.4f}"]
-            cells += [spread([row[name] for row in found]) for name in ("clip_t", "clip_i")] + [spread(ratios)]
+            cells += [spread([row[name] for row in found if name in row]) for name in ("clip_t", "clip_i")]
+            cells += [spread(ratios)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def spread(values: list[float]) -> str:
-    """Mean and range, such as `0.612 (0.601 to 0.623)`."""
-    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    """Mean and range, such as `0.612 (0.601 to 0.623)`; empty for no values."""
+    return "" if not values else f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> int:
