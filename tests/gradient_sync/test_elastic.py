@@ -22,8 +22,9 @@ from fakes.processes.given_gradients import refusal
 from fakes.processes.ranks import meeting_point, run_ranks
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.gradient_sync.elastic import groups, quorum
+from lightning_aigc.gradient_sync.elastic import MeetingPlace, groups, quorum
 from lightning_aigc.gradient_sync.elastic.quorum import Meeting, Quorum, Standing
+from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport.process_groups import SyncError
 from lightning_aigc.strategies import NPUSparseStrategy
 
@@ -280,3 +281,11 @@ def test_a_run_with_another_job_is_refused_and_a_lost_store_is_named() -> None:
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {"mode": "local", "rendezvous": "127.0.0.1:1", **options}
     assert said in refusal(lambda: NPUSparseStrategy(**given))
+
+
+def test_a_run_of_several_ranks_is_refused() -> None:
+    place = MeetingPlace.of("127.0.0.1:1", 1, SyncOptions("local"))
+    place.refuse_ranks(1)
+    assert "joins runs of one rank each, and this run has 2; start each with devices=1" in refusal(
+        lambda: place.refuse_ranks(2)
+    )

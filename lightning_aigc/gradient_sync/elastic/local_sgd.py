@@ -71,7 +71,8 @@ class ElasticLocalSGD(LocalSGD):
             try:
                 self.groups.gather(meeting)
                 self._lay_out(len(meeting.members))
-                self._copy_of_leader(meeting)
+                if self._copies_leader(meeting):
+                    steps = 0  # also if this average has to be repeated
                 total_N = self._sum(meeting)
                 is_there = True
             except RuntimeError as error:
@@ -113,10 +114,10 @@ class ElasticLocalSGD(LocalSGD):
                 total_N: Tensor = end.value[0]
                 return total_N
 
-    def _copy_of_leader(self, meeting: Meeting) -> None:
-        """Send the leader's anchor and outer momentum to the members that are behind."""
+    def _copies_leader(self, meeting: Meeting) -> bool:
+        """Send the leader's anchor and outer momentum to members that are behind. Returns: whether this one was."""
         if not meeting.behind:
-            return
+            return False
         averages, is_behind = self._averages, meeting.place in meeting.behind
         if is_behind:
             self._averages = NOT_WHOLE
@@ -131,6 +132,7 @@ class ElasticLocalSGD(LocalSGD):
                 self.residuals.of(unit).zero_()
             self._steps_since_average = 0
         self._averages = averages
+        return is_behind
 
     def _lay_out(self, ranks: int) -> None:
         """Make unit and residuals for this number of ranks, by name as after a resume."""
