@@ -43,6 +43,7 @@ def work(rank: int) -> dict[str, Any]:
         report = late.compressor.last_step
         assert report is not None
         waits[overlap] = report.exposed_ms / 1e3
+        assert report.sent_bytes["values"] > 0  # it has left
     sent = [r.compressor._sync.groups.traffic.sent["values"] for r in (run, blocking)]
     return {"after": after, "ended": ended, "sent": sent, "waits": waits}
 

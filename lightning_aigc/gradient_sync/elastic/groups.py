@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo
 
 from lightning_aigc.gradient_sync.elastic.quorum import Meeting, Quorum
-from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic
+from lightning_aigc.gradient_sync.transport.collectives import Collective, CountedGroup, Traffic
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -77,24 +77,33 @@ class ElasticGroup(CountedGroup):
         options.rootRank = root
         self._started(self.group and self.group.broadcast([host], options), host, tensor).wait()
 
-    def all_reduce(self, tensor: Tensor, kind: str = "values") -> Any:
-        self._count("all_reduce", 2 * tensor.nbytes, kind)
-        host = tensor.cpu()
-        return self._started(self.group and self.group.allreduce([host], AllreduceOptions()), host, tensor)
+    def all_reduce(self, tensor: Tensor, kind: str = "values") -> Collective:
+        def start(lane: int) -> Arriving:
+            self._count("all_reduce", 2 * tensor.nbytes, kind, lane)
+            host = tensor.cpu()
+            return self._started(self.group and self.group.allreduce([host], AllreduceOptions()), host, tensor)
 
-    def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
-        self._count("all_gather", out.nbytes, kind)
-        if self.size == 1:
-            return self._started(None, tensor, out)
-        host = torch.empty_like(out, device="cpu")
-        return self._started(self.group._allgather_base(host, tensor.cpu()), host, out)
+        return Collective(start)
 
-    def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Any:
-        self._count("all_to_all", tensor.nbytes, kind)
-        if self.size == 1:
-            return self._started(None, tensor, out)
-        host = torch.empty_like(out, device="cpu")
-        return self._started(self.group.alltoall_base(host, tensor.cpu(), [], []), host, out)
+    def all_gather(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Collective:
+        def start(lane: int) -> Arriving:
+            self._count("all_gather", out.nbytes, kind, lane)
+            if self.size == 1:
+                return self._started(None, tensor, out)
+            host = torch.empty_like(out, device="cpu")
+            return self._started(self.group._allgather_base(host, tensor.cpu()), host, out)
+
+        return Collective(start)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor, kind: str = "values") -> Collective:
+        def start(lane: int) -> Arriving:
+            self._count("all_to_all", tensor.nbytes, kind, lane)
+            if self.size == 1:
+                return self._started(None, tensor, out)
+            host = torch.empty_like(out, device="cpu")
+            return self._started(self.group.alltoall_base(host, tensor.cpu(), [], []), host, out)
+
+        return Collective(start)
 
     def _started(self, work: Any, host: Tensor, out: Tensor) -> Arriving:
         return Arriving(work, host, out, self._is_aborted)

@@ -47,7 +47,7 @@ class Flight:
         try:
             if self.waiting_for is not None:
                 self.waiting_for.wait()
-            self.waiting_for = next(self.hops)
+            self.waiting_for = next(self.hops).start()
         except StopIteration as end:
             self.total, self.hops = end.value, None
 
