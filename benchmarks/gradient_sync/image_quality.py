@@ -59,6 +59,7 @@ MODES: dict[str, dict[str, Any]] = {
     "local 15 top_k": TOP_K | {"error_feedback_decay": 0.9},
     "local 15 top_k, decay 0.7": TOP_K | {"error_feedback_decay": 0.7},
     "local 15 top_k, no decay": TOP_K,
+    "local 30 top_k": TOP_K | {"local_steps": 30, "top_k": 832, "error_feedback_decay": 0.9},
     "local 15 top_k, overlapped": TOP_K | {"error_feedback_decay": 0.9, "overlap_average": True},
 }
 RANKS = {"full": 4, "lora": 2}
