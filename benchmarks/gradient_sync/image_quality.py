@@ -1,12 +1,13 @@
 """Image scores of each gradient sync mode: the embedded Stable Diffusion learns the demo's brand on several ranks.
 
-Two jobs: the full U-Net on four ranks, and its LoRA on two. All modes take equal steps with the same images, noise and
-fixed rate (the best of `--rates` for dense, with a seed outside the table). A row has CLIP-T and CLIP-I of three
-prompts that no training image shows, and the loss on held-out images at fixed noise. The ranks are real processes of
-one thread that communicate over loopback. Existing rows are not computed again.
+Two jobs: the full U-Net on four ranks, and its LoRA on two, or both on `--ranks`. All modes take equal steps with the
+same images, noise and fixed rate (the best of `--rates` for dense, with a seed outside the table). A row has CLIP-T and
+CLIP-I of three prompts that no training image shows, and the loss on held-out images at fixed noise. The ranks are real
+processes of one thread that communicate over loopback. Existing rows are not computed again.
 
     python -m benchmarks.gradient_sync.image_quality [--jobs full lora] [--modes dense int3 ...] [--seeds 0 1 2]
         [--output FILE]
+    python -m benchmarks.gradient_sync.image_quality --jobs lora --modes dense "local 15 top_k" --steps 480
     python -m benchmarks.gradient_sync.image_quality --rates 2e-4 5e-4 1e-3 --jobs full      # rates of dense, seed 9
     python -m benchmarks.gradient_sync.image_quality --table                                 # Markdown from the rows
 """
@@ -40,6 +41,7 @@ from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.strategies import NPUSparseStrategy
 
 ROWS = RESULTS / "gradient_sync" / "image_quality.jsonl"
+TOP_K: dict[str, Any] = {"mode": "local", "local_steps": 15, "average": "top_k", "top_k": 416}
 MODES: dict[str, dict[str, Any]] = {
     "dense": {"mode": "dense"},
     "int8": {"mode": "int8"},
@@ -51,15 +53,26 @@ MODES: dict[str, dict[str, Any]] = {
     "sparse_int8 0.95": {"mode": "sparse_int8", "sparsity": 0.95},
     "local 4 int3": {"mode": "local", "local_steps": 4, "average": "int3"},
     "local 8": {"mode": "local", "local_steps": 8},
+    "local 15": {"mode": "local", "local_steps": 15},
+    "local 15, momentum 0.5": {"mode": "local", "local_steps": 15, "outer_momentum": 0.5},
+    "local 30": {"mode": "local", "local_steps": 30},
+    "local 15 top_k": TOP_K | {"error_feedback_decay": 0.9},
+    "local 15 top_k, decay 0.7": TOP_K | {"error_feedback_decay": 0.7},
+    "local 15 top_k, no decay": TOP_K,
+    "local 30 top_k": TOP_K | {"local_steps": 30, "top_k": 832, "error_feedback_decay": 0.9},
+    "local 15 top_k, overlapped": TOP_K | {"error_feedback_decay": 0.9, "overlap_average": True},
 }
 RANKS = {"full": 4, "lora": 2}
 RATES = {"full": 1e-3, "lora": 6e-3}
 """Learning rate with the best CLIP-T for dense with seed 9, of three."""
 BATCH = 4
+"""Images of a rank in a step."""
 PROMPTS = ["a zorp umbrella", "a zorp teapot", "a zorp guitar"]
 IMAGES = 24
 """Images per prompt; one in a short training, which only checks that everything runs."""
-LIMIT_S = 900
+LIMIT_S = 3600
+JOB = ("job", "ranks", "batch_per_rank", "steps", "rate")
+"""Fields in which the rows of a table are alike."""
 
 
 def train(cell: dict[str, Any], row_file: Path) -> None:
@@ -81,7 +94,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
             drawn = sample_on_all_ranks(trainer, pl_module, make_pairs(PROMPTS, seeds), judge)
             scores.update({name: values.tolist() for name, values in drawn.scores.items()})
 
-    seed, steps, world = int(cell["seed"]), int(cell["steps"]), RANKS[cell["job"]]
+    seed, steps, world = int(cell["seed"]), int(cell["steps"]), int(cell["ranks"])
     seed_everything(seed, verbose=False)
     shared: dict[str, Any] = {
         "learning_rate": cell["rate"], "lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": steps,
@@ -94,8 +107,9 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
         else LoRA("embedded:sd", rank=16, lora_targets=TARGETS, **shared)
     )
     data = ImageCaptionData(
-        "embedded:brand", class_data_dir="embedded:prior", prior_ratio=0.5, resolution=64, train_batch_size=BATCH,
-        trigger_word="zorp", cache_dir=cell["cache"], num_workers=0, seed=seed, validation_split=0.1,
+        "embedded:brand", class_data_dir="embedded:prior", prior_ratio=0.5, resolution=64,
+        train_batch_size=int(cell["batch_per_rank"]), trigger_word="zorp", cache_dir=cell["cache"], num_workers=0,
+        seed=seed, validation_split=0.1,
     )  # fmt: skip
     score = Score()
     with tempfile.TemporaryDirectory() as folder:
@@ -108,9 +122,9 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
         trainer.fit(module, data)
     dense = 8 * (world - 1) / world * sum(p.numel() for p in module.trainable_parameters()) * steps
     if trainer.global_rank == 0:
-        row = {"benchmark": "picture_quality", **cell, "ranks": world}
+        row = {"benchmark": "picture_quality", **cell}
         del row["cache"]
-        row |= {"batch_per_rank": BATCH, "device": "cpu", "torch": torch.__version__}
+        row |= {"device": "cpu", "torch": torch.__version__}
         row |= {name: round(statistics.mean(values), 4) for name, values in scores.items()}
         row |= {"clip_t_se": round(statistics.stdev(scores["clip_t"]) / len(scores["clip_t"]) ** 0.5, 4)}
         row |= {"val_loss": round(float(trainer.callback_metrics["val_loss"]), 5)}
@@ -122,7 +136,7 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     """Train on all ranks, forked so that they share the imports. Raises: SystemExit with the logs if a rank failed."""
-    world, port = RANKS[cell["job"]], free_port()
+    world, port = int(cell["ranks"]), free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"rank{rank}.log") for rank in range(world)]
         ranks = [fork_rank(cell, rank, world, port, logs[rank], Path(folder, "row.json")) for rank in range(world)]
@@ -156,32 +170,35 @@ def fork_rank(cell: dict[str, Any], rank: int, world: int, port: int, log: Path,
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """One table per job: means over the seeds, with their range."""
+    """One table per job, ranks, batch and steps: means over the seeds, with their range."""
     lines = []
-    for job in RANKS:
-        of_job = [row for row in rows if row["job"] == job and row["seed"] != 9]
+    rows = [row for row in rows if row["seed"] != 9]
+    for key in dict.fromkeys(tuple(row[name] for name in JOB) for row in rows):
+        of_job = [row for row in rows if tuple(row[name] for name in JOB) == key]
+        job, ranks, batch, steps, rate = key
         lines += [
-            f"**{job}, {RANKS[job]} ranks**",
+            f"**{job}, {ranks} ranks of {batch} images, {steps} steps at {rate:g}**",
             "",
-            "| mode | bytes / dense | CLIP-T | CLIP-I | held-out loss / dense |",
+            "| mode | seeds | bytes / dense | CLIP-T | CLIP-I | held-out loss / dense |",
         ]
-        lines += ["|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|"]
         dense = {row["seed"]: row["val_loss"] for row in of_job if row["mode"] == "dense"}
         for mode in MODES:
             found = [row for row in of_job if row["mode"] == mode]
             if not found:
                 continue
             ratios = [row["val_loss"] / dense[row["seed"]] for row in found if row["seed"] in dense]
-            cells = [mode, f"{statistics.mean(row['sent_ratio'] for row in found):.3f}"]
-            cells += [spread([row[name] for row in found]) for name in ("clip_t", "clip_i")] + [spread(ratios)]
+            cells = [mode, str(len(found)), f"{statistics.mean(row['sent_ratio'] for row in found):.4f}"]
+            cells += [spread([row[name] for row in found if name in row]) for name in ("clip_t", "clip_i")]
+            cells += [spread(ratios)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def spread(values: list[float]) -> str:
-    """Mean and range, such as `0.612 (0.601 to 0.623)`."""
-    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    """Mean and range, such as `0.612 (0.601 to 0.623)`; empty for no values."""
+    return "" if not values else f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> int:
@@ -191,6 +208,8 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", type=float, help="try these for dense, with seed 9")
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--ranks", type=int, help="ranks of every job; each job's own where left out")
+    parser.add_argument("--batch", type=int, default=BATCH, help="images of a rank in a step")
     parser.add_argument("--output", type=Path, default=ROWS)
     parser.add_argument("--table", action="store_true", help="print the existing rows as Markdown")
     options = parser.parse_args()
@@ -198,7 +217,15 @@ def main() -> int:
         print(markdown(read_rows(options.output)))
         return 0
     wanted = [
-        {"job": job, "mode": mode, "rate": rate, "seed": seed, "steps": options.steps}
+        {
+            "job": job,
+            "mode": mode,
+            "rate": rate,
+            "seed": seed,
+            "steps": options.steps,
+            "ranks": options.ranks or RANKS[job],
+            "batch_per_rank": options.batch,
+        }
         for seed in ([9] if options.rates else options.seeds)
         for job in options.jobs
         for mode in (["dense"] if options.rates else options.modes)

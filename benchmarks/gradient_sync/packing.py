@@ -23,11 +23,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.rows import keep_row
+from lightning_aigc.gradient_sync.modes.top_k import TopKQuantizer
 from lightning_aigc_kernels.dispatch import cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import packed_bytes, reference
 
 BUFFERS = 4
 BITS = (3, 4, 8)
+KEPT = (64, 416)
+"""Values of each 4,096 that an average in top_k sends."""
 
 
 class Buffers:
@@ -106,14 +109,36 @@ def main() -> None:
             for key, call in calls.items():
                 times[key].append(seconds_of(call))
         for (name, op), taken in times.items():
-            rates = [4e-9 * options.values / seconds for seconds in taken[1:]]
-            row = {
-                "benchmark": "packing", "op": op, "bits": bits, "backend": name,
-                "values": options.values, "threads": 1, "torch": torch.__version__, "machine": platform.machine(),
-                "gb_s": round(statistics.median(rates), 2),
-                "gb_s_spread": [round(min(rates), 2), round(max(rates), 2)],
-            }  # fmt: skip
-            keep_row(row, options.output)
+            keep_speed({"op": op, "bits": bits, "backend": name}, taken[1:], options)
+    for kept in KEPT:
+        time_top_k(kept, options)
+
+
+def time_top_k(kept: int, options: argparse.Namespace) -> None:
+    """The same for averages in top_k."""
+    quantizer, chunks = TopKQuantizer(kept), options.values // TopKQuantizer.multiple * TopKQuantizer.multiple
+    values = [torch.randn(1, chunks, generator=torch.Generator().manual_seed(i)) for i in range(BUFFERS)]
+    packed = torch.empty(1, quantizer.wire_bytes(chunks), dtype=torch.uint8)
+    times: dict[str, list[float]] = {"encode": [], "decode": [], "add": []}
+    for i in range(options.repeats + 1):
+        value = values[i % BUFFERS]
+        times["encode"].append(seconds_of(lambda v=value: quantizer.encode_(v, packed)))  # type: ignore[misc]
+        times["add"].append(seconds_of(lambda v=value: quantizer.add_rows_(packed, v[0])))  # type: ignore[misc]
+        times["decode"].append(seconds_of(lambda v=value: quantizer.decode(packed, v)))  # type: ignore[misc]
+        value.copy_(torch.randn_like(value))
+    for op, taken in times.items():
+        keep_speed({"op": op, "bits": f"top_k {kept}", "backend": "torch"}, taken[1:], options)
+
+
+def keep_speed(about: dict[str, Any], seconds: list[float], options: argparse.Namespace) -> None:
+    rates = [4e-9 * options.values / taken for taken in seconds]
+    row = {
+        "benchmark": "packing", **about,
+        "values": options.values, "threads": 1, "torch": torch.__version__, "machine": platform.machine(),
+        "gb_s": round(statistics.median(rates), 2),
+        "gb_s_spread": [round(min(rates), 2), round(max(rates), 2)],
+    }  # fmt: skip
+    keep_row(row, options.output)
 
 
 if __name__ == "__main__":

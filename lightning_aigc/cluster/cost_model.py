@@ -35,6 +35,10 @@ TWO_FOUR_DENSITY = 2 / 4
 SPARSE_PACKING = 2.1
 """CPU time of a block-sparse mode over that of few-bit integers: it also gathers, scatters and selects blocks
 (`packing_ms` in plan_error.jsonl)."""
+AVERAGE_HOPS = 2
+"""Steps that an overlapped average of mode local has to arrive."""
+TOP_K_PACKING = 5.0
+"""CPU time of an average in top_k over that of few-bit integers: 3 at 64 of 4,096 values, 7 at 416 (packing.jsonl)."""
 TERNARY_BYTES = (52 + 2) / 256
 """A block of 256 values of three levels, five a byte, and its scale."""
 
@@ -88,7 +92,7 @@ def bytes_per_element(mode: str, job: Job) -> float:
         "sparse": density * BF16_BYTES + energy,
         "ternary": TERNARY_BYTES,
         "two_four": TWO_FOUR_DENSITY * (8 + scale) / 8,
-        "local": ((job.average_bits + scale) / 8 if job.average_bits else FP32_BYTES) / job.local_steps,
+        "local": job.average_bytes / job.local_steps,
     }[mode]
 
 
@@ -141,9 +145,13 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         if job.device == "cpu" and MODES[mode].is_block_sparse:
             compression *= SPARSE_PACKING
         compression += buckets * LAUNCHES[mode] * LAUNCH_S[job.device]
+    if mode == "local" and shape.ranks > 1:
+        compression = job.packing * FP32_BYTES * job.trainable / COMPRESSION_BPS[job.device] / job.local_steps
     busy = wire + compression
     if mode == "local":
-        exposed = busy  # parameters travel between steps, when nothing runs that could hide it
+        # Between steps nothing runs that could hide it; overlapped, its collectives have a step each to arrive.
+        hidden = AVERAGE_HOPS * job.compute_s / job.local_steps if job.overlap_average else 0.0
+        exposed = max(0.0, wire - hidden) + compression
     else:
         # A CPU's cores compress, and sum inside their node, instead of computing: only the wire between nodes can hide
         # behind backward.

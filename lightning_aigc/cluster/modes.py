@@ -14,9 +14,22 @@ Mode = Literal[
     "sparse", "sparse_int8", "sparse_int4", "two_four", "local",
 ]  # fmt: skip
 DEFAULT_MODE: Mode = "int3"
-Average = Literal["float32", "int8", "int4", "int3"]
+Average = Literal["float32", "int8", "int4", "int3", "top_k"]
 """Format of the averages of mode local on the wire."""
-AVERAGE_BITS: dict[Average, int | None] = {"float32": None, "int8": 8, "int4": 4, "int3": 3}
+AVERAGE_BITS: dict[Average, int | None] = {"float32": None, "int8": 8, "int4": 4, "int3": 3, "top_k": None}
+"""Bits of a value of an average, where all values are sent as integers."""
+TOP_K_CHUNK = 4096
+"""Values of which an average in top_k sends the largest; a position among them has 12 bits."""
+TOP_K_LEVEL_BYTES = 4
+"""Bytes of the two sizes that the sent values of a chunk have, each in bfloat16."""
+
+
+def average_bytes(average: Average, top_k: int) -> float:
+    """Return the bytes of a value in an average, with its share of scales and positions."""
+    if average == "top_k":
+        return (TOP_K_LEVEL_BYTES + top_k * (12 + 2) / 8) / TOP_K_CHUNK
+    bits = AVERAGE_BITS[average]
+    return 4 if bits is None else (bits + 16 / 32) / 8  # a bfloat16 for 32 values
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,12 @@ class Job:
     frozen_bytes: float = BF16_BYTES
     sparsity: float = 0.75
     local_steps: int = 8
-    average_bits: int | None = None
-    """local: bits of a value in an average; None is float32."""
+    average_bytes: float = FP32_BYTES
+    """local: bytes of a value in an average, with its share of scales and positions."""
+    packing: float = 0.0
+    """local: time to compress an average over that of few-bit integers; 0 for float32."""
+    overlap_average: bool = False
+    """local: whether an average travels while the ranks step on."""
     bucket_bytes: float = 25 * 2**20
     overlap_share: float = OVERLAP_SHARE
     """0 if the transport takes its time from backward, like gloo on cores that are all busy."""

@@ -46,6 +46,10 @@ class Sync(ABC):
     def average_parameters(self) -> None:  # noqa: B027
         """Average the parameters now if they differ between ranks: after training, and before a checkpoint."""
 
+    def take_notes(self) -> list[str]:
+        """Return sentences for the user that came up since the last call."""
+        return []
+
     def set_early_selection(self, enabled: bool) -> None:  # noqa: B027
         """Set whether a sparse mode may select blocks by the sum of the micro-batches so far."""
 

@@ -263,6 +263,8 @@ class GradientCompressor:
 
     def report(self) -> str:
         """Return a few lines on the last step: bytes by kind, and time."""
+        if self._sync is not None:
+            self._notes += self._sync.take_notes()
         lines = [f"gradient sync: {self._why}", *self._notes]
         if self._sync is not None:
             lines.append(describe(self._sync.report, self._sync.step, self._sync.skipped_steps))

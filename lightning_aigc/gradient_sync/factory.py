@@ -22,6 +22,7 @@ from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
 from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 from lightning_aigc.gradient_sync.units import FlatUnit
+from lightning_aigc.gradient_sync.watch.dense_comparison import DenseComparison, best_of
 
 
 def make_sync(
@@ -59,7 +60,9 @@ def make_sync(
     if mode == "dense":
         return Dense(groups), mode, why
     if mode == "local":
-        return LocalSGD(trained, options, groups), mode, why
+        local = LocalSGD(trained, options, groups)
+        local.comparison = DenseComparison(measure_dense(groups, trained))
+        return local, mode, why
     if options.overlap and trained[0][1].device.type == "cpu":
         groups.add_lanes(collectives_of_a_unit(mode, groups, find_unused=find_unused))
     return GradientSync(trained, options, groups, find_unused=find_unused, loss_scale=loss_scale), mode, why
@@ -121,6 +124,15 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
     means = torch.tensor(list(seconds.values()), dtype=torch.float32, device=device)
     group.all_reduce(means).wait()
     return ModeTimings(values, dict(zip(seconds, (means / group.size).cpu().tolist(), strict=True)))
+
+
+def measure_dense(groups: ProcessGroups, parameters: Sequence[tuple[str, nn.Parameter]]) -> float:
+    """Return the seconds of a dense sync of these parameters, from a part of it. Collective."""
+    device, numel = parameters[0][1].device, sum(p.numel() for _, p in parameters)
+    group = CountedGroup(groups.everyone.group, Traffic())
+    zeros = torch.zeros(min(numel, TRIAL_VALUES), device=device)
+    seconds = best_of(lambda: group.all_reduce(zeros).wait(), lambda: synchronize(device))
+    return seconds * numel / zeros.numel()
 
 
 def choose_mode(measured: ModeTimings, numel: int, ranks: int) -> tuple[Mode, str]:

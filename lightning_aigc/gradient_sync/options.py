@@ -10,7 +10,15 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_aigc.cluster.modes import AVERAGE_BITS, DEFAULT_MODE, SPARSE_MODES, Average, Mode
+from lightning_aigc.cluster.modes import (
+    AVERAGE_BITS,
+    DEFAULT_MODE,
+    SPARSE_MODES,
+    TOP_K_CHUNK,
+    Average,
+    Mode,
+    average_bytes,
+)
 from lightning_aigc.errors import ConfigError
 from lightning_aigc_kernels.protection import GradientProtection
 
@@ -19,6 +27,8 @@ READ_BY_MODES: dict[str, tuple[str, ...]] = {
     "layer_wise_adaptive": SPARSE_MODES,
     "local_steps": ("local",),
     "average": ("local",),
+    "top_k": ("local",),
+    "error_feedback_decay": ("local",),
     "overlap_average": ("local",),
     "outer_learning_rate": ("local",),
     "outer_momentum": ("local",),
@@ -51,7 +61,10 @@ class SyncOptions:
         bucket_mb: MB of float32 gradient that are reduced together; DDP's buckets are as large.
         overlap: Whether gradients travel while backward runs.
         local_steps: local: optimizer steps between two averages of the parameters.
-        average: local: format of the averages on the wire: float32, int8, int4 or int3, with error feedback.
+        average: local: format of the averages on the wire: float32, or with error feedback int8, int4, int3, or top_k,
+            the largest values alone, with two bits each.
+        top_k: local: values of each 4,096 that an average in top_k sends, a multiple of 8; 64 is SparseLoCo's.
+        error_feedback_decay: local: factor of what an average left unsent, when it is added to the next; 1 keeps all.
         overlap_average: local: continue stepping while an average travels, and apply it two steps later; hides a slow
             link. At 4 steps of int3 a small denoiser's loss is 6 % above dense's, and 4 % without.
         outer_learning_rate: local: step from the old average towards the new one; 1 is the full step.
@@ -76,16 +89,22 @@ class SyncOptions:
     overlap: bool = True
     local_steps: int = 8
     average: Average = "float32"
+    top_k: int = 64
+    error_feedback_decay: float = 1.0
     overlap_average: bool = False
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
     checksum_every_n_steps: int = 100
 
     @property
+    def average_bytes(self) -> float:
+        """Bytes of a value in an average of mode local, with its share of scales and positions."""
+        return average_bytes(self.average, self.top_k)
+
+    @property
     def exchanges_rows(self) -> bool:
         """Whether ranks exchange quantized rows, and not sums alone."""
-        quantized_averages = AVERAGE_BITS[self.average] is not None
-        return quantized_averages if self.mode == "local" else self.mode not in ("dense", "bf16")
+        return self.average != "float32" if self.mode == "local" else self.mode not in ("dense", "bf16")
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -110,6 +129,10 @@ class SyncOptions:
         for name in ("bucket_mb", "local_steps", "outer_learning_rate"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.top_k % 8 or not 8 <= self.top_k <= TOP_K_CHUNK:
+            raise ConfigError(f"top_k must be a multiple of 8 from 8 to {TOP_K_CHUNK}, got {self.top_k}")
+        if not 0 <= self.error_feedback_decay <= 1:
+            raise ConfigError(f"error_feedback_decay must be in [0, 1], got {self.error_feedback_decay}")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
         self.protection()
@@ -190,7 +213,23 @@ def unused_options(options: SyncOptions, written: Mapping[str, str] = {}) -> lis
                 f"{option} changes nothing in mode {options.mode}: write mode={' or mode='.join(map(repr, modes))} to "
                 "have it, or leave it out"
             )
+    if options.mode == "local":
+        sentences += _unused_by_average(options)
     return sentences
+
+
+def _unused_by_average(options: SyncOptions) -> list[str]:
+    """Return a sentence for each option that the format of the averages does not read."""
+    reads = {
+        "top_k": ("top_k",),
+        "error_feedback_decay": tuple(name for name in AVERAGE_BITS if name != "float32"),
+    }
+    return [
+        f"{name}={getattr(options, name)!r} changes nothing with average={options.average!r}: write "
+        f"average={' or average='.join(map(repr, formats))} to have it, or leave it out"
+        for name, formats in reads.items()
+        if options.average not in formats and getattr(options, name) != FIELDS[name].default
+    ]
 
 
 def check_protect(options: SyncOptions, names: Sequence[str]) -> None:

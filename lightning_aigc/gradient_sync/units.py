@@ -99,9 +99,16 @@ def make_units(
     return units
 
 
-def one_unit(parameters: Sequence[tuple[str, torch.Tensor]], ranks: int) -> FlatUnit:
-    """Return one unit of all these parameters in their order, of any kind, with a length for few-bit integers."""
-    return FlatUnit(0, "values", *_lay_out(parameters, BLOCK, ALIGNMENT * ranks))
+def one_unit(
+    parameters: Sequence[tuple[str, torch.Tensor]], ranks: int, alignment: int = BLOCK, shard: int = ALIGNMENT
+) -> FlatUnit:
+    """Return one unit of all these parameters in their order, of any kind; the default length is for few-bit integers.
+
+    Args:
+        alignment: A parameter starts at a multiple of it.
+        shard: A rank's part of the unit is a multiple of it.
+    """
+    return FlatUnit(0, "values", *_lay_out(parameters, alignment, shard * ranks))
 
 
 def entry_of_each_block(unit: FlatUnit) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_aigc.cluster.modes import DEFAULT_MODE, Mode
 from lightning_aigc.gradient_sync.base import Sync
+from lightning_aigc.gradient_sync.elastic import MeetingPlace
 from lightning_aigc.gradient_sync.factory import make_sync
 from lightning_aigc.gradient_sync.options import (
     check_protect,
@@ -65,6 +66,10 @@ class NPUSparseStrategy(DeviceDDPStrategy):
             of the run; null is a third of timeout, 0 never.
         process_group_backend: hccl, nccl or gloo by the device when null.
         start_method: How Lightning starts the ranks.
+        rendezvous: mode local: HOST:PORT at which runs of one rank each meet for their averages, where
+            `python -m lightning_aigc.gradient_sync.elastic` runs. A run may start, end or die at any time; the others
+            continue.
+        min_ranks: With rendezvous, runs that an average waits for.
         arguments: The fields of `SyncOptions`, and further arguments of torch's DistributedDataParallel.
 
     Raises: ConfigError for a value outside what is accepted.
@@ -85,6 +90,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         stall_after_s: float | None = None,
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        rendezvous: str | None = None,
+        min_ranks: int = 1,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -94,6 +101,7 @@ class NPUSparseStrategy(DeviceDDPStrategy):
     ) -> None:
         self.options = take_options(mode, arguments)
         self.mode: Mode = mode
+        self._meets = None if rendezvous is None else MeetingPlace.of(rendezvous, min_ranks, self.options)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -150,6 +158,9 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         refuse_sparse_gradients(self.model)
         for sentence in unused_options(self.options):
             rank_zero_warn(f"npu_sparse: {sentence}")
+        if self._meets is not None:
+            self._join(self._meets)
+            return
         if self.world_size == 1:
             rank_zero_info("npu_sparse: one rank, nothing to send; gradients are left alone")
             return
@@ -171,6 +182,19 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         rank_zero_info(f"npu_sparse: {why}")
         for note in self._checkpoint.apply(self._sync, self.reduce_boolean_decision):
             rank_zero_info(f"npu_sparse: {note}")
+        self._note_progress()
+
+    def _join(self, place: MeetingPlace) -> None:
+        """Meet the other runs, and copy the weights of one if they are ahead."""
+        place.refuse_ranks(self.world_size)
+        self._watch()
+        self._note_progress(doing=f"waiting for other runs at {place.address}")
+        self._sync = sync = place.make_sync(self._parameters, self.options, self._timeout or default_pg_timeout)
+        for note in self._checkpoint.apply(sync, self.reduce_boolean_decision):
+            rank_zero_info(f"npu_sparse: {note}")
+        sync.join()
+        ranks = sync.groups.everyone.size
+        rank_zero_info(f"npu_sparse: mode local, {ranks} run(s) at {place.address} now, and more may come")
         self._note_progress()
 
     def describe_wait(self) -> Sequence[str]:
@@ -214,6 +238,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
         if self._sync is not None:
             self._sync.end_step()
             self._sync.after_optimizer_step()
+            for note in self._sync.take_notes():
+                rank_zero_info(f"npu_sparse: {note}")
             log_step(self.lightning_module, self._sync, self._optimizer_steps)
         every = self.options.checksum_every_n_steps
         if every and self._optimizer_steps % every == 0 and not self.ranks_differ:
@@ -281,7 +307,8 @@ class NPUSparseStrategy(DeviceDDPStrategy):
     # Checkpoints: each rank's state is in a file next to the checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._sync is not None and not self._is_without_averaging:
+        # With rendezvous each run saves when it likes: its own parameters, and the last average in the file next to it.
+        if self._sync is not None and not self._is_without_averaging and self._meets is None:
             self._sync.average_parameters()  # all ranks call this, and rank zero writes
         return super().lightning_module_state_dict()
 

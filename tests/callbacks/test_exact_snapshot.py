@@ -234,7 +234,7 @@ def ranks_work(rank: int, folder: str, strategy: str) -> list[Any]:
     def options() -> dict[str, Any]:
         given: dict[str, Any] = {"mode": strategy, "local_steps": 3}
         if strategy == "overlapped averages":
-            given |= {"mode": "local", "average": "int3", "overlap_average": True}
+            given |= {"mode": "local", "average": "top_k", "outer_momentum": 0.3, "overlap_average": True}
         own: Any = "ddp" if strategy == "ddp" else NPUSparseStrategy(process_group_backend="gloo", **given)
         return {"devices": 2, "strategy": own, "accumulate": 2, "module": Net(96)}
 

@@ -85,6 +85,19 @@ def test_the_strategy_of_a_config_is_what_is_planned(command: Command, tmp_path:
     assert plan["chosen_mode"] == "sparse"
 
 
+def test_the_averages_of_a_config_are_planned_with_their_bytes(command: Command, tmp_path: Path) -> None:
+    sent = {}
+    for average in ("float32", "int3", "top_k"):
+        options = {"mode": "local", "local_steps": 15, "average": average}
+        strategy = {"class_path": "NPUSparseStrategy", "init_args": options}
+        path = tmp_path / f"{average}.yaml"
+        path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+        plan = json.loads(command("plan", "-c", path, *FORTY_EIGHT, *GIVEN, "--json").out)
+        dense, local = (next(row for row in plan["modes"] if row["mode"] == mode) for mode in ("dense", "local"))
+        sent[average] = local["between_bytes"] / dense["between_bytes"]
+    assert sent == pytest.approx({"float32": 1 / 15, "int3": 3.5 / 32 / 15, "top_k": 116 / 4096 / 4 / 15})
+
+
 def test_later_configs_win_key_by_key(tmp_path: Path) -> None:
     for name, config in {"a": {"trainer": {"x": 1, "y": 1}, "model": {}}, "b": {"trainer": {"y": 2}}}.items():
         (tmp_path / name).write_text(yaml.safe_dump(config))

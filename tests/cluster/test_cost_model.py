@@ -206,6 +206,17 @@ def test_averaging_every_few_steps_divides_its_traffic_and_hides_none() -> None:
     assert rare.exposed_s == rare.wire_s
 
 
+def test_an_average_that_travels_has_two_steps_to_arrive_and_its_packing_hides_behind_none() -> None:
+    some, shape = job(local_steps=16, average_bytes=0.05, packing=5.0, trainable=100e6, device="cpu"), Shape(2, 1)
+    slow = replace(LINKS, between_Bps=1e5)
+    waited, travelled = (predict("local", replace(some, overlap_average=on), shape, slow) for on in (False, True))
+    assert waited.exposed_s == pytest.approx(waited.wire_s + waited.compression_s)
+    assert waited.exposed_s - travelled.exposed_s == pytest.approx(2 * some.compute_s / 16)
+    assert waited.compression_s == pytest.approx(5 * 400e6 / 1.6e9 / 16)
+    fast = predict("local", replace(some, overlap_average=True), shape, replace(LINKS, between_Bps=1e12))
+    assert fast.exposed_s == pytest.approx(fast.compression_s)
+
+
 def test_compressing_on_a_cpu_can_cost_more_than_it_saves() -> None:
     dense, int8 = (predict(mode, job(trainable=50e6, device="cpu"), Shape(1, 2), LINKS) for mode in ("dense", "int8"))
     assert int8.step_s > dense.step_s

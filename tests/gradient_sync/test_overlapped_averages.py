@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fakes.processes.ranks import run_ranks
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.options import SyncOptions
 
+LATE_S = 0.6
 OVERLAPPED: dict[str, Any] = {"mode": "local", "local_steps": 4, "overlap_average": True}
 
 
@@ -32,8 +34,22 @@ def work(rank: int) -> dict[str, Any]:
     ended = run.flat()
     blocking = Training(mode="local", local_steps=4)
     blocking.steps(rank, range(8), make_round_gradients)
+    waits = {}
+    for overlap in (True, False):
+        late = Training(**OVERLAPPED | {"average": "top_k", "overlap_average": overlap})
+        if rank == 1:  # reaches its average later than rank 0
+            late.optimizer.register_step_pre_hook(lambda *_, run=late: time.sleep(LATE_S * is_due(run)))
+        late.steps(rank, range(4), make_round_gradients)
+        report = late.compressor.last_step
+        assert report is not None
+        waits[overlap] = report.exposed_ms / 1e3
+        assert report.sent_bytes["values"] > 0  # it has left
     sent = [r.compressor._sync.groups.traffic.sent["values"] for r in (run, blocking)]
-    return {"after": after, "ended": ended, "sent": sent}
+    return {"after": after, "ended": ended, "sent": sent, "waits": waits}
+
+
+def is_due(run: Training) -> bool:
+    return bool(run.compressor._sync.step == OVERLAPPED["local_steps"] - 1)  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +74,11 @@ def test_at_the_end_all_ranks_are_where_the_mean_gradient_leads(ranks: list[Any]
 def test_an_average_costs_the_same_bytes_as_one_that_is_waited_for(ranks: list[Any]) -> None:
     overlapped, blocking = ranks[0]["sent"]
     assert overlapped * 2 == blocking * 3  # two on their way and one at the end, against two
+
+
+def test_a_rank_steps_on_while_the_average_waits_for_a_late_one(ranks: list[Any]) -> None:
+    waits = ranks[0]["waits"]
+    assert waits[False] > LATE_S / 2 > waits[True]
 
 
 def test_fewer_local_steps_than_an_average_needs_are_refused() -> None:

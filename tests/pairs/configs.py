@@ -21,7 +21,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1e-1}},
 }
 STRATEGIES: dict[str, Any] = {
-    "npu_sparse_local": {"class_path": "NPUSparseStrategy", "init_args": {"mode": "local", "local_steps": 2}},
+    "npu_sparse_local": {
+        "class_path": "NPUSparseStrategy",
+        "init_args": {"mode": "local", "local_steps": 2, "average": "top_k", "top_k": 512, "outer_momentum": 0.2},
+    },
 }
 FULL_SHARE, U_NET_SHARE = 0.8, 0.89
 """Shares of a base's files in float32, for a budget: less than all, more than what is never packed."""

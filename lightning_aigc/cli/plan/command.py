@@ -21,7 +21,7 @@ from lightning_aigc.cli.plan.model import (
 from lightning_aigc.cli.plan.zero import STAGES, Sharing, zero_strategy
 from lightning_aigc.cli.quantities import as_time, bytes_a_second, count, seconds, with_scale
 from lightning_aigc.cluster import cost_model
-from lightning_aigc.cluster.modes import AUTO_MODES, AVERAGE_BITS, DEFAULT_MODE, MODES, worthwhile_mode
+from lightning_aigc.cluster.modes import AUTO_MODES, DEFAULT_MODE, MODES, worthwhile_mode
 from lightning_aigc.cluster.workload import (
     BF16_BYTES,
     CARD_SPREAD,
@@ -152,7 +152,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
         spread=args.spread,
         sparsity=options.sparsity if args.sparsity is None else args.sparsity,
         local_steps=options.local_steps,
-        average_bits=AVERAGE_BITS[options.average],
+        average_bytes=options.average_bytes,
+        packing={"float32": 0.0, "top_k": cost_model.TOP_K_PACKING}.get(options.average, 1.0),
+        overlap_average=options.overlap_average,
         bucket_bytes=(options.bucket_mb if args.bucket_mb is None else args.bucket_mb) * 1e6,
         device=args.device or DEVICES.get(str((config.get("trainer") or {}).get("accelerator")), "npu"),
     )

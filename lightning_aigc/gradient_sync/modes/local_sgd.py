@@ -15,11 +15,13 @@ from torch._C._distributed_c10d import GradBucket
 from lightning_aigc.cluster.modes import AVERAGE_BITS
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction, Uncompressed
+from lightning_aigc.gradient_sync.modes.top_k import TopK, TopKQuantizer
 from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.transport.collectives import KINDS, dense_ring_bytes
-from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, explain
-from lightning_aigc.gradient_sync.units import one_unit, view_of
+from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError, explain
+from lightning_aigc.gradient_sync.units import FlatUnit, one_unit, view_of
+from lightning_aigc.gradient_sync.watch.dense_comparison import DenseComparison
 from lightning_aigc.gradient_sync.watch.step_report import StepReport
 from lightning_aigc.host_state import to_cpu
 
@@ -45,7 +47,7 @@ class Flight:
         try:
             if self.waiting_for is not None:
                 self.waiting_for.wait()
-            self.waiting_for = next(self.hops)
+            self.waiting_for = next(self.hops).start()
         except StopIteration as end:
             self.total, self.hops = end.value, None
 
@@ -81,18 +83,26 @@ class LocalSGD(Sync):
         self._momentum = (
             {name: torch.zeros_like(a) for name, a in self._anchor.items()} if options.outer_momentum else {}
         )
-        bits = AVERAGE_BITS[options.average]
-        self._reduction: Reduction = Quantized(bits) if bits else Uncompressed()
-        self._unit = one_unit(self.parameters, groups.world_size)
-        device = self.parameters[0][1].device
-        has_residual = bits is not None and options.error_feedback
-        self.residuals = Residuals([self._unit] if has_residual else [], groups, device, error_feedback=has_residual)
+        self._decay = options.error_feedback_decay
+        self._make_unit(options, groups.everyone.size)
         self._is_overlapped = options.overlap_average
         self._flight: Flight | None = None
         self._checks: list[Tensor] = []
         self._numel = sum(p.numel() for _, p in self.parameters)
         self._steps_since_average = 0
         self._is_finite = True
+        self.comparison: DenseComparison | None = None
+        """Comparison with a dense sync, where that could be timed."""
+        self._notes: list[str] = []
+
+    def _make_unit(self, options: SyncOptions, ranks: int) -> None:
+        """Make the reduction of the averages of this many ranks, their flat vector, and its residuals."""
+        self._ranks, self._share = ranks, 1 / ranks
+        self._reduction, self._unit = _reduction_of(options, self.parameters, ranks)
+        device = self.parameters[0][1].device
+        has_residual = options.average != "float32" and options.error_feedback
+        units = [self._unit] if has_residual else []
+        self.residuals = Residuals(units, self.groups, device, error_feedback=has_residual)
 
     def end_step(self) -> StepReport | None:
         self.report = StepReport(dict.fromkeys(KINDS, 0.0), 0.0, 0.0, 0.0, self._is_finite)
@@ -178,20 +188,32 @@ class LocalSGD(Sync):
         start, before = time.perf_counter(), dict(self.groups.traffic.sent)
         try:
             yield
+        except SyncError:
+            raise
         except RuntimeError as error:
             raise explain(error, self.groups, self.step) from error
         sent = {kind: total - before[kind] for kind, total in self.groups.traffic.sent.items()}
-        ratio = sum(sent.values()) / dense_ring_bytes(self._numel, self.groups.world_size) / steps
+        dense = dense_ring_bytes(self._numel, self._ranks) * steps
+        ratio = sum(sent.values()) / dense if dense else 0.0
         self.report = StepReport(sent, ratio, 1e3 * (time.perf_counter() - start), 0.0, True)
+        if self.comparison is not None and self._flight is None:
+            self._notes += filter(None, [self.comparison.note_average(start, steps)])
+
+    def take_notes(self) -> list[str]:
+        notes, self._notes = self._notes, []
+        return notes
 
     def _residual_and_moved(self) -> Tensor:
         """Return this rank's share of the mean difference from the anchor, plus its residual, as one vector."""
         if self.residuals.units:
             e_N = self.residuals.next_of(self._unit).copy_(self.residuals.of(self._unit))
+            if self._decay != 1:
+                e_N.mul_(self._decay)
+            e_N[self._unit.entries[-1].stop :].zero_()  # a resumed run's padding has no residual
         else:
             e_N = torch.zeros(self._unit.numel, device=self.parameters[0][1].device)
         for entry, (name, parameter) in zip(self._unit.entries, self.parameters, strict=True):
-            view_of(e_N, entry).add_(self._anchor[name] - parameter, alpha=1 / self.groups.world_size)
+            view_of(e_N, entry).add_(self._anchor[name] - parameter, alpha=self._share)
         return e_N
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,3 +288,13 @@ class LocalSGD(Sync):
             self.groups.everyone.all_reduce(tensor, kind).wait()
         except RuntimeError as error:
             raise explain(error, self.groups, self.step) from error
+
+
+def _reduction_of(
+    options: SyncOptions, parameters: Sequence[tuple[str, nn.Parameter]], ranks: int
+) -> tuple[Reduction, FlatUnit]:
+    """Return the reduction of the averages, and all parameters as one unit of a length for it."""
+    if options.average == "top_k":  # parameters without gaps: of a chunk's padding some would be chosen
+        return TopK(options.top_k), one_unit(parameters, ranks, alignment=1, shard=TopKQuantizer.multiple)
+    bits = AVERAGE_BITS[options.average]
+    return Quantized(bits) if bits else Uncompressed(), one_unit(parameters, ranks)
