@@ -32,9 +32,9 @@ QUANTIZATION_BLOCK, SCALE_BITS = 32, 16
 ENERGY_BLOCK, ENERGY_BYTES = 256, 2
 """Values of a block of a sparse mode, and the bytes of its energy: a bfloat16."""
 TWO_FOUR_DENSITY = 2 / 4
-SPARSE_PACKING = 2.1
-"""CPU time of a block-sparse mode over that of few-bit integers: it also gathers, scatters and selects blocks
-(`packing_ms` in plan_error.jsonl)."""
+SPARSE_PACKING = 1.5
+"""Time of a block-sparse mode's compression on a CPU over that of few-bit integers: it also gathers, scatters and
+selects blocks (plan_error.jsonl)."""
 AVERAGE_HOPS = 2
 """Steps that an overlapped average of mode local has to arrive."""
 TOP_K_PACKING = 5.0
@@ -157,11 +157,24 @@ def predict(mode: str, job: Job, shape: Shape, links: Links) -> Cost:
         # behind backward.
         unhidden = compression + inside if job.device == "cpu" else 0.0
         busy -= unhidden
-        # All but the last bucket can travel during backward, and only what is left of it after the first one.
-        until_last = 1 - 1 / buckets
-        exposed = busy - min(until_last * busy, min(job.overlap_share, until_last) * job.backward_s) + unhidden
+        started, of_backward = _share_that_hides(mode, job, shape)
+        exposed = busy - min(started * busy, min(job.overlap_share, of_backward) * job.backward_s) + unhidden
     step = job.compute_s * (1 + job.spread * slowest_of(shape.ranks)) + exposed
     return Cost(mode, local, between, wire, compression, exposed, step, job.compute_s / step)
+
+
+def _share_that_hides(mode: str, job: Job, shape: Shape) -> tuple[float, float]:
+    """Return the fraction of the traffic that starts during backward, and the fraction of backward still to run then.
+
+    All buckets but the last start during backward. Where ranks of a node sum up first and share its cores, their sync
+    gets a core late: a bucket's exchange between nodes starts one bucket later, and the sums return another one later
+    (plan_error.jsonl).
+    """
+    full = max(1.0, FP32_BYTES * job.trainable / job.bucket_bytes)
+    if job.device != "cpu" or MODES[mode].is_exact or not nodes_first(mode, shape):
+        until_last = 1 - 1 / math.ceil(full)
+        return until_last, until_last
+    return sum(max(0.0, full - late) for late in (2, 3)) / (2 * full), 1 - 1 / full
 
 
 @dataclass(frozen=True)
