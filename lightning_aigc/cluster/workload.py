@@ -14,8 +14,8 @@ FP32_BYTES, BF16_BYTES = 4, 2
 OVERLAP_SHARE = 0.9
 """Share of backward during which buckets can travel, after the first one is full."""
 COMPRESSION_BPS = {"cpu": 0.72e9, "cuda": 160e9, "npu": 160e9}
-"""Bytes of float32 gradient that are packed and unpacked per second. The CPU's is that of one thread beside Gloo and
-backward, with what it takes from them, fitted by benchmarks/gradient_sync/plan_error.py; the cards' is derived: ten
+"""Bytes of float32 gradient that are packed and unpacked per second. The CPU's is that of one thread that also
+runs Gloo and backward, which it slows, fitted by benchmarks/gradient_sync/plan_error.py; the cards' is derived: ten
 passes at 1.6 TB/s."""
 
 PAYLOAD_SHARE = {"cpu": 1448 / 1538, "cuda": 1.0, "npu": 1.0}
