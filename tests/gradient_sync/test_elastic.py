@@ -48,7 +48,7 @@ class Averages(Callback):
         self.steps.append(trainer.global_step)
         if not self.seen or self.seen[-1][0] != sync._averages:
             self.seen.append((sync._averages, sync.groups.everyone.size, module.flat()))
-            self.progress.write_text(str(sync._averages))
+            self.progress.write_text(str(sync._averages), encoding="utf-8")
         time.sleep(0.02)
 
 
@@ -62,7 +62,7 @@ def alone(environment: dict[str, str]) -> str:
 
 def wait_for(path: Path, averages: int) -> None:
     deadline = time.monotonic() + 60
-    while not path.exists() or int(path.read_text() or 0) < averages:
+    while not path.exists() or int(path.read_text(encoding="utf-8") or 0) < averages:
         assert time.monotonic() < deadline, path
         time.sleep(0.05)
 
@@ -77,7 +77,7 @@ def one_run(rank: int, folder: str) -> Any:
         all_gather = groups.ElasticGroup.all_gather  # the only collective of two, and the second of three
 
         def dies(self: Any, *arguments: Any) -> Any:
-            if progress.exists() and int(progress.read_text()) == DIES_AT - 1:
+            if progress.exists() and int(progress.read_text(encoding="utf-8")) == DIES_AT - 1:
                 time.sleep(0.3)  # the others have started theirs, and wait
                 os.kill(os.getpid(), signal.SIGKILL)
             return all_gather(self, *arguments)
