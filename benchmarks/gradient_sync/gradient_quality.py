@@ -26,8 +26,9 @@ from torch.func import grad, vmap
 from benchmarks.common.rows import keep_row
 from benchmarks.common.toy_denoiser import Denoiser, Latents, evaluate, loss_of, pretrain
 from benchmarks.common.virtual_ranks import RANKS, VirtualGroups, VirtualSync, run_together
+from lightning_aigc.cluster.modes import AVERAGE_HOPS
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
-from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
+from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport.collectives import dense_ring_bytes
 
 BATCH, STEPS = 16, 400

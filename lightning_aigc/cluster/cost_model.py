@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_aigc.cluster.modes import EXACT_MODES, FLAT_MODES, MODES
+from lightning_aigc.cluster.modes import AVERAGE_HOPS, EXACT_MODES, FLAT_MODES, MODES
 from lightning_aigc.cluster.workload import (
     BF16_BYTES,
     COMPRESSION_BPS,
@@ -35,8 +35,6 @@ TWO_FOUR_DENSITY = 2 / 4
 SPARSE_PACKING = 1.5
 """Time of a block-sparse mode's compression on a CPU over that of few-bit integers: it also gathers, scatters and
 selects blocks (plan_error.jsonl)."""
-AVERAGE_HOPS = 2
-"""Steps that an overlapped average of mode local has to arrive."""
 TOP_K_PACKING = 5.0
 """CPU time of an average in top_k over that of few-bit integers: 3 at 64 of 4,096 values, 7 at 416 (packing.jsonl)."""
 TERNARY_BYTES = (52 + 2) / 256

@@ -32,6 +32,10 @@ def average_bytes(average: Average, top_k: int) -> float:
     return 4 if bits is None else (bits + 16 / 32) / 8  # a bfloat16 for 32 values
 
 
+AVERAGE_HOPS = 2
+"""local: most collectives of an average, its shards and their sums; overlapped, one per step."""
+
+
 @dataclass(frozen=True)
 class ModeTraits:
     """Properties of a mode."""

@@ -16,13 +16,13 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.dense import Dense
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
-from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction
+from lightning_aigc.gradient_sync.modes.reductions import BFloat16, Quantized, Reduction, run_alone
 from lightning_aigc.gradient_sync.options import SyncOptions, refuse_complex
 from lightning_aigc.gradient_sync.sync import GradientSync
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic, dense_ring_bytes, synchronize
 from lightning_aigc.gradient_sync.transport.process_groups import DEFAULT_TIMEOUT, ProcessGroups
 from lightning_aigc.gradient_sync.units import FlatUnit
-from lightning_aigc.gradient_sync.watch.dense_comparison import DenseComparison, best_of
+from lightning_aigc.gradient_sync.watch.dense_comparison import TRIES, DenseComparison
 
 
 def make_sync(
@@ -99,13 +99,7 @@ def measure_modes(groups: ProcessGroups, device: torch.device) -> ModeTimings:
 
     def add_up(reduction: Reduction) -> None:
         flat = gradients / group.size
-        work = reduction.reduce(unit, flat, group)
-        while True:
-            try:
-                next(work).wait()
-            except StopIteration as end:
-                gradients.copy_(end.value[0])
-                return
+        gradients.copy_(run_alone(reduction.reduce(unit, flat, group))[0])
 
     zeros = torch.zeros_like(gradients)
     reductions: dict[Mode, Reduction] = {
@@ -131,7 +125,7 @@ def measure_dense(groups: ProcessGroups, parameters: Sequence[tuple[str, nn.Para
     device, numel = parameters[0][1].device, sum(p.numel() for _, p in parameters)
     group = CountedGroup(groups.everyone.group, Traffic())
     zeros = torch.zeros(min(numel, TRIAL_VALUES), device=device)
-    seconds = best_of(lambda: group.all_reduce(zeros).wait(), lambda: synchronize(device))
+    seconds = min(_timed(lambda: group.all_reduce(zeros).wait(), device) for _ in range(TRIES))
     return seconds * numel / zeros.numel()
 
 

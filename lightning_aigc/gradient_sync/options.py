@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_aigc.cluster.modes import (
     AVERAGE_BITS,
+    AVERAGE_HOPS,
     DEFAULT_MODE,
     SPARSE_MODES,
     TOP_K_CHUNK,
@@ -35,8 +36,6 @@ READ_BY_MODES: dict[str, tuple[str, ...]] = {
 }
 """Modes that read an option; all modes read the others."""
 DEFAULT_PROTECT = ("vae.decoder*", "*mid_block.attentions*")
-AVERAGE_HOPS = 2
-"""local: most collectives of an average, its shards and their sums; overlapped, one per step."""
 LORA = ".lora_"
 """Part of the parameter names of a LoRA in peft and diffusers."""
 

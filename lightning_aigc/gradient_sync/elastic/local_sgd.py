@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_aigc.gradient_sync.elastic.groups import ElasticGroups
 from lightning_aigc.gradient_sync.elastic.quorum import Meeting
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
+from lightning_aigc.gradient_sync.modes.reductions import run_alone
 from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.transport.process_groups import explain
 from lightning_aigc.gradient_sync.watch.replica_check import PRIME, bits_of
@@ -107,12 +108,7 @@ class ElasticLocalSGD(LocalSGD):
             return None
         self._share = 1 / len(contributors) if meeting.place in contributors else 0.0
         reducing = self._reduction.reduce(self._unit, self._residual_and_moved(), self.groups.everyone)
-        while True:
-            try:
-                next(reducing).wait()
-            except StopIteration as end:
-                total_N: Tensor = end.value[0]
-                return total_N
+        return run_alone(reducing)[0]
 
     def _copies_leader(self, meeting: Meeting) -> bool:
         """Send the leader's anchor and outer momentum to members that are behind. Returns: whether this one was."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from lightning_aigc.cluster.modes import AVERAGE_BITS
+from lightning_aigc.cluster.modes import AVERAGE_BITS, AVERAGE_HOPS
 from lightning_aigc.gradient_sync.base import Sync
 from lightning_aigc.gradient_sync.modes.reductions import Quantized, Reduction, Uncompressed
 from lightning_aigc.gradient_sync.modes.top_k import TopK, TopKQuantizer
-from lightning_aigc.gradient_sync.options import AVERAGE_HOPS, SyncOptions
+from lightning_aigc.gradient_sync.options import SyncOptions
 from lightning_aigc.gradient_sync.residual import Residuals
 from lightning_aigc.gradient_sync.transport.collectives import KINDS, dense_ring_bytes
 from lightning_aigc.gradient_sync.transport.process_groups import ProcessGroups, SyncError, explain

@@ -123,6 +123,16 @@ class Quantized(Reduction):
         return result
 
 
+def run_alone(reducing: Reducing) -> tuple[Tensor, Tensor]:
+    """Run a reduction to its end, each collective after the other. Returns: what it returns."""
+    while True:
+        try:
+            next(reducing).wait()
+        except StopIteration as end:
+            result: tuple[Tensor, Tensor] = end.value
+            return result
+
+
 def in_bfloat16(e_N: Tensor, group: CountedGroup, kind: str = "values") -> Generator[Any, None, Tensor]:
     """Return the sum in bfloat16; the rounding error stays in e_N."""
     wire = e_N.bfloat16()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 CHEAP_SHARE = 0.1
 """Share of a step below which a dense sync costs nothing that is worth a loss; backward hides some of it, too."""
 TRIES = 3
+"""Dense syncs that are timed; the fastest counts."""
 
 
 class DenseComparison:
@@ -37,15 +37,3 @@ def compare(dense_s: float, step_s: float, average_s: float) -> str:
         f"{1e3 * step_s:.1f} ms, and backward hides most of that; averages take {1e3 * average_s:.1f} ms a step. Dense "
         "loses nothing: use strategy='ddp', and mode local between machines with a slow link"
     )
-
-
-def best_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of a few runs."""
-    best = float("inf")
-    for _ in range(TRIES):
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
