@@ -20,17 +20,19 @@ from benchmarks.cuda.bars import (
     monitor_bars,
     script_bars,
     snapshot_bars,
+    streamed_bars,
     tests_bars,
     tests_of,
 )
 
 UNET = "precision.unet_step"
-GRAPHS = "precision.graph_step"
+GRAPHS, STREAMED = "precision.graph_step", "precision.streamed_step"
 BANDWIDTH = "kernels.bandwidth"
 MEMORY, HEALTH, SNAPSHOTS = "precision.step_memory", "health.cost", "checkpoint.snapshot_cost"
 LEVELS = ["--variants", "native", "balanced", "lean", "max", "checkpointing"]
 FEW = ["--rounds", "5", "--steps", "3"]
 COMPILED = ["--variants", "native", "compile"]
+SHALLOW = ["--blocks", "2", "--pixels", "64", "--text", "16", "--rounds", "1"]
 TINY = ["--width", "0.1", "--pixels", "64", "--rounds", "1"]
 COST = ["--size", "512", "--steps", "41", "--output", "{work}/rows.jsonl"]
 TO = ["--device", "{device}"]
@@ -106,11 +108,32 @@ def part_one() -> list[Section]:
             graph_bars,
         ),
         Section(
+            "graphs transformers", 1, 150,
+            [
+                script(GRAPHS, *TO, "--model", "sd35", "--rounds", "3", "--levels", "native", "lean", "max"),
+                script(GRAPHS, *TO, "--model", "z_image", "--rounds", "3", "--levels", "native", "lean"),
+                script(GRAPHS, *TO, "--model", "flux", "--rounds", "3", "--levels", "native", "lean"),
+                script(GRAPHS, *TO, "--model", "flux", "--rounds", "3", "--levels", "lean", "--base", "nf4"),
+            ],
+            [script(GRAPHS, *TO, *SHALLOW, "--model", "sd35", "--steps", "1", "--base", "int8")],
+            graph_bars,
+        ),
+        Section(
+            "streamed", 1, 120,
+            [
+                script(STREAMED, *TO, "--share", "0.5"),
+                script(STREAMED, *TO, "--share", "0.0", "--base", "int8"),
+                script(STREAMED, *TO, "--share", "0.0", "--base", "int8", "--pixels", "512"),
+            ],
+            [script(STREAMED, *TO, *SHALLOW, "--model", "z_image")],
+            streamed_bars,
+        ),
+        Section(
             "diffusers' script", 1, 240,
             [
                 script(
                     MEMORY, "{work}", *TO, "--batch", "4", "--timed_steps", "20", "--variants", "diffusers",
-                    "lean", "lean-uncached", "max", "max-uncached", "off", "diffusers-float32", "off-uncached",
+                    "off-graph", "lean-graph", "max-graph", "off", "lean", "max", "lean-uncached", "max-uncached",
                 ),
             ],
             [],  # Stable Diffusion 1.5 at its real size takes too long on a CPU

@@ -6,7 +6,8 @@
 A pipeline of SD 1.5's or SDXL's shapes with random weights (created in WORKDIR, 2.1 or 6.9 GB) takes two steps in each
 variant, each in a separate process; the second step is measured: forward, backward, clipping and AdamW, with everything
 resident. Ours is `Trainer.fit` with configs/sd_lora.yaml, `NAME-uncached` without its caches, and `NAME-int8`,
-`NAME-nf4` and `NAME-nf4-all` with a quantized base (`base_quantization`); diffusers runs in bf16, and
+`NAME-nf4` and `NAME-nf4-all` with a quantized base (`base_quantization`), `NAME-graph` by graphs, whose peak is that
+of an eager step, as the third is captured; diffusers runs in bf16, and
 `diffusers-float32` is its script's default precision. On CUDA the figure is the allocator's. On a CPU every storage
 that is alive when an operator returns is counted, except memory that an operator frees internally, and encoders that
 were moved to host memory. `--timed_steps` adds steps, timed from the end of one batch to the end of the next, with
@@ -48,6 +49,7 @@ VARIANTS = (
     *("diffusers", "off", "balanced", "lean", "max"),
     *("diffusers-float32", "off-uncached", "lean-uncached", "max-uncached"),
     *(f"{memory}-{kind}" for memory in ("off", "balanced", "lean", "max") for kind in ("int8", "nf4", "nf4-all")),
+    *("off-graph", "lean-graph", "max-graph"),
 )
 
 
@@ -193,15 +195,16 @@ def watched(variant: str, given: argparse.Namespace) -> dict[str, float]:
     steps_in_all = 2 + given.timed_steps
     memory: Any
     memory, _, kind = variant.removesuffix("-uncached").partition("-")
+    graph = kind == "graph"
     module = DiffusionLoRA(
         str(pipeline), rank=given.rank, max_train_steps=steps_in_all, checkpointing_steps=10**9,
-        base_quantization=kind or None,
+        base_quantization=None if graph else kind or None,
     )  # fmt: skip
     callback = SecondStep(given.device)
     trainer = Trainer(
         accelerator=given.device,
         devices=1,
-        plugins=[FusedBackwardPrecision("bf16-mixed", memory=memory)],
+        plugins=[FusedBackwardPrecision("bf16-mixed", memory=memory, graph=graph)],
         default_root_dir=given.workdir / "run",
         gradient_clip_val=1.0,
         callbacks=[callback],
