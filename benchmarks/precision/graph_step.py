@@ -6,7 +6,7 @@
 A denoiser with random weights in bf16 and a LoRA on its attention, of rank 64 in U-Nets and 16 in transformers. Eager
 and graphed steps alternate in each round; figures are medians after warm-up. `device_time_s` is the time of one
 captured graph of the whole step, which no Python can undercut. `--shapes 5` takes buckets of five shapes in turn.
-`reserved` is what the allocator holds after the steps, the graphs' pool included. `gradient_difference` is the relative
+`reserved` is what the allocator holds after eager steps alone, and after graphed steps with the graphs' pool. `gradient_difference` is the relative
 difference of all gradients of a graphed step and an eager one, `eager_difference` that of two eager ones, which some
 kernels do not repeat to the bit. On a CPU the eager steps alone are measured.
 """
@@ -89,6 +89,7 @@ def measure(unet: nn.Module, shapes: list[dict[str, Any]], level: str, options: 
             start = time.perf_counter()
             seconds_of(unet, shapes, device, (EAGER_CALLS + 1) * len(shapes))
             row["warm_up_and_capture_s"] = round(time.perf_counter() - start, 2)
+            row["graphed_reserved_mib"] = reserved_mib(device)
         eager: list[float] = []
         graphed: list[float] = []
         for _ in range(options.rounds):
@@ -99,7 +100,6 @@ def measure(unet: nn.Module, shapes: list[dict[str, Any]], level: str, options: 
         row["eager_step_s"] = round(statistics.median(eager), 5)
         if graphed:
             row["graphed_step_s"] = round(statistics.median(graphed), 5)
-            row["graphed_reserved_mib"] = reserved_mib(device)
             with without_graphs():
                 wanted, again = (gradients_of(unet, shapes[0]) for _ in range(2))
             row["gradient_difference"] = difference(gradients_of(unet, shapes[0]), wanted)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fakes.models import tiny_transformers as tiny
-from fakes.models.graphed_denoisers import Run, fresh, same, sd15, two_levels
+from fakes.models.graphed_denoisers import Run, fresh, sd15, two_levels
 from fakes.models.pipelines import make_pipeline
 from fakes.models.transformer_pipelines import make_sd3_pipeline
 from fakes.runs.seeded_fits import fit
@@ -32,6 +32,9 @@ CASES: list[tuple[Any, Any, str, str | None]] = [
     (tiny.sd3, "max", "bf16-true", "nf4"), (tiny.flux, "lean", "bf16-true", "int8"),
     (tiny.flux, "lean", "bf16-true", "fp8"),
 ]  # fmt: skip
+
+
+LIMITS = {"32-true": 1e-5, "bf16-mixed": 5e-3, "bf16-true": 1e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +62,8 @@ def test_a_graph_gives_eagers_outputs_and_gradients(make: Any, memory: Any, prec
         given = fresh(run.given)
         graphed, eager, again = run.step(given), run.eager_step(given), run.eager_step(given)
         assert run.graphed.replays == number + 1, "the capture was refused"
-        assert same(graphed, eager) if same(eager, again) else difference(graphed, eager) < 1e-2
+        figures = [difference(graphed, eager), difference(again, eager)]
+        assert figures[0] <= max(3 * figures[1], LIMITS[precision]), figures
         run.change_weights()
     run.plugin.teardown()
 
@@ -84,6 +88,32 @@ def test_five_shapes_in_turn_keep_their_numbers() -> None:
         found = [run.step(given) for given in shapes]
     assert run.graphed.replays == 10
     assert max(difference(one, run.eager_step(given)) for one, given in zip(found, shapes, strict=True)) < 1e-3
+
+
+class Reads(nn.SiLU):
+    """An activation that reads a number of the card."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / x.detach().abs().max().item())
+
+
+def test_a_refused_capture_leaves_the_card_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(two_levels, "off", device="cuda")
+    run.model.conv_act = Reads()
+    run.warm_up()
+    with caplog.at_level("INFO"):
+        run.step(run.given)
+    assert "runs eagerly: " in caplog.text and "not permitted when stream is capturing" in caplog.text
+    assert run.graphed.replays == 0
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    state = torch.cuda.get_rng_state()
+    drawn = torch.randn(8, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randn(8, device="cuda"), drawn)
+    other = Run(two_levels, "off", device="cuda")
+    other.warm_up()
+    assert difference(other.step(other.given), other.eager_step(other.given)) < 1e-2
+    assert other.graphed.replays == 1
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +164,9 @@ def test_a_fit_with_graphs_ends_as_one_without(
 def test_streamed_blocks_give_the_resident_blocks_gradients(share: float, base: str | None) -> None:
     run = Run(tiny.flux, "lean", "bf16-true", base, device="cuda")
     wanted = run.eager_step(run.given)
+    repeated = difference(run.eager_step(run.given), wanted)
     run.plugin._remove_graphs()
     streamed = StreamedBlocks(blocks_of(run.model), share, torch.device("cuda"))
     assert streamed.host_bytes > 0
-    for _ in range(3):
-        assert difference(run.step(run.given), wanted) < 1e-3
+    figures = [difference(run.step(run.given), wanted) for _ in range(3)]
+    assert max(figures) <= 1e-3, (figures, repeated)

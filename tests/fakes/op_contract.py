@@ -70,6 +70,24 @@ def assert_same(ours: Outcome, theirs: Outcome, eps: float = 1e-10) -> None:
         torch.testing.assert_close(ours[name], exact, rtol=0, atol=near, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
+    """Equal to the bit on a CPU; on a card, whose kernels add up in any order, within a few roundings."""
+    if ours.is_cuda:
+        eps = 8 * torch.finfo(ours.dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=eps, atol=eps * max(theirs.abs().max().item(), 1.0))
+    else:
+        assert torch.equal(ours, theirs)
+
+
+RATIO_ON_A_CARD = 2.5
+"""Two sound summation orders on a card: on an H100 at most 2.2, for a key's bias, whose gradient is rounding alone."""
+
+
+def allowed(ratio: float) -> float:
+    """The ratio of errors that a test allows on this device."""
+    return ratio if torch.get_default_device().type == "cpu" else max(ratio, RATIO_ON_A_CARD)
+
+
 def assert_equals_autograd(case: Case) -> None:
     """The output and every gradient are plain autograd's in float64."""
     assert_same(outcome(case, case.fused), outcome(case, case.eager))
@@ -111,7 +129,7 @@ def assert_no_worse_than_eager(
             error = (ours[name].double() - exact).norm().item()
             ratios.setdefault(name, []).append(error / max(theirs, granted))
     worst, name = max((statistics.median(values), name) for name, values in ratios.items())
-    assert worst <= ratio, f"{name} is {worst:.2f} times as far from float64 as eager's, {ratio} allowed"
+    assert worst <= allowed(ratio), f"{name} is {worst:.2f} times as far from float64 as eager's, {ratio} allowed"
 
 
 class _Storages(TorchDispatchMode):

@@ -107,7 +107,12 @@ def _over_pixels(per_channel_NC: Tensor, x: Tensor) -> Tensor:
 
 
 def layout(x: Tensor) -> torch.memory_format:
-    """The memory format of results computed from x: channels_last is preserved, others become contiguous."""
+    """The memory format of results computed from x: channels_last is preserved, others become contiguous.
+
+    torch's GroupNorm reads channels_last on a CPU alone.
+    """
+    if x.device.type != "cpu":
+        return torch.contiguous_format
     dense = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     # The stride of a single sample is arbitrary, but GroupNorm treats x as channels_last only if it matches too.
     if dense and suggest_memory_format(x) == torch.channels_last:

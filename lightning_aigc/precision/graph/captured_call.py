@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -46,6 +47,7 @@ class DeviceGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.backend: Any = torch.get_device_module(device.type)
         self.stream = self.backend.Stream(device)
 
@@ -62,9 +64,48 @@ class DeviceGraphs:
         graph: Any = getattr(self.backend, "CUDAGraph", None) or self.backend.NPUGraph
         graph = graph()
         # Threads that pin memory or write snapshots call the device meanwhile: only this thread's calls are checked.
-        with self.backend.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
-            results = function()
+        recording = self.backend.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local")
+        raised: list[Exception] = []
+        try:
+            with self._restored_on_error(pool), _without_garbage_collection(), recording:
+                try:
+                    results = function()
+                except Exception as error:
+                    raised.append(error)
+                    raise
+        except Exception as error:
+            raise (raised or [error])[0] from None  # the end of an invalid capture raises an error of its own
         return graph, results
+
+    @contextlib.contextmanager
+    def _restored_on_error(self, pool: Any) -> Iterator[None]:
+        """Undo what an invalid capture leaves: torch's exit raises before it restores anything."""
+        current = self.backend.current_stream()
+        generators = getattr(self.backend, "default_generators", ())
+        generator: Any = generators[self.device.index or 0] if generators else None
+        state = None if generator is None else generator.clone_state()
+        try:
+            yield
+        except Exception:
+            self.backend.set_stream(current)
+            if state is not None:
+                generator.graphsafe_set_state(state)  # the old one waits for the end of the capture
+            with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: the capture ended on its own
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
+            raise
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect now and not inside: what a collection frees may call the device, which invalidates a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 Key = tuple[Any, ...]

@@ -84,6 +84,9 @@ class NpuGraph:
         assert self.recorded is not None, "nothing was recorded"
         self.recorded.replay()
 
+    def capture_end(self) -> None:
+        pass
+
     def reset(self) -> None:
         self.recorded = None
 
@@ -214,8 +217,14 @@ class NpuModule(types.ModuleType):
     ) -> Iterator[None]:
         """Record what runs inside on CPU tensors."""
         assert capture_error_mode in ("global", "thread_local", "relaxed")
-        with self.stream(stream), recording() as recorder:
-            yield
+        before = self._current_stream
+        self.set_stream(stream or before)
+        with recording() as recorder:
+            try:
+                yield
+            finally:  # in torch's order: an invalid capture raises before the stream is restored
+                npu_graph.capture_end()
+                self.set_stream(before)
         npu_graph.recorded = RecordedGraph(recorder)
 
 

@@ -2,11 +2,19 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_aigc_kernels import dispatch
+
+OF_A_CPU = ("test_dispatch.py", "test_importing.py", "test_npu_kernels.py", "test_quantize_blocks.py")
+"""Modules on a CPU's kernels and on fake devices in its memory, which --device does not change."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name in OF_A_CPU and config.getoption("--device", default="cpu") != "cpu" else None
 
 
 @pytest.fixture(autouse=True)

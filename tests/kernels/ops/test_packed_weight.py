@@ -113,8 +113,8 @@ def test_moves_and_copies_stay_packed(kind: Format) -> None:
     weight = PackedWeight.pack(torch.randn(20, 30), kind)
     values = weight.dequantize()
     parameter = nn.Parameter(weight, requires_grad=False)
-    for same in (parameter, weight.detach(), weight.clone(), copy.deepcopy(parameter), weight.to("cpu", copy=True),
-                 weight.data, weight.contiguous()):  # fmt: skip
+    for same in (parameter, weight.detach(), weight.clone(), copy.deepcopy(parameter), weight.data,
+                 weight.to(values.device, copy=True), weight.contiguous()):  # fmt: skip
         assert type(same) is PackedWeight and same.shape == (20, 30) and same.dtype == torch.float32
         assert torch.equal(same.dequantize(), values)
     assert weight.clone().packed.data_ptr() != weight.packed.data_ptr() == weight.detach().packed.data_ptr()
@@ -136,7 +136,7 @@ def test_a_layer_stays_packed_when_it_is_converted() -> None:
         lambda: layer.to(torch.bfloat16), layer.half, layer.float, layer.bfloat16, lambda: layer.to("cpu"), layer.cpu,
     ):  # fmt: skip
         convert()
-        assert type(layer.weight) is PackedWeight and torch.equal(layer.weight.packed, packed)
+        assert type(layer.weight) is PackedWeight and torch.equal(layer.weight.packed.to(packed.device), packed)
         assert layer.weight.dtype == layer.bias.dtype and layer.weight.scales.dtype == torch.float32
 
 
@@ -207,8 +207,10 @@ def test_native_layers_save_no_dequantized_weight_and_give_the_gradients_of_the_
     shapes |= {shape[::-1] for shape in shapes}
     gradients = []
     for net in (packed, plain):
-        x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        x = torch.randn(
+            2, 4, 6, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+        ).requires_grad_()
+        with torch.autocast(torch.get_default_device().type, autocast or torch.bfloat16, enabled=autocast is not None):
             y, saved = keeps(net, x)
         y.float().square().sum().backward()
         gradients.append((y.detach(), x.grad))
@@ -222,7 +224,9 @@ def test_a_trained_bias_beside_a_packed_weight_learns() -> None:
     found = []
     for net in (packed, plain):
         net[2].bias.requires_grad_()
-        x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(
+            2, 4, 6, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+        ).requires_grad_()
         net(x).square().sum().backward()
         found.append((net[2].bias.grad, x.grad))
     for mine, theirs in zip(*found, strict=True):
@@ -238,7 +242,9 @@ def test_it_compiles(kind: Format, backend: str) -> None:
     compiled = torch.compile(packed, backend=backend, fullgraph=True)
     found = []
     for net in (compiled, plain):
-        x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(
+            2, 4, 6, 6, generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+        ).requires_grad_()
         y = net(x)
         y.square().sum().backward()
         found.append((y.detach(), x.grad))

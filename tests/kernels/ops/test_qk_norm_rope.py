@@ -115,7 +115,8 @@ def test_a_weight_may_have_another_dtype_than_the_query() -> None:
 def test_it_keeps_its_input_alone(kind: str) -> None:
     given = case(kind, (4, 16, 3, 64))
     assert kept_numbers(given, given.fused, torch.bfloat16) == 0
-    if kind in ("norm and rotation", "norm alone"):
+    # A card's RMSNorm keeps its input and one number a row.
+    if kind in ("norm and rotation", "norm alone") and torch.get_default_device().type == "cpu":
         assert kept_numbers(given, given.eager, torch.bfloat16) >= 4 * 16 * 3 * 64
 
 

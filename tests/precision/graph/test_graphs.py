@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fakes.models import tiny_transformers as tiny
 from fakes.models.graphed_denoisers import Run, fresh, given_of_unet, same, sd15, two_levels
-from fakes.npu.fake_npu import NpuGraph, NpuModule
+from fakes.npu.fake_npu import NpuGraph, NpuModule, NpuStream
 from fakes.recorded_graphs import Finding, RecordedGraphs
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -300,6 +300,27 @@ def test_the_devices_own_functions_are_called_as_torch_npu_has_them(monkeypatch:
     graph.reset()
     with pytest.raises(AssertionError, match="nothing was recorded"):
         graph.replay()
+
+
+def test_a_record_that_fails_leaves_the_stream_and_says_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's exit of an invalid capture raises an error of its own, and restores nothing."""
+
+    class Invalid(NpuGraph):
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def reads() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: NpuModule("torch.npu"))
+    monkeypatch.setattr(NpuModule, "Stream", staticmethod(lambda _: NpuStream.__new__(NpuStream)))
+    monkeypatch.setattr(NpuModule, "NPUGraph", Invalid)
+    graphs = DeviceGraphs(torch.device("privateuseone"))
+    before = graphs.backend.current_stream()
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        graphs.record(reads, graphs.pool())
+    assert graphs.backend.current_stream() is before
+    assert gc.isenabled()
 
 
 def test_wrong_arguments_are_refused() -> None:
