@@ -83,6 +83,8 @@ class BlockContext(threading.local):
     """Whether blocks run their class's forward, to count its memory."""
     runs_eagerly: bool = False
     """Whether modules run their own forward where a graph could be replayed."""
+    will_run_again: bool = False
+    """Whether this run without gradients is a training step's, whose backward runs the module again with them."""
     is_inside_block: bool = False
     """Whether a block with planned options runs."""
     is_outermost: bool = True
@@ -140,6 +142,16 @@ def without_graphs() -> Iterator[None]:
         yield
     finally:
         current.runs_eagerly = outer
+
+
+@contextlib.contextmanager
+def first_run() -> Iterator[None]:
+    """Run swapped modules as with gradients, in a scope without them that backward will run again."""
+    outer, current.will_run_again = current.will_run_again, True
+    try:
+        yield
+    finally:
+        current.will_run_again = outer
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from lightning_aigc.precision.block_options import BlockOptions
 from lightning_aigc.precision.blocks import layers
 from lightning_aigc.precision.blocks.layers import CannotSwapError, class_path
 from lightning_aigc.precision.blocks.rules import CHECKPOINTED_BLOCK, COVERED, find_matches
-from lightning_aigc.precision.context import SWAP, SwapState
+from lightning_aigc.precision.context import SWAP, SwapState, current
 from lightning_aigc.precision.memory.budget import MemoryBudget, MemoryLevel
 from lightning_aigc.precision.memory.planner import Planner, roots_of
 from lightning_aigc.sharding.local_parts import original_class
@@ -175,7 +175,7 @@ def fused_or_own(fused: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: SwapState | None = self.__dict__.get(SWAP)
-        if state is not None and torch.is_grad_enabled():
+        if state is not None and (torch.is_grad_enabled() or current.will_run_again):
             options = state.options
             if options.planner is not None and not torch.compiler.is_compiling():
                 return options.planner.call(self, options, fused, args, kwargs)

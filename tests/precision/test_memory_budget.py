@@ -109,6 +109,23 @@ def kept_bytes_natively(unet: nn.Module, swapped: Swapped) -> int:
     return kept_bytes(unet, call_unet)
 
 
+def test_a_planned_step_leaves_nothing_of_autograds_graph_alive(unet: nn.Module) -> None:
+    """An operator that saves its own result, by hooks that return it, is kept by itself: a node without backward."""
+    swapped = swap_forwards(unet, memory=MemoryBudget(kept=0.5))
+    trained = [p for p in unet.parameters() if p.requires_grad]
+
+    def nodes() -> list[Any]:
+        return [p.view_as(p).grad_fn.next_functions[0][0] for p in trained]  # type: ignore[union-attr]
+
+    for node in nodes() + (held := nodes()):
+        node.metadata["of the planned step"] = True
+    gradients(unet, call_unet)
+    node = None
+    held.clear()
+    assert not any("of the planned step" in node.metadata for node in nodes())
+    swapped.restore()
+
+
 def test_each_batch_and_picture_size_has_a_plan_of_its_own() -> None:
     unet = with_lora(make_unet(**WIDE))
     sizes = [call_of(), call_of(batch=3), call_of(height=8, width=24), call_of(tokens=11), call_of()]

@@ -22,6 +22,7 @@ from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.pipeline import streamed_base
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
+from lightning_aigc.precision.blocks import mmdit
 from lightning_aigc.precision.memory import streamed_blocks
 from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share
 
@@ -73,6 +74,16 @@ def step(module: Any) -> dict[str, Tensor]:
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("memory", ["lean", "max"])
+def test_streamed_blocks_run_the_fused_ops_of_a_card_as_resident_ones_do(
+    memory: str, folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first run records nothing for backward, where modules run their own forward when sampling."""
+    monkeypatch.setattr(mmdit, "KERNEL_DEVICES", ("cpu",))
+    wanted = step(make_module(folder_of("flux"), None, memory)[0])
+    assert same(step(make_module(folder_of("flux"), 0.0, memory)[0]), wanted)
 
 
 @pytest.mark.parametrize(

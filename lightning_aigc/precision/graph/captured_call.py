@@ -164,6 +164,7 @@ class CapturedCall:
     """The graphs of a module's calls with one key.
 
     Args:
+        root: The module.
         forward: The module's own forward.
         args, kwargs: Of the call that is recorded.
         buffer: For the gradients of the trained parameters.
@@ -174,6 +175,7 @@ class CapturedCall:
 
     def __init__(
         self,
+        root: nn.Module,
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -191,17 +193,24 @@ class CapturedCall:
         self.copy_inputs(given)
         self.buffer = buffer
         self._gradient_strides = gradient_strides
-        self.forward, self.backward = self._record(forward, leaves, structure, graphs, pool)
+        with _aliased(root, buffer.trained) as trained:
+            self.forward, self.backward = self._record(forward, leaves, structure, trained, graphs, pool)
         self.waiting: weakref.ref[_Waiting] | None = None
 
     def _record(
-        self, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec, graphs: Graphs, pool: Any
+        self,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        structure: TreeSpec,
+        trained: list[nn.Parameter],
+        graphs: Graphs,
+        pool: Any,
     ) -> tuple[Graph, Graph]:
         static = iter(self.inputs)
         merged = [next(static) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         static_args, static_kwargs = tree_unflatten(merged, structure)
         device = self.inputs[0].device.type
-        wanted = [x for x in self.inputs if x.requires_grad] + list(self.buffer.trained)
+        wanted = [x for x in self.inputs if x.requires_grad] + list[Tensor](trained)
 
         def run() -> Any:
             with _without_autocast_cache():
@@ -209,7 +218,7 @@ class CapturedCall:
 
         def backward_of(outputs: list[Tensor], gradients: list[Tensor]) -> list[Tensor | None]:
             found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-            count = len(wanted) - len(self.buffer.trained)
+            count = len(wanted) - len(trained)
             of_trained = list(found[count:])
             self.is_used = [gradient is not None for gradient in of_trained]
             pairs = [(view, g) for view, g in zip(self.buffer.views, of_trained, strict=True) if g is not None]
@@ -292,6 +301,29 @@ class _Replay(torch.autograd.Function):
         ctx.waiting = None
         trained = [copy if is_used else None for copy, is_used in zip(copies, call.is_used, strict=True)]
         return None, None, *inputs, *trained
+
+
+@contextlib.contextmanager
+def _aliased(root: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Give the module other parameters in the same memory as its trained ones, and yield them.
+
+    A parameter's hooks would run in the capture, and its node in autograd's graph, which DDP keeps, belongs to another
+    stream, which a captured backward must not wait for.
+    """
+    aliases = {id(parameter): nn.Parameter(parameter.detach()) for parameter in trained}
+    held = [
+        (module, name, parameter)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in aliases
+    ]
+    for module, name, parameter in held:
+        module._parameters[name] = aliases[id(parameter)]
+    try:
+        yield list(aliases.values())
+    finally:
+        for module, name, parameter in held:
+            module._parameters[name] = parameter
 
 
 def _distinct(x: Tensor) -> Tensor:

@@ -161,7 +161,14 @@ class GraphedRoot:
         start = perf_counter()
         try:
             entry.captured = CapturedCall(
-                self._own_forward, args, kwargs, self._buffer, self.graphs, self._pool, entry.gradient_strides
+                self.root,
+                self._own_forward,
+                args,
+                kwargs,
+                self._buffer,
+                self.graphs,
+                self._pool,
+                entry.gradient_strides,
             )
         except Exception as error:  # what a device, a library or somebody's module raises in a capture
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]

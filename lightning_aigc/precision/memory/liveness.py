@@ -71,7 +71,7 @@ class BackwardReads:
     def hooks(self) -> saved_tensors_hooks:
         """Return hooks that note each saved tensor and then call the hooks that were active before."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = outer or (_same, _same)
+        pack, unpack = outer or (torch.Tensor.detach, _same)  # a result as it is would keep its operator alive
 
         @functools.wraps(pack)
         def noting(tensor: Tensor) -> Any:

@@ -25,7 +25,7 @@ class SavedBytes:
     def pack(self, tensor: Tensor) -> Tensor:
         """Count a tensor, as a pack hook of autograd."""
         self.add(tensor)
-        return tensor
+        return tensor.detach()  # an operator that saves its own result would keep itself and all before it alive
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, unless a parameter lies in it.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_aigc.errors import ConfigError
+from lightning_aigc.precision.context import first_run
 from lightning_aigc_kernels.packed_weight import PackedWeight
 
 ALIGNMENT = 256
@@ -237,7 +238,8 @@ class _Streamed(torch.autograd.Function):
         ctx.save_for_backward(*(x for x in given if isinstance(x, Tensor)))
         streamed.hold(number, +1)
         try:
-            return tuple(run(given[: run.inputs]))
+            with first_run():
+                return tuple(run(given[: run.inputs]))
         finally:
             # The last blocks of forward are the first of backward.
             streamed.release(number, keep=number >= len(streamed.hosts) - streamed.slots)

@@ -126,6 +126,33 @@ def test_a_second_forward_before_the_backward_runs_eagerly(run: Run) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_hooks_of_trained_weights_run_outside_of_the_capture(run: Run) -> None:
+    seen: list[Tensor] = []
+    handle = run.trained[0].register_hook(lambda gradient: seen.append(gradient.clone()))
+    for steps in (1, 2):
+        found = run.step(run.given)
+        assert run.graphed.replays == steps == len(seen)
+        assert found[1] is not None and torch.equal(seen[-1], found[1])
+    handle.remove()
+
+
+def test_a_capture_reads_other_nodes_than_a_strategy_may_keep(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP keeps each weight's node in autograd's graph, of the stream on which DDP was made."""
+    asked: list[Any] = []
+    grad = torch.autograd.grad
+
+    def noting(outputs: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+        asked.append(inputs)
+        return grad(outputs, inputs, *rest, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    run.outputs(run.given)
+    own = {id(parameter) for parameter in run.trained}
+    assert len(asked) == 2, "the warm-up and the capture"
+    assert not any(id(x) in own for inputs in asked for x in inputs)
+    assert all(any(p is q for q in run.model.parameters()) for p in run.trained)
+
+
 def test_a_dropped_loss_waits_for_no_backward(run: Run) -> None:
     run.outputs(run.given)
     gc.collect()
