@@ -19,6 +19,7 @@ from lightning_aigc.diffusion import DiffusionControlNet, DiffusionFineTuning, D
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.graph.graphed_root import GraphedRoot
 from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of
+from lightning_aigc.strategies import NPUSparseStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice on loaders, and operators without a deterministic kernel
 
@@ -41,6 +42,7 @@ LIMITS = {"32-true": 1e-5, "bf16-mixed": 5e-3, "bf16-true": 1e-2}
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that repeat their bits: others differ from themselves between two eager runs."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -120,6 +122,20 @@ def test_a_refused_capture_leaves_the_card_as_it_was(caplog: pytest.LogCaptureFi
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("bases")
     return {"sd": str(make_pipeline(folder / "sd")), "sd3": str(make_sd3_pipeline(folder / "sd3"))}
+
+
+def test_a_strategy_that_keeps_autograds_nodes_goes_with_graphs(
+    bases: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays: list[int] = []
+    remove = GraphedRoot.remove
+    monkeypatch.setattr(GraphedRoot, "remove", lambda self: (replays.append(self.replays), remove(self))[1])
+    for strategy in ("ddp", NPUSparseStrategy(mode="int3")):
+        replays.clear()
+        module = DiffusionLoRA(bases["sd"], num_inference_steps=2, max_train_steps=6)
+        plugins = [FusedBackwardPrecision("bf16-mixed", memory="lean", graph=True)]
+        fit(module, tmp_path, accelerator="cuda", devices=1, plugins=plugins, strategy=strategy)
+        assert max(replays) >= 3, f"no step was replayed under {strategy}"
 
 
 FITS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {

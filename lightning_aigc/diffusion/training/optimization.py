@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, _enable_get_lr_call
 
 from lightning_aigc._lightning import Trainer
@@ -21,6 +21,8 @@ FINDS_ITS_RATE = ("Prodigy", "DAdapt")
 """Beginnings of the names of optimizers that multiply the rate which they find by `lr`."""
 UNSET_EPOCHS = 1000
 """Lightning's max_epochs where a Trainer is given no limit."""
+FUSED_DEVICES = ("cuda",)
+"""Devices on which torch has a fused step; a CPU's is no faster for a LoRA."""
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 
 
@@ -112,6 +114,27 @@ def lightning_config(optimizer: Optimizer, schedule: Any, validation_steps: int)
     if isinstance(schedule, ReduceLROnPlateau):
         config |= {"frequency": validation_steps, "monitor": getattr(schedule, "monitor", "loss"), "strict": False}
     return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def step_by_one_kernel_(optimizer: Optimizer) -> None:
+    """Let Adam and AdamW on a card step by torch's fused kernel, unless the user chose: the host launches one.
+
+    The groups say so, not the constructor: with its argument the optimizer would unscale gradients itself, which
+    Lightning refuses beside clipping.
+    """
+    if type(optimizer) not in (Adam, AdamW):
+        return
+    for group in optimizer.param_groups:
+        is_chosen = group["foreach"] is not None or group["fused"] is not None or group["differentiable"]
+        if is_chosen or not all(map(_is_on_fused_device, group["params"])):
+            return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def _is_on_fused_device(weight: Tensor) -> bool:
+    is_plain = type(weight) is nn.Parameter or type(weight) is Tensor
+    return is_plain and weight.device.type in FUSED_DEVICES and weight.is_floating_point()
 
 
 def warn_of_rate(optimizer: Optimizer) -> None:

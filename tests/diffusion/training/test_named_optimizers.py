@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.training import optimization
 from lightning_aigc.diffusion.training.named_optimizers import OPTIMIZERS, named_optimizer
 from lightning_aigc.errors import ModelError
 
@@ -45,6 +47,51 @@ def test_a_learning_rate_replaces_the_usual_one_and_prodigys_small_one_is_said(s
     module = DiffusionLoRA(sd, rank=4, optimizer="prodigy", max_train_steps=1)
     optimizer = module.build_optimizer([nn.Parameter(torch.zeros(1))])
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def stepped(optimizer: torch.optim.Optimizer, net: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_adam_steps_by_one_kernel_on_a_device_that_has_it(
+    kind: type[torch.optim.AdamW], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(8, 8)
+
+    plain, fused, scaled = net(), net(), net()
+    wanted = stepped(kind(plain.parameters(), lr=1e-2), plain)
+    monkeypatch.setattr(optimization, "FUSED_DEVICES", ("cpu",))
+    optimizer = kind(fused.parameters(), lr=1e-2)
+    optimization.step_by_one_kernel_(optimizer)
+    assert optimizer.param_groups[0]["fused"] is True
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False), "Lightning would refuse to clip"
+    for ours, theirs in zip(stepped(optimizer, fused), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    resumed = kind(scaled.parameters(), lr=1e-2)
+    scaled.load_state_dict(fused.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(map(torch.equal, stepped(resumed, scaled), stepped(optimizer, fused)))
+
+
+def test_a_choice_of_the_user_or_another_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimization.step_by_one_kernel_(optimizer)
+    assert optimizer.param_groups[0]["fused"] is None
+    monkeypatch.setattr(optimization, "FUSED_DEVICES", ("cpu",))
+    for chosen in ({"foreach": True}, {"foreach": False}, {"fused": False}):
+        optimizer = torch.optim.AdamW(net.parameters(), **chosen)
+        optimization.step_by_one_kernel_(optimizer)
+        assert not optimizer.param_groups[0]["fused"]
+    optimization.step_by_one_kernel_(torch.optim.SGD(net.parameters()))
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest_before_weights_are_read() -> None:
