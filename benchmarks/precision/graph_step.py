@@ -5,7 +5,7 @@
 
 A denoiser with random weights in bf16 and a LoRA on its attention, of rank 64 in U-Nets and 16 in transformers. Eager
 and graphed steps alternate in each round; figures are medians after warm-up. `device_time_s` is the time of one
-captured graph of the whole step, which no Python can undercut. `--shapes 5` gives five shapes, one after the other.
+captured graph of the whole step, which no Python can undercut. `--shapes 5` gives five shapes in turn.
 `reserved` is the allocator's memory after eager steps alone, and after graphed steps with the graphs' pool.
 `gradient_difference` is the relative difference of all gradients of a graphed step and an eager one,
 `eager_difference` that of two eager ones, as some kernels do not repeat their bits. On a CPU the eager steps alone are

@@ -40,9 +40,9 @@ def check_arguments(
         raise ConfigError(f"strict must be true or false, got {strict!r}")
     if not isinstance(offload, bool):
         raise ConfigError(f"offload must be true or false, got {offload!r}")
-    if not isinstance(graph, bool):
-        raise ConfigError(f"graph must be true or false, got {graph!r}")
-    if graph and offload:
+    if not isinstance(graph, bool) and graph != "auto":
+        raise ConfigError(f"graph must be auto, true or false, got {graph!r}")
+    if graph is True and offload:
         raise ConfigError("graph=True cannot record offload's copies to host memory; set offload or graph to false")
     if offload and memory != "max":
         raise ConfigError(

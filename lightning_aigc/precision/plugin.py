@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,8 @@ class FusedBackwardPrecision(Precision):
         attention_grad_density: Share of the largest entries of attention's dq, dk and dv to keep per head; 1 keeps all.
         graph: Record forward and backward of the denoiser and the ControlNet as graphs of the device, one pair for
             each kind of shapes from its third call on, and replay them: a step then costs what the card costs, and not
-            what Python takes. For cuda and npu; what cannot be recorded runs eagerly, and a log line says why.
+            what Python takes. For cuda and npu; what cannot be recorded runs eagerly, and a log line says why. auto:
+            where a small graph, recorded at the start of a fit, gives eager's numbers, and without `offload`.
 
     Raises: ConfigError naming the wrong argument.
 
@@ -96,7 +97,7 @@ class FusedBackwardPrecision(Precision):
         input_grad_density: float = 1.0,
         attention_grad_density: float = 1.0,
         offload: bool = False,
-        graph: bool = False,
+        graph: bool | Literal["auto"] = "auto",
     ) -> None:
         budget = read_budget(memory)
         if memory is False:
@@ -121,7 +122,7 @@ class FusedBackwardPrecision(Precision):
     def __repr__(self) -> str:
         memory = self.memory if isinstance(self.memory, MemoryBudget) else repr(self.memory)
         offload = ", offload=True" * self.offload
-        graph = ", graph=True" * self.graph
+        graph = "" if self.graph == "auto" else f", graph={self.graph}"
         return f"{type(self).__name__}(precision={self.precision!r}, memory={memory}{offload}{graph})"
 
     @property
@@ -175,9 +176,22 @@ class FusedBackwardPrecision(Precision):
                 swapped.planner.optimizers = optimizers
             if isinstance(module, LightningModule) and module.trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(swapped.summary())
-        if self.graph and module is not None and self._device is not None:
+        if module is not None and self._device is not None and self._takes_graphs(self._device):
             self.record_graphs(module, self._device)
         return model, optimizers, lr_schedulers
+
+    def _takes_graphs(self, device: torch.device) -> bool:
+        """Whether `graph` asks for graphs on this device, which `auto` tries first."""
+        if self.graph != "auto":
+            return self.graph
+        if self.offload or device.type not in KERNEL_DEVICES:
+            return False
+        from lightning_aigc.precision.graph import captured_call
+
+        reason = captured_call.reason_against_graphs(captured_call.DeviceGraphs(device), device)
+        if reason:
+            rank_zero_info(f"graph: auto: the model runs eagerly: {reason}")
+        return not reason
 
     def record_graphs(self, module: nn.Module, device: torch.device, graphs: Graphs | None = None) -> None:
         """Record the calls of the module's networks from now on; `connect` does so with `graph=True`.

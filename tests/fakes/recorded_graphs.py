@@ -133,6 +133,7 @@ class RecordedGraphs:
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
         self.pools = 0
+        self.free = 2**40
 
     def pool(self) -> int:
         self.pools += 1
@@ -147,6 +148,12 @@ class RecordedGraphs:
             results = function()
         self.graphs.append(RecordedGraph(recorder))
         return self.graphs[-1], results
+
+    def reserved_bytes(self) -> int:
+        return len(self.graphs)
+
+    def free_bytes(self) -> int:
+        return self.free
 
     @property
     def findings(self) -> list[Finding]:

@@ -226,7 +226,7 @@ def run_with(strategy: Any = None, **precision: Any) -> Any:
         (run_with(), {"gradient_checkpointing": True}, "set model.init_args.gradient_checkpointing: false"),
         (run_with(), {"dropout": True}, "set model.init_args.lora_dropout: 0"),
         (run_with(memory={"kept": 0.5}), {}, "set memory: lean"),
-        (run_with(graph=True), {}, "set graph: false"),
+        (run_with(graph=True), {}, "set graph: auto or false"),
     ],
 )
 def test_runs_that_streaming_does_not_go_with_are_refused(trainer: Any, options: dict[str, Any], said: str) -> None:

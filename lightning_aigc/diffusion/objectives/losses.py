@@ -38,10 +38,11 @@ def example_losses(
 def with_prior(loss_B: Tensor, is_prior_B: Tensor | None, weight: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """The loss of a batch with class images: (total, mean of user images, mean of class images or None).
 
-    Source: prior preservation, arXiv:2208.12242, equation 2.
+    `is_prior_B` is best on the host, which reads it. Source: prior preservation, arXiv:2208.12242, equation 2.
     """
     if is_prior_B is None or not is_prior_B.any():
         mean = loss_B.mean()
         return mean, mean, None
-    user_loss, prior_loss = loss_B[~is_prior_B].mean(), loss_B[is_prior_B].mean()
+    users, priors = (rows.nonzero().flatten().to(loss_B.device) for rows in (~is_prior_B, is_prior_B))
+    user_loss, prior_loss = loss_B[users].mean(), loss_B[priors].mean()
     return user_loss + weight * prior_loss, user_loss, prior_loss

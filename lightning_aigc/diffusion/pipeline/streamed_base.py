@@ -56,8 +56,8 @@ def check_run(trainer: Trainer, location: BaseLocation, *, gradient_checkpointin
         reason = "streamed blocks run twice, with other random numbers; set model.init_args.lora_dropout: 0"
     elif not isinstance(getattr(precision, "memory", "off"), str):
         reason = "a memory budget plans what blocks save, and streamed blocks save their inputs; set memory: lean"
-    elif getattr(precision, "graph", False):
-        reason = "a recorded graph reads weights at fixed addresses; set graph: false"
+    elif getattr(precision, "graph", False) is True:
+        reason = "a recorded graph reads weights at fixed addresses; set graph: auto or false"
     else:
         return
     raise ConfigError(f"{KEY}: {reason}")

@@ -120,7 +120,7 @@ def step_by_one_kernel_(optimizer: Optimizer) -> None:
     """Let Adam and AdamW on a card step by torch's fused kernel, unless the user chose: the host launches one.
 
     The groups say so, not the constructor: with its argument the optimizer would unscale gradients itself, which
-    Lightning refuses beside clipping.
+    Lightning refuses with clipping.
     """
     if type(optimizer) not in (Adam, AdamW):
         return

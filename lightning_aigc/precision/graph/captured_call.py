@@ -38,6 +38,12 @@ class Graphs(Protocol):
     def record(self, function: Callable[[], T], pool: Any) -> tuple[Graph, T]:
         """Run a function, and return a graph of it and its results, which each replay overwrites."""
 
+    def reserved_bytes(self) -> int:
+        """Bytes that the device's allocator holds, without those that it can give back."""
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that nobody holds."""
+
 
 class DeviceGraphs:
     """Graphs of one device.
@@ -77,6 +83,13 @@ class DeviceGraphs:
             raise (raised or [error])[0] from None  # the end of an invalid capture raises an error of its own
         return graph, results
 
+    def reserved_bytes(self) -> int:
+        self.backend.empty_cache()
+        return int(self.backend.memory_reserved(self.device))
+
+    def free_bytes(self) -> int:
+        return int(self.backend.mem_get_info(self.device)[0])
+
     @contextlib.contextmanager
     def _restored_on_error(self, pool: Any) -> Iterator[None]:
         """Undo what an invalid capture leaves: torch's exit raises before it restores anything."""
@@ -106,6 +119,27 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def reason_against_graphs(graphs: Graphs, device: torch.device) -> str:
+    """The reason why graphs of this device cannot be trusted; empty if a small one gives eager's numbers."""
+    x = torch.linspace(-1, 1, 64, device=device).view(8, 8)
+    weight = x.sin().requires_grad_()
+
+    def step() -> tuple[Tensor, Tensor]:
+        y = torch.nn.functional.silu(x @ weight)
+        return y.detach(), torch.autograd.grad(y.sum(), weight)[0]
+
+    try:
+        graphs.warm_up(step)
+        graph, found = graphs.record(step, graphs.pool())
+        x.copy_(x.cos())
+        graph.replay()
+        are_equal = all(map(torch.equal, found, step()))
+        graph.reset()
+    except Exception as error:  # what a device or its driver raises
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return "" if are_equal else "the replay of a small graph gave other numbers than eager operators"
 
 
 Key = tuple[Any, ...]

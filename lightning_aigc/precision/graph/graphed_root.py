@@ -70,6 +70,7 @@ class GraphedRoot:
         self._buffer: GradientBuffer | None = None
         self._is_full = False
         self._pool: Any = None
+        self._pool_bytes = 0
         self.replays = 0
         graphed = self
 
@@ -111,7 +112,10 @@ class GraphedRoot:
         """The calls of this kind; None for a call that runs eagerly in any case."""
         if self.reason is not None or current.runs_eagerly:
             return None
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return None
+        if not torch.is_grad_enabled():
+            self._make_room()
             return None
         try:
             key = key_of(self.root, args, kwargs)
@@ -123,6 +127,18 @@ class GraphedRoot:
             self._drop(self.entries.popitem(last=False)[1])
         entry.calls += 1
         return entry
+
+    def _make_room(self) -> None:
+        """Give the graphs' memory back to a call without gradients, such as sampling, where little is free."""
+        if self._pool_bytes == 0 or self._is_waiting() or self.graphs.free_bytes() >= self._pool_bytes:
+            return
+        rank_zero_info(
+            f"graph: {self.name}: {self._pool_bytes / 2**30:.2f} GiB of graphs are freed for samples, and recorded"
+            " again after them"
+        )
+        self._drop_all()
+        for entry in self.entries.values():
+            entry.captures = 0
 
     def _serve(self, entry: _Entry, args: Any, kwargs: Any) -> bool:
         """Whether a graph serves this call, recorded now if need be."""
@@ -158,7 +174,7 @@ class GraphedRoot:
             self._state = ModuleState(self.root)
         if self._pool is None:
             self._pool = self.graphs.pool()
-        start = perf_counter()
+        start, before = perf_counter(), self.graphs.reserved_bytes()
         try:
             entry.captured = CapturedCall(
                 self.root,
@@ -175,6 +191,7 @@ class GraphedRoot:
             self._refuse(entry, shapes, f"{first} (trainer.plugins.init_args.graph: false is without this attempt)")
             return
         entry.captures += 1
+        self._pool_bytes += max(0, self.graphs.reserved_bytes() - before)
         rank_zero_info(f"graph: {self.name} for {shapes} recorded in {perf_counter() - start:.1f} s")
         captured = self._captured()
         if len(captured) > MOST_GRAPHS:
@@ -203,6 +220,7 @@ class GraphedRoot:
         for entry in self.entries.values():
             self._drop(entry)
         self._state = self._buffer = self._pool = None
+        self._pool_bytes = 0
 
 
 def graph_roots(model: nn.Module) -> Iterator[nn.Module]:
@@ -267,6 +285,8 @@ def reason_against(root: nn.Module) -> str | None:
         return "its forward was replaced"
     if has_active_dropout(root):
         return "a dropout draws random numbers in it; set lora_dropout: 0"
+    if any(vars(module).get("_compiled_call_impl") for module in root.modules() if module is not root):
+        return "a part of it is compiled, or its blocks wait in host memory"
     if any(getattr(module, "gradient_checkpointing", False) for module in root.modules()):
         return "gradient_checkpointing reads random states; use memory: max in its place"
     for parameter in root.parameters():

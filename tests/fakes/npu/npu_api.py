@@ -35,6 +35,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "Event": (),
     "stream": ("a stream",),
     "current_stream": ("npu:0",),
+    "set_stream": ("a stream",),
     "amp.GradScaler": (),
 }
 STREAM_CALLS: dict[str, tuple[Any, ...]] = {

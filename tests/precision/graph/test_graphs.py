@@ -20,7 +20,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.blocks import mmdit
 from lightning_aigc.precision.context import without_graphs
-from lightning_aigc.precision.graph.captured_call import DeviceGraphs
+from lightning_aigc.precision.graph.captured_call import DeviceGraphs, reason_against_graphs
 from lightning_aigc.precision.graph.graphed_root import EAGER_CALLS, MOST_GRAPHS, GraphedRoot
 
 U_NETS = [
@@ -299,6 +299,59 @@ def test_a_failed_record_leaves_the_kind_eager_and_says_why(
     ]
 
 
+def test_graphs_give_their_memory_to_samples_where_little_is_free(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.step(run.given)
+
+    def sample() -> None:
+        with torch.no_grad():
+            run.outputs(run.given)
+
+    sample()
+    assert len(run.graphed._captured()) == 1, "enough is free"
+    run.graphs.free = 0
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            sample()
+    assert run.graphed._captured() == []
+    assert caplog.text.count("GiB of graphs are freed for samples, and recorded again after them") == 1
+    assert same(run.step(run.given), run.eager_step(run.given))
+    assert run.graphed.replays == 2
+
+
+def test_a_part_that_is_called_in_another_way_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """torch.compile and streamed blocks set what torch calls in place of a module's own call."""
+    run = Run(two_levels, "off")
+    run.plugin._remove_graphs()
+    block = run.model.mid_block
+    block._compiled_call_impl = block._call_impl
+    with caplog.at_level(logging.INFO):
+        graphed = GraphedRoot(run.model, run.graphs)
+    assert graphed.reason == "a part of it is compiled, or its blocks wait in host memory"
+
+
+class NeverRuns(RecordedGraphs):
+    """Graphs whose replay does nothing."""
+
+    def record(self, function: Any, pool: int) -> Any:
+        graph, results = super().record(function, pool)
+        graph.operators = []
+        return graph, results
+
+
+class Refuses(RecordedGraphs):
+    def record(self, function: Any, pool: int) -> Any:
+        raise RuntimeError("graphs are not supported\nby this driver")
+
+
+def test_a_small_graph_tells_whether_a_devices_graphs_can_be_trusted() -> None:
+    cpu = torch.device("cpu")
+    assert reason_against_graphs(RecordedGraphs(), cpu) == ""
+    assert (
+        reason_against_graphs(NeverRuns(), cpu) == "the replay of a small graph gave other numbers than eager operators"
+    )
+    assert reason_against_graphs(Refuses(), cpu) == "graphs are not supported"
+
+
 def test_teardown_restores_the_forward(run: Run) -> None:
     run.step(run.given)
     run.plugin.teardown()
@@ -351,7 +404,7 @@ def test_a_record_that_fails_leaves_the_stream_and_says_the_first_error(monkeypa
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="graph must be true or false, got 'yes'"):
+    with pytest.raises(ConfigError, match="graph must be auto, true or false, got 'yes'"):
         FusedBackwardPrecision(graph="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="set offload or graph to false"):
         FusedBackwardPrecision(memory="max", offload=True, graph=True)
