@@ -110,7 +110,7 @@ def memory(model: str, level: str, kind: str | None) -> tuple[float, str]:
         return float(found[-1]["peak_mib"]), "a step of 1 image at rank 16 with a packed base, counted"
     rows = rows_of("cuda/bench_cuda.jsonl")
     if model == "sd15":
-        found = [r for r in rows if r.get("benchmark") == "step_memory" and r["variant"] == level]
+        found = [r for r in rows if r.get("benchmark") == "step_memory" and r["variant"] == level and r["batch"] == 4]
         return float(found[-1]["peak_mib"]), "a step of 4 images at rank 64, caches on"
     level = "native" if level == "off" else level
     found = [r for r in rows if r.get("benchmark") == "unet_step" and r["model"] == model and "peak_mib" in r]
