@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 SetupContext = Callable[..., None]
 Backward = Callable[..., Any]
@@ -84,7 +85,13 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
 
     def call(*args: Any) -> Any:
         if is_traced():
-            return op(*args)
+            if not is_ignored(op._qualname):
+                return op(*args)
+            with torch._C._DisableTorchDispatch():
+                return call_directly(*args)
+        return call_directly(*args)
+
+    def call_directly(*args: Any) -> Any:
         if lists:
             return apply([len(args[i]) for i in lists], *_flatten(args, lists))
         return apply(*args)
@@ -116,6 +123,17 @@ def direct_backward(op: Any) -> Callable[..., Any]:
         return op(*args) if torch.is_grad_enabled() or is_traced() else implementation(*args)
 
     return call
+
+
+def is_ignored(name: str) -> bool:
+    """Whether every active dispatch mode has a method `ignores` that says that it need not see this op."""
+    if torch.compiler.is_compiling():
+        return False
+    for mode in _get_current_dispatch_mode_stack():
+        ignores = getattr(mode, "ignores", None)
+        if ignores is None or not ignores(name):
+            return False
+    return True
 
 
 def is_traced() -> bool:

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fakes.kept_bytes import kept_bytes
+from fakes.models.graphed_denoisers import Run, same
 from fakes.models.tiny_transformers import chroma, flux2, krea2, qwen_edit, sd3, z_image
 from lightning_aigc.precision.block_options import UNLIMITED, SaveLimit
+from lightning_aigc.precision.blocks import mmdit
+from lightning_aigc.precision.memory import selective
 from lightning_aigc.precision.memory.budget import MemoryBudget
 from lightning_aigc.precision.memory.profile import LastRunProfile
 from lightning_aigc.precision.memory.selective import save_and_reuse
@@ -164,3 +167,22 @@ def test_a_saved_result_that_was_changed_in_place_is_made_again() -> None:
     contexts = save_and_reuse(SaveLimit(UNLIMITED), LastRunProfile())
     checkpoint(block, x, use_reentrant=False, context_fn=lambda: contexts).sum().backward()
     assert native is not None and torch.equal(weight.grad, native)
+
+
+def test_elementwise_ops_are_called_past_the_modes_that_save_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on: the first follows what backward reads, through every op."""
+    monkeypatch.setattr(mmdit, "KERNEL_DEVICES", ("cpu",))
+    run = Run(sd3, "lean", "bf16-mixed")
+    seen: set[str] = set()
+    kind_of = selective.kind_of
+
+    def noting(operator: Any) -> Any:
+        seen.add(operator._schema.name)
+        return kind_of(operator)
+
+    monkeypatch.setattr(selective, "kind_of", noting)
+    first = run.eager_step(run.given)
+    assert seen >= {"lightning_aigc::gated_residual", "lightning_aigc::modulated_norm"}
+    seen.clear()
+    assert same(run.eager_step(run.given), first)
+    assert selective.JOINT in seen and not seen & selective.ELEMENTWISE

@@ -29,6 +29,10 @@ from lightning_aigc_kernels.packing import unpack
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear")
 PRODUCTS_WITH_SUM = ("aten::addmm", "aten::baddbmm")
 JOINT = "lightning_aigc::joint_attention"
+ELEMENTWISE = frozenset(
+    f"lightning_aigc::{name}" for name in ("gated_residual", "modulated_norm", "qk_norm_rope", "silu_mul")
+)
+"""Ops without a product inside, which are called directly: through a dispatch mode each takes several times as long."""
 ATTENTIONS = ("aten::_scaled_dot_product", "npu::npu_fusion_attention", JOINT)
 
 
@@ -76,7 +80,15 @@ def results_within(limit: SaveLimit, last_run: LastRunProfile, input_bytes: int)
     return frozenset(chosen)
 
 
-class _ResultRecorder(TorchDispatchMode):
+class _EagerMode(TorchDispatchMode):
+    """A mode that torch.compile never traces, so that its calls need no guard against that."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _ResultRecorder(_EagerMode):
     """Records a block's products and attentions in call order, and which of them backward reads."""
 
     follows = True
@@ -148,6 +160,10 @@ class SaveResults(_ResultRecorder):
         # Without a profile, each result may be read.
         self.run.is_read = [result.is_read for result in last_run.results or self.results]
 
+    def ignores(self, name: str) -> bool:
+        """Whether this mode need not see an op, for lightning_aigc_kernels."""
+        return not self.follows and name in ELEMENTWISE
+
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         saved = _detached(output) if len(self.results) - 1 in self.chosen else None
         self.run.outputs.append(saved)
@@ -156,7 +172,7 @@ class SaveResults(_ResultRecorder):
         note_saved(saved)
 
 
-class ReuseResults(TorchDispatchMode):
+class ReuseResults(_EagerMode):
     """Returns the outputs that `SaveResults` saved while the block is recomputed, and skips unread products."""
 
     def __init__(self, run: _SavedRun) -> None:
@@ -167,6 +183,10 @@ class ReuseResults(TorchDispatchMode):
         self.position = 0
         super().__enter__()
         return self
+
+    def ignores(self, name: str) -> bool:
+        """Whether this mode need not see an op, for lightning_aigc_kernels."""
+        return name in ELEMENTWISE
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = kind_of(func)
