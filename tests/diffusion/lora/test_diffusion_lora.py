@@ -56,7 +56,7 @@ def trained(module: DiffusionLoRA) -> dict[str, Tensor]:
 
 
 def test_class_images_are_told_apart_on_the_host_without_a_wait_for_the_device(sd3: str) -> None:
-    batch = make_batch(count=4, priors=1)
+    batch = make_batch(["a cup"] * 4, priors=1)
     moved = make_module(sd3).transfer_batch_to_device(batch, torch.device("meta"), 0)
     assert moved["is_prior"].device.type == "cpu"
     assert {x.device.type for name, x in moved.items() if isinstance(x, Tensor) and name != "is_prior"} == {"meta"}
