@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +40,11 @@ def small_weights_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     made: dict[str, str] = {}
+    makers: dict[str, Callable[[Path], Path]] = MAKE | {"sd": make_pipeline, "sdxl": partial(make_pipeline, sdxl=True)}
 
     def folder(family: str) -> str:
         if family not in made:
-            made[family] = str(MAKE[family](tmp_path_factory.mktemp(family)))
+            made[family] = str(makers[family](tmp_path_factory.mktemp(family)))
         return made[family]
 
     return folder
@@ -76,6 +78,18 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
 
 
+U_NETS = ("sd", "sdxl")
+
+
+def nearly_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Equal losses, and gradients equal but for the order of a sum: a U-Net's skip joins the block's own two uses."""
+    return (
+        first.keys() == second.keys()
+        and torch.equal(first["losses"], second["losses"])
+        and all((value - second[name]).norm() <= 1e-6 * second[name].norm() for name, value in first.items())
+    )
+
+
 @pytest.mark.parametrize("memory", ["lean", "max"])
 def test_streamed_blocks_run_the_fused_ops_of_a_card_as_resident_ones_do(
     memory: str, folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
@@ -94,9 +108,10 @@ def test_streamed_blocks_run_the_fused_ops_of_a_card_as_resident_ones_do(
     "family",
     [
         "flux",
+        "sdxl",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("z_image", "sd3", "flux2", "qwen_image", "chroma", "krea2")
+            for name in ("sd", "z_image", "sd3", "flux2", "qwen_image", "chroma", "krea2")
         ),
     ],
 )
@@ -108,10 +123,15 @@ def test_a_step_with_streamed_blocks_has_the_resident_ones_bits(
         module, streamed = make_module(folder_of(family), share, memory, base_quantization=base)
         for _ in range(2):
             streamed.link.sent_bytes = 0
-            assert same(step(module), wanted)
-            assert streamed.link.sent_bytes == streamed.step_bytes
+            if family in U_NETS:
+                assert nearly_same(step(module), wanted)
+                # Blocks before the first trained weight do not run in backward.
+                assert streamed.step_bytes / 2 < streamed.link.sent_bytes <= streamed.step_bytes
+            else:
+                assert same(step(module), wanted)
+                assert streamed.link.sent_bytes == streamed.step_bytes
         blocks = len(streamed.chosen)
-        assert len(streamed.free) == streamed.slots == min(2, blocks)
+        assert len(streamed.free) + len(streamed.coming) == streamed.slots == min(2, blocks)
         if len({host.nbytes for host in streamed.hosts}) == 1:
             assert streamed.step_bytes == (2 * blocks - streamed.slots) * streamed.hosts[0].nbytes
 
@@ -199,11 +219,20 @@ def test_values_that_mean_nothing_are_refused(
         DiffusionLoRA(folder_of("flux"), **options)
 
 
-def test_a_u_net_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"this is SD 1\.5, whose base is small; set model\.init_args\.base_quantization"
-    ):
-        DiffusionLoRA(str(make_pipeline(tmp_path)), base_location="fit")
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_a_unets_blocks_come_in_the_order_of_their_calls(name: str, folder_of: Callable[[str], str]) -> None:
+    module, streamed = make_module(folder_of(name), 0.0)
+    called: list[int] = []
+    hold = streamed.hold
+
+    def noting(number: int, towards: int) -> None:
+        if towards == 1:
+            called.append(number)
+        hold(number, towards)
+
+    streamed.hold = noting
+    step(module)
+    assert called == list(range(len(streamed.chosen)))
 
 
 class ZeRO23Strategy:

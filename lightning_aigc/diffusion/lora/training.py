@@ -85,7 +85,6 @@ class LoRA(Method):
         trainer = module._trainer
         if self.base_location is None or trainer is None:
             return
-        check_base_location(self.base_location, components.family)
         options = {"gradient_checkpointing": settings.gradient_checkpointing, "dropout": bool(self.lora_dropout)}
         check_run(trainer, self.base_location, **options)
         self.streamed = stream_base(module, components, self.base_location, trainer.strategy.root_device)
@@ -121,7 +120,7 @@ class LoRA(Method):
         check_share(self, "lora_dropout")
         self._check_preservation()
         self._check_type()
-        check_base_location(self.base_location, family)
+        check_base_location(self.base_location)
         if self.base_location is not None and self.training_adapter is not None:
             raise ConfigError(
                 "model.init_args.base_location streams weights that training_adapter exchanges for samples; leave one"
@@ -250,7 +249,7 @@ class DiffusionLoRA(DiffusionTraining):
         lokr_factor: Side of the small matrix of a LoKr; it divides the sides of all layers.
         lora_from: A LoRA or LoKr file to begin with, in any layout that `lightning export` reads; its ranks, scales and
             layers replace `rank`, `lora_alpha`, `lokr_factor` and `lora_targets`.
-        base_location: Frozen blocks of a transformer wait in host memory and are copied when they run: `{device: 0.6}`
+        base_location: Frozen blocks of the denoiser wait in host memory and are copied when they run: `{device: 0.6}`
             keeps this share of them on the device, fit as many as fit.
         training_adapter: A LoRA file, or owner/name/file.safetensors of the hub, that is part of the base in training
             and absent in samples and files, for few-step bases such as Z-Image-Turbo and FLUX.1 schnell.

@@ -1,4 +1,4 @@
-"""`base_location`: which part of a frozen transformer waits in host memory, and the checks before the first step."""
+"""`base_location`: which part of a frozen denoiser waits in host memory, and the checks before the first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info
-from lightning_aigc.diffusion.families import Components, Family
+from lightning_aigc.diffusion.families import Components
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share
 from lightning_aigc.quantization.frozen import IGNORED_BY_DDP, stored_bytes
@@ -24,8 +24,8 @@ STEP_GIB = 4.5
 3.5 GiB by counting."""
 
 
-def check_base_location(location: object, family: Family | None) -> None:
-    """Check the value and the family before weights are read. Raises: ConfigError."""
+def check_base_location(location: object) -> None:
+    """Check the value before weights are read. Raises: ConfigError."""
     if location is None:
         return
     is_share = isinstance(location, Mapping) and set(location) == {"device"}
@@ -34,11 +34,6 @@ def check_base_location(location: object, family: Family | None) -> None:
     if location != "fit" and not (is_share and is_number and 0 <= share < 1):
         raise ConfigError(
             f"{KEY} must be null, fit, or {{device: 0.6}}, a share of the blocks in 0..1 and below 1; got {location!r}"
-        )
-    if family is not None and not family.is_flow:
-        raise ConfigError(
-            f"{KEY} streams the blocks of diffusion transformers, and this is {family.title}, whose base is small; set"
-            " model.init_args.base_quantization: int8 instead"
         )
 
 

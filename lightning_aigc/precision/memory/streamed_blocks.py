@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -268,10 +269,12 @@ class _Streamed(torch.autograd.Function):
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
-    """The blocks of a diffusion transformer in the order in which they run.
+    """The blocks of a diffusion transformer or a U-Net in the order in which they run.
 
     Raises: ConfigError for a network without a list of blocks.
     """
+    if hasattr(network, "down_blocks"):
+        return [block for block in _blocks_of_unet(network) if sum(p.numel() for p in block.parameters())]
     lists = [child for _, child in network.named_children() if isinstance(child, nn.ModuleList)]
     found = [block for each in lists for block in each if sum(p.numel() for p in block.parameters()) >= FEWEST_NUMBERS]
     if len(found) < 2:
@@ -279,6 +282,22 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
             f"model.init_args.base_location: {type(network).__name__} has no list of blocks to stream; leave it unset"
         )
     return found
+
+
+def _blocks_of_unet(unet: Any) -> Iterator[nn.Module]:
+    """Yield ResNet blocks, and transformers by block; one of a single block is a unit, as the levels recompute it."""
+    middle = [] if unet.mid_block is None else [unet.mid_block]
+    for part in (*unet.down_blocks, *middle, *unet.up_blocks):
+        resnets, attentions = list(part.resnets), list(getattr(part, "attentions", ()))
+        if part in middle:
+            yield resnets.pop(0)
+            pairs = itertools.zip_longest(attentions, resnets)
+        else:
+            pairs = itertools.zip_longest(resnets, attentions)
+        for module in itertools.chain.from_iterable(pairs):
+            inner = getattr(module, "transformer_blocks", ())
+            if module is not None:
+                yield from inner if len(inner) > 1 else [module]
 
 
 def fitting_share(blocks: Sequence[nn.Module], free_bytes: float, other_bytes: float) -> float:
