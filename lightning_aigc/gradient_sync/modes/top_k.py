@@ -21,16 +21,15 @@ from lightning_aigc.gradient_sync.modes.reductions import Reducing, Reduction, i
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup
 from lightning_aigc.gradient_sync.units import FlatUnit
 
-CPU_VALUES = 1 << 22
-"""Values that a CPU encodes at once."""
+CPU_VALUES = 1 << 19
+"""Values that a CPU encodes or decodes at once; eight times as many leave its cache, and take four times as long."""
 
 
 class Layout(Protocol):
     """Wire format of chunks: their sizes, places and values, each uint8 [R, n, bytes]."""
 
-    def encode(self, at_RnK: Tensor, kept_RnK: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> Tensor:
-        """Write these values, in the order of their positions. Returns: the values as they decode [R, n, K]."""
-        ...
+    def encode_(self, chunks_RnC: Tensor, at_RnK: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> None:
+        """Write the values at these positions of the chunks, and leave the rounding error in them."""
 
     def decode(self, chunks_RnC: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> None:
         """Write the decoded values to the chunks, and zeros between them."""
@@ -45,14 +44,16 @@ class PositionsAndTwoSizes:
     The sizes are those of the chunk: the mean of the sent values that are no larger than the mean, and of the others.
     """
 
-    def encode(self, at_RnK: Tensor, kept_RnK: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    def encode_(self, chunks_RnC: Tensor, at_RnK: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> None:
+        at_RnK = at_RnK.sort(dim=-1).values
+        kept_RnK = chunks_RnC.gather(-1, at_RnK)
         of_kept = kept_RnK.abs()
         is_large = of_kept > of_kept.mean(-1, keepdim=True)
         both = _write_sizes(sizes, torch.stack([_mean_where(~is_large, of_kept), _mean_where(is_large, of_kept)], -1))
         code = is_large.to(torch.uint8) + 2 * kept_RnK.signbit().to(torch.uint8)
         places.copy_(_packed_positions(at_RnK))
         values.copy_(_packed(code, 2))
-        return _values_of(code, both)
+        chunks_RnC.scatter_(-1, at_RnK, kept_RnK - _values_of(code, both))
 
     def decode(self, chunks_RnC: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> None:
         chunks_RnC.zero_().scatter_(-1, _positions(places), _values_of(_unpacked(values, 2), _sizes(sizes)))
@@ -64,13 +65,15 @@ class PositionsAndTwoSizes:
 class BitmapAndSigns:
     """A bit for each value of the chunk that says whether it was sent, and signs; all have the mean size."""
 
-    def encode(self, at_RnK: Tensor, kept_RnK: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    def encode_(self, chunks_RnC: Tensor, at_RnK: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> None:
+        kept_RnK = chunks_RnC.gather(-1, at_RnK)
         size = _write_sizes(sizes, kept_RnK.abs().mean(-1, keepdim=True))
-        is_sent = torch.zeros(*at_RnK.shape[:2], CHUNK, dtype=torch.uint8, device=at_RnK.device)
-        places.copy_(_packed(is_sent.scatter_(-1, at_RnK, 1), 1))
-        sign = kept_RnK.signbit().to(torch.uint8)
-        values.copy_(_packed(sign, 1))
-        return (1 - 2 * sign.float()) * size
+        is_sent_RnC = torch.zeros_like(chunks_RnC, dtype=torch.uint8).scatter_(-1, at_RnK, 1)
+        places.copy_(_packed(is_sent_RnC, 1))
+        sign_RnK = kept_RnK.signbit().to(torch.uint8)
+        order_RnK = _order(is_sent_RnC).gather(-1, at_RnK)  # cheaper than sorting the positions
+        values.copy_(_packed(torch.empty_like(sign_RnK).scatter_(-1, order_RnK, sign_RnK), 1))
+        chunks_RnC.scatter_(-1, at_RnK, kept_RnK - (1 - 2 * sign_RnK.float()) * size)
 
     def decode(self, chunks_RnC: Tensor, sizes: Tensor, places: Tensor, values: Tensor) -> None:
         chunks_RnC.copy_(self._decoded(sizes, places, values))
@@ -79,9 +82,10 @@ class BitmapAndSigns:
         chunks_RnC.add_(self._decoded(sizes, places, values))
 
     def _decoded(self, sizes: Tensor, places: Tensor, values: Tensor) -> Tensor:
-        is_sent_RnC, signs_RnK = _unpacked(places, 1), 1 - 2 * _unpacked(values, 1).float()
-        order_RnC = is_sent_RnC.cumsum(-1).sub_(1).clamp_min_(0)  # place of a sent value among the signs
-        return torch.where(is_sent_RnC.bool(), signs_RnK.gather(-1, order_RnC) * _sizes(sizes), 0.0)
+        is_sent_RnC = _unpacked(places, 1)
+        value_RnK = (1 - 2 * _unpacked(values, 1).float()) * _sizes(sizes)
+        order_RnC = _order(is_sent_RnC).clamp_max_(value_RnK.shape[-1] - 1)  # behind the last sent value
+        return value_RnK.gather(-1, order_RnC).mul_(is_sent_RnC)
 
 
 class TopKQuantizer:
@@ -101,9 +105,7 @@ class TopKQuantizer:
 
     def encode_(self, values_RN: Tensor, wire_RB: Tensor) -> None:
         for chunks, *wire in self._blocks(values_RN, wire_RB):
-            at = chunks.abs().topk(self.kept, dim=-1, sorted=False).indices.sort(dim=-1).values
-            kept = chunks.gather(-1, at)
-            chunks.scatter_(-1, at, kept - self.layout.encode(at, kept, *wire))
+            self.layout.encode_(chunks, chunks.abs().topk(self.kept, dim=-1, sorted=False).indices, *wire)
 
     def decode(self, wire_RB: Tensor, out_RN: Tensor) -> Tensor:
         check = out_RN.new_zeros(())
@@ -150,6 +152,11 @@ class TopK(Reduction):
 def _mean_where(mask: Tensor, sizes: Tensor) -> Tensor:
     """Return the mean of the sizes under the mask along the last dimension; 0 where there is none."""
     return torch.where(mask, sizes, 0).sum(-1) / mask.sum(-1).clamp_min(1)
+
+
+def _order(is_sent_RnC: Tensor) -> Tensor:
+    """Return the number of sent values before each value of its chunk, which is a sent value's place among them."""
+    return is_sent_RnC.cumsum(-1).sub_(is_sent_RnC)
 
 
 def _write_sizes(wire: Tensor, sizes: Tensor) -> Tensor:
