@@ -58,6 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
     "local 30": {"mode": "local", "local_steps": 30},
     "local 15, momentum 0.3": {"mode": "local", "local_steps": 15, "outer_momentum": 0.3},
     "local 15 top_k 1712": TOP_K,
+    "local 15 top_k 1712, momentum 0.1": TOP_K | {"outer_momentum": 0.1},
     "local 15 top_k 1712, momentum 0.3": TOP_K | {"outer_momentum": 0.3},
     "local 15 top_k 1712, momentum 0.4": TOP_K | {"outer_momentum": 0.4},
     "local 15 top_k 1712, momentum 0.5": TOP_K | {"outer_momentum": 0.5},
