@@ -89,7 +89,7 @@ class BitmapAndSigns:
 
 
 class TopKQuantizer:
-    """Quantizer that keeps the `kept` largest of each 4,096 values, in the layout that takes fewer bytes for them.
+    """Quantizer that keeps the `kept` largest of each 4,096 values, in a layout for few values or one for many.
 
     A kept value that is not finite makes a size of its chunk infinite or NaN, and so decoded values of the chunk.
     """
