@@ -7,7 +7,7 @@ processes of one thread that communicate over loopback. Existing rows are not co
 
     python -m benchmarks.gradient_sync.image_quality [--jobs full lora] [--modes dense int3 ...] [--seeds 0 1 2]
         [--output FILE]
-    python -m benchmarks.gradient_sync.image_quality --jobs lora --modes dense "local 15 top_k" --steps 480
+    python -m benchmarks.gradient_sync.image_quality --jobs lora --modes dense "local 15 top_k 1712" --steps 480
     python -m benchmarks.gradient_sync.image_quality --rates 2e-4 5e-4 1e-3 --jobs full      # rates of dense, seed 9
     python -m benchmarks.gradient_sync.image_quality --table                                 # Markdown from the rows
 """
@@ -41,7 +41,7 @@ from lightning_aigc.data import ImageCaptionData
 from lightning_aigc.strategies import NPUSparseStrategy
 
 ROWS = RESULTS / "gradient_sync" / "image_quality.jsonl"
-TOP_K: dict[str, Any] = {"mode": "local", "local_steps": 15, "average": "top_k", "top_k": 416}
+TOP_K: dict[str, Any] = {"mode": "local", "local_steps": 15, "average": "top_k", "top_k": 1712}
 MODES: dict[str, dict[str, Any]] = {
     "dense": {"mode": "dense"},
     "int8": {"mode": "int8"},
@@ -56,11 +56,13 @@ MODES: dict[str, dict[str, Any]] = {
     "local 15": {"mode": "local", "local_steps": 15},
     "local 15, momentum 0.5": {"mode": "local", "local_steps": 15, "outer_momentum": 0.5},
     "local 30": {"mode": "local", "local_steps": 30},
-    "local 15 top_k": TOP_K | {"error_feedback_decay": 0.9},
-    "local 15 top_k, decay 0.7": TOP_K | {"error_feedback_decay": 0.7},
-    "local 15 top_k, no decay": TOP_K,
-    "local 30 top_k": TOP_K | {"local_steps": 30, "top_k": 832, "error_feedback_decay": 0.9},
-    "local 15 top_k, overlapped": TOP_K | {"error_feedback_decay": 0.9, "overlap_average": True},
+    "local 15, momentum 0.3": {"mode": "local", "local_steps": 15, "outer_momentum": 0.3},
+    "local 15 top_k 1712": TOP_K,
+    "local 15 top_k 1712, momentum 0.1": TOP_K | {"outer_momentum": 0.1},
+    "local 15 top_k 1712, momentum 0.3": TOP_K | {"outer_momentum": 0.3},
+    "local 15 top_k 1712, momentum 0.4": TOP_K | {"outer_momentum": 0.4},
+    "local 15 top_k 1712, momentum 0.5": TOP_K | {"outer_momentum": 0.5},
+    "local 15 top_k 1712, overlapped": TOP_K | {"overlap_average": True},
 }
 RANKS = {"full": 4, "lora": 2}
 RATES = {"full": 1e-3, "lora": 6e-3}
@@ -183,7 +185,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         ]
         lines += ["|---|---|---|---|---|---|"]
         dense = {row["seed"]: row["val_loss"] for row in of_job if row["mode"] == "dense"}
-        for mode in MODES:
+        for mode in dict.fromkeys([*MODES, *(row["mode"] for row in of_job)]):  # those of older formats, too
             found = [row for row in of_job if row["mode"] == mode]
             if not found:
                 continue

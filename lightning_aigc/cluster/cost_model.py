@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_aigc.cluster.modes import AVERAGE_HOPS, EXACT_MODES, FLAT_MODES, MODES
+from lightning_aigc.cluster.modes import AVERAGE_HOPS, EXACT_MODES, FLAT_MODES, MODES, TOP_K_POSITIONS, Average
 from lightning_aigc.cluster.workload import (
     BF16_BYTES,
     COMPRESSION_BPS,
@@ -35,8 +35,9 @@ TWO_FOUR_DENSITY = 2 / 4
 SPARSE_PACKING = 1.5
 """Time of a block-sparse mode's compression on a CPU over that of few-bit integers: it also gathers, scatters and
 selects blocks (plan_error.jsonl)."""
-TOP_K_PACKING = 5.0
-"""CPU time of an average in top_k over that of few-bit integers: 3 at 64 of 4,096 values, 7 at 416 (packing.jsonl)."""
+POSITIONS_PACKING, BITMAP_PACKING = 5.0, 11.0
+"""CPU time of an average in top_k over that of few-bit integers: with positions from 3 at 64 of 4,096 values on, with a
+bitmap 11 at 1,712 (packing.jsonl)."""
 TERNARY_BYTES = (52 + 2) / 256
 """A block of 256 values of three levels, five a byte, and its scale."""
 
@@ -92,6 +93,13 @@ def bytes_per_element(mode: str, job: Job) -> float:
         "two_four": TWO_FOUR_DENSITY * (8 + scale) / 8,
         "local": job.average_bytes / job.local_steps,
     }[mode]
+
+
+def average_packing(average: Average, top_k: int) -> float:
+    """Return the CPU time of an average in this format over that of few-bit integers."""
+    if average == "top_k":
+        return POSITIONS_PACKING if top_k <= TOP_K_POSITIONS else BITMAP_PACKING
+    return 0.0 if average == "float32" else 1.0
 
 
 def payload_bytes(mode: str, job: Job) -> float:

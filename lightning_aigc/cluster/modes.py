@@ -19,15 +19,27 @@ Average = Literal["float32", "int8", "int4", "int3", "top_k"]
 AVERAGE_BITS: dict[Average, int | None] = {"float32": None, "int8": 8, "int4": 4, "int3": 3, "top_k": None}
 """Bits of a value of an average, where all values are sent as integers."""
 TOP_K_CHUNK = 4096
-"""Values of which an average in top_k sends the largest; a position among them has 12 bits."""
-TOP_K_LEVEL_BYTES = 4
-"""Bytes of the two sizes that the sent values of a chunk have, each in bfloat16."""
+"""Values of which an average in top_k sends the largest."""
+TOP_K_POSITIONS = TOP_K_CHUNK // 12
+"""Most values of a chunk that are sent with positions of 12 bits; of more, a bitmap of the chunk is smaller."""
+TOP_K_SIZE_BYTES = 2
+"""Bytes of a size that the sent values of a chunk have, a bfloat16."""
+
+
+def top_k_parts(top_k: int) -> tuple[int, int, int]:
+    """Return the bytes of a chunk in an average in top_k: of its sizes, its places, and its values.
+
+    Up to TOP_K_POSITIONS values have a position, a sign, and one of two sizes; more have a bitmap, a sign and one size.
+    """
+    if top_k <= TOP_K_POSITIONS:
+        return 2 * TOP_K_SIZE_BYTES, top_k * 12 // 8, top_k * 2 // 8
+    return TOP_K_SIZE_BYTES, TOP_K_CHUNK // 8, top_k // 8
 
 
 def average_bytes(average: Average, top_k: int) -> float:
-    """Return the bytes of a value in an average, with its share of scales and positions."""
+    """Return the bytes of a value in an average, with its share of sizes and places."""
     if average == "top_k":
-        return (TOP_K_LEVEL_BYTES + top_k * (12 + 2) / 8) / TOP_K_CHUNK
+        return sum(top_k_parts(top_k)) / TOP_K_CHUNK
     bits = AVERAGE_BITS[average]
     return 4 if bits is None else (bits + 16 / 32) / 8  # a bfloat16 for 32 values
 

@@ -87,15 +87,23 @@ def test_the_strategy_of_a_config_is_what_is_planned(command: Command, tmp_path:
 
 def test_the_averages_of_a_config_are_planned_with_their_bytes(command: Command, tmp_path: Path) -> None:
     sent = {}
-    for average in ("float32", "int3", "top_k"):
-        options = {"mode": "local", "local_steps": 15, "average": average}
+    formats = {"float32": {}, "int3": {}, "top_k": {}, "top_k 1712": {"average": "top_k", "top_k": 1712}}
+    for average, given in formats.items():
+        options = {"mode": "local", "local_steps": 15, "average": average} | given
         strategy = {"class_path": "NPUSparseStrategy", "init_args": options}
         path = tmp_path / f"{average}.yaml"
         path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
         plan = json.loads(command("plan", "-c", path, *FORTY_EIGHT, *GIVEN, "--json").out)
         dense, local = (next(row for row in plan["modes"] if row["mode"] == mode) for mode in ("dense", "local"))
         sent[average] = local["between_bytes"] / dense["between_bytes"]
-    assert sent == pytest.approx({"float32": 1 / 15, "int3": 3.5 / 32 / 15, "top_k": 116 / 4096 / 4 / 15})
+    assert sent == pytest.approx(
+        {
+            "float32": 1 / 15,
+            "int3": 3.5 / 32 / 15,
+            "top_k": 116 / 4096 / 4 / 15,
+            "top_k 1712": (2 + 4096 / 8 + 1712 / 8) / 4096 / 4 / 15,
+        }
+    )
 
 
 def test_later_configs_win_key_by_key(tmp_path: Path) -> None:

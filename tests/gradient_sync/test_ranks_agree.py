@@ -48,6 +48,7 @@ CASES |= {
     "accumulation of integers": {"accumulate": 4},
     "averages in three bits": {"mode": "local", "local_steps": 1, "average": "int3"},
     "averages in top_k": {"mode": "local", "local_steps": 1, "average": "top_k", "top_k": 256},
+    "averages in top_k with a bitmap": {"mode": "local", "local_steps": 1, "average": "top_k", "top_k": 1000},
     "averages in eight bits, without error feedback": {
         "mode": "local",
         "local_steps": 1,
@@ -60,7 +61,13 @@ BAD = {"NaN at the end of a parameter": ("first", 1550, torch.nan), "infinity at
 RESUMED = {mode: {"mode": mode, "local_steps": 2} for mode in MODES} | {
     "averages in four bits": {"mode": "local", "average": "int4", "local_steps": 2},
     "averages in top_k": {"mode": "local", "average": "top_k", "local_steps": 2, "error_feedback_decay": 0.9},
-    "overlapped averages in top_k": {"mode": "local", "average": "top_k", "local_steps": 3, "overlap_average": True},
+    "overlapped averages in top_k": {
+        "mode": "local",
+        "average": "top_k",
+        "top_k": 1000,
+        "local_steps": 3,
+        "overlap_average": True,
+    },
     "overlapped averages": {"mode": "local", "average": "int3", "local_steps": 3, "overlap_average": True},
 }
 

@@ -1,4 +1,7 @@
-"""Averages in top_k: the packed bytes, the values that they hold, and what is left for the next average."""
+"""Averages in top_k: the packed bytes, the values that they hold, and what is left for the next average.
+
+Up to 341 of 4,096 values have positions and two sizes, more have a bitmap, signs and one size.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from fakes.processes.given_gradients import SHAPES, Training, make_gradients, refusal, residuals_of
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.cluster import cost_model
+from lightning_aigc.cluster.modes import average_bytes
 from lightning_aigc.cluster.workload import Job
 from lightning_aigc.gradient_sync.modes.local_sgd import LocalSGD
 from lightning_aigc.gradient_sync.modes.top_k import CHUNK, TopKQuantizer
@@ -20,6 +24,9 @@ from lightning_aigc.gradient_sync.transport.collectives import dense_ring_bytes
 from lightning_aigc.gradient_sync.watch.dense_comparison import compare
 
 KEPT = 16
+BITMAP = 1000
+BOTH_LAYOUTS = pytest.mark.parametrize("kept", [KEPT, 336, 344, BITMAP])
+"""The last that is sent with positions, and the first with a bitmap, whose 43 bytes of signs are an odd number."""
 DECAY = 0.5
 LOCAL: dict[str, Any] = {"mode": "local", "average": "top_k", "local_steps": 2, "top_k": KEPT}
 SECONDS = {"plain": 0.0, "decay": 1e9}
@@ -42,75 +49,89 @@ def gaussian(rows: int, chunks: int, seed: int = 0) -> Tensor:
 
 
 def reference(chunk: Tensor, kept: int = KEPT) -> tuple[Tensor, bytes]:
-    """One chunk value by value: decoded values, and the bytes of its positions and codes."""
+    """One chunk value by value: decoded values, and the bytes of its places and values."""
     values = chunk.tolist()
     at = sorted(sorted(range(CHUNK), key=lambda i: -abs(values[i]))[:kept])
     sizes = [abs(values[i]) for i in at]
     mean = sum(sizes) / kept
-    halves = [[s for s in sizes if s <= mean], [s for s in sizes if s > mean]]
+    has_positions = kept <= 341
+    halves = [[s for s in sizes if s <= mean], [s for s in sizes if s > mean]] if has_positions else [sizes]
     levels = torch.tensor([sum(half) / len(half) for half in halves]).bfloat16().tolist()
-    decoded, bits, codes = torch.zeros(CHUNK), 0, 0
+    decoded, places, codes = torch.zeros(CHUNK), 0, 0
     for place, (i, size) in enumerate(zip(at, sizes, strict=True)):
-        code = int(size > mean) + 2 * (values[i] < 0)
-        decoded[i] = math.copysign(levels[code & 1], values[i])
-        bits |= i << 12 * place
-        codes |= code << 2 * place
-    return decoded, bits.to_bytes(kept * 12 // 8, "little") + codes.to_bytes(kept // 4, "little")
+        is_large, is_negative = has_positions and size > mean, values[i] < 0
+        decoded[i] = math.copysign(levels[is_large], values[i])
+        places |= i << 12 * place if has_positions else 1 << i
+        codes |= is_large + 2 * is_negative << 2 * place if has_positions else is_negative << place
+    lengths = (kept * 12 // 8, kept // 4) if has_positions else (CHUNK // 8, kept // 8)
+    return decoded, b"".join(bits.to_bytes(n, "little") for bits, n in zip((places, codes), lengths, strict=True))
 
 
-def test_the_largest_of_each_chunk_arrive_with_their_sign_in_one_of_two_sizes() -> None:
+@BOTH_LAYOUTS
+def test_the_largest_of_each_chunk_arrive_with_their_sign_and_a_size_of_their_chunk(kept: int) -> None:
     values = gaussian(2, 3)
-    _, arrived, left, _ = packed(values)
-    wanted = torch.stack([reference(chunk)[0] for chunk in values.view(-1, CHUNK)]).view_as(values)
+    _, arrived, left, _ = packed(values, kept)
+    wanted = torch.stack([reference(chunk, kept)[0] for chunk in values.view(-1, CHUNK)]).view_as(values)
     assert torch.equal(arrived, wanted)
     assert torch.equal(left, values - wanted)
 
 
-def test_a_chunk_is_two_sizes_then_positions_of_twelve_bits_and_values_of_two() -> None:
+@BOTH_LAYOUTS
+def test_a_chunk_is_its_sizes_then_positions_or_a_bitmap_then_values_of_two_bits_or_one(kept: int) -> None:
     values = gaussian(1, 1)
-    wire, arrived, _, _ = packed(values)
-    _, wanted = reference(values[0])
-    assert bytes(wire[0, 4:].tolist()) == wanted
-    assert wire[0, :4].view(torch.bfloat16).tolist() == sorted(set(arrived.abs().unique().tolist()) - {0.0})
+    wire, arrived, _, _ = packed(values, kept)
+    _, wanted = reference(values[0], kept)
+    assert bytes(wire[0, -len(wanted) :].tolist()) == wanted
+    sizes = wire[0, : -len(wanted)].clone().view(torch.bfloat16).tolist()
+    assert sizes == sorted(set(arrived.abs().unique().tolist()) - {0.0})
 
 
-@pytest.mark.parametrize(("kept", "nbytes"), [(64, 116), (416, 732), (4096, 7172)])
-def test_a_kept_value_costs_fourteen_bits_and_a_chunk_four_bytes_more(kept: int, nbytes: int) -> None:
+@pytest.mark.parametrize(
+    ("kept", "nbytes"), [(64, 116), (336, 592), (344, 557), (1712, 728), (CHUNK, 2 + CHUNK // 8 * 2)]
+)
+def test_a_chunk_costs_fourteen_bits_a_value_or_a_bitmap_and_a_bit_a_value(kept: int, nbytes: int) -> None:
     assert TopKQuantizer(kept).wire_bytes(10 * CHUNK) == 10 * nbytes
+    assert average_bytes("top_k", kept) * CHUNK == nbytes
     values = gaussian(1, 2, seed=kept)
     _, arrived, _, _ = packed(values, kept)
     assert (arrived.view(-1, CHUNK) != 0).sum(-1).tolist() == [kept] * 2
 
 
-def test_rows_are_added_as_they_decode() -> None:
+@BOTH_LAYOUTS
+def test_rows_are_added_as_they_decode(kept: int) -> None:
     values = gaussian(3, 2)
-    wire, arrived, _, _ = packed(values)
+    wire, arrived, _, _ = packed(values, kept)
     total = torch.ones(2 * CHUNK)
-    TopKQuantizer(KEPT).add_rows_(wire, total)
+    TopKQuantizer(kept).add_rows_(wire, total)
     torch.testing.assert_close(total, 1 + arrived.sum(0))
-    TopKQuantizer(KEPT).add_rows_(wire[:0], total)
+    TopKQuantizer(kept).add_rows_(wire[:0], total)
 
 
-def test_the_bytes_do_not_depend_on_how_many_chunks_are_packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH_LAYOUTS
+def test_the_bytes_do_not_depend_on_how_many_chunks_are_packed_at_once(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = gaussian(2, 5)
-    at_once = packed(values)
+    at_once = packed(values, kept)
     monkeypatch.setattr("lightning_aigc.gradient_sync.modes.top_k.CPU_VALUES", CHUNK)
-    assert all(torch.equal(a, b) for a, b in zip(at_once, packed(values), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(at_once, packed(values, kept), strict=True))
 
 
+@pytest.mark.parametrize("kept", [KEPT, BITMAP])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_shows_in_the_check(bad: float) -> None:
+def test_a_value_that_is_not_finite_shows_in_the_check(bad: float, kept: int) -> None:
     values = gaussian(3, 2)
     values[1, CHUNK + 5] = bad
-    assert not packed(values)[3].isfinite()
+    assert not packed(values, kept)[3].isfinite()
 
 
-def test_equal_values_and_zeros_arrive_exactly() -> None:
+@pytest.mark.parametrize("kept", [KEPT, BITMAP])
+def test_equal_values_and_zeros_arrive_exactly(kept: int) -> None:
     equal = torch.zeros(1, CHUNK)
-    equal[0, 7:27] = -0.25
-    _, arrived, left, check = packed(equal)
-    assert torch.equal(arrived + left, equal) and (arrived == -0.25).sum() == KEPT and check.isfinite()
-    assert not packed(torch.zeros(1, CHUNK))[1].any()
+    equal[0, 7 : 11 + kept] = -0.25
+    _, arrived, left, check = packed(equal, kept)
+    assert torch.equal(arrived + left, equal) and (arrived == -0.25).sum() == kept and check.isfinite()
+    assert not packed(torch.zeros(1, CHUNK), kept)[1].any()
 
 
 def work(rank: int) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         sparsity=options.sparsity if args.sparsity is None else args.sparsity,
         local_steps=options.local_steps,
         average_bytes=options.average_bytes,
-        packing={"float32": 0.0, "top_k": cost_model.TOP_K_PACKING}.get(options.average, 1.0),
+        packing=cost_model.average_packing(options.average, options.top_k),
         overlap_average=options.overlap_average,
         bucket_bytes=(options.bucket_mb if args.bucket_mb is None else args.bucket_mb) * 1e6,
         device=args.device or DEVICES.get(str((config.get("trainer") or {}).get("accelerator")), "npu"),
