@@ -1,7 +1,7 @@
 """Imports of the server that processes are forked from.
 
-They run without garbage collections, which took a fifth of their time. Collections in the forked processes leave out
-what is imported here, and are rare, as in the tests' own process.
+Garbage collections during the imports took a fifth of their time, so there are none. Those in the forked processes
+leave out everything that is imported here, and are rare, as in the tests' own process.
 """
 
 import contextlib

@@ -47,8 +47,7 @@ def run_ranks(
     Raises: AssertionError with the traceback of a rank that failed, or the ranks that had not ended in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    _start_server()
+    context = forking_context()
     # A function of a test module has no name that a new process could import.
     place = (str(Path(sys.modules[work.__module__].__file__ or "").resolve()), work.__name__)
     with meeting_point() as where:
@@ -82,12 +81,15 @@ def run_script(script: Path, ranks: int, folder: Path, *argv: object) -> list[st
     return [(folder / f"rank{rank}.said").read_text() for rank in range(ranks)]
 
 
-def _start_server() -> None:
-    """Start the server of processes, if none runs, with the folders that `fakes` and the packages lie in on its path.
+def forking_context(*more: str) -> Any:
+    """Start the server that processes are forked from, if none runs, and return the context that makes them.
 
-    The server skips a module that it cannot find, and Python 3.11 does not hand it this process's path.
+    The server skips a module that it cannot find, and Python 3.11 does not hand it this process's path: it gets the
+    folders that `fakes` and the packages lie in.
+
+    Args: more: modules that the server imports in addition to those of `fakes.processes.preloaded`, if this call starts it.
     """
-    forkserver.set_forkserver_preload(["fakes.processes.preloaded"])
+    forkserver.set_forkserver_preload(["fakes.processes.preloaded", *more])
     before = os.environ.get("PYTHONPATH", "")
     folders = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), *filter(None, [before])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONPATH_OF_TESTS": before}
@@ -97,6 +99,7 @@ def _start_server() -> None:
         del os.environ["PYTHONPATH_OF_TESTS"], os.environ["PYTHONPATH"]
         if before:
             os.environ["PYTHONPATH"] = before
+    return multiprocessing.get_context("forkserver")
 
 
 def _script(rank: int, script: str, argv: list[str], folder: str) -> None:
