@@ -87,7 +87,7 @@ def forking_context(*more: str) -> Any:
     The server skips a module that it cannot find, and Python 3.11 does not hand it this process's path: it gets the
     folders that `fakes` and the packages lie in.
 
-    Args: more: modules that the server imports in addition to those of `fakes.processes.preloaded`, if this call starts it.
+    Args: more: modules that the server imports in addition to the usual ones, if this call starts it.
     """
     forkserver.set_forkserver_preload(["fakes.processes.preloaded", *more])
     before = os.environ.get("PYTHONPATH", "")
