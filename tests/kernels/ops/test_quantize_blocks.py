@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lightning_aigc_kernels
 from fakes.models.hard_blocks import bits_of, hard_blocks
+from fakes.processes.programs import WITHOUT_COLLECTIONS
 from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, numba_cache, quantize_blocks
 from lightning_aigc_kernels.dispatch import FallbackWarning, cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import BLOCK, GROUP, packed_bytes, part_kernel, reference
@@ -171,7 +172,7 @@ def run_children(count: int, cache: Path, home: Path) -> set[str]:
         "PYTHONPATH": str(Path(lightning_aigc_kernels.__file__).parents[1]), "OMP_NUM_THREADS": "1",
         "NUMBA_CACHE_DIR": str(cache), "HOME": str(home), "PATH": "/usr/bin:/bin",
     }  # fmt: skip
-    command = [sys.executable, "-W", "error", "-c", CHILD]
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_COLLECTIONS + CHILD]
     children = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(count)
