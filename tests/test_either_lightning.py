@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from fakes.processes.programs import WITHOUT_COLLECTIONS
+
 HIDE = """
 import importlib, json, os, sys
 from importlib.abc import MetaPathFinder
@@ -111,7 +113,7 @@ ROOT = Path(__file__).parents[1]
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "tests"))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", script, *arguments]
+    command = [sys.executable, "-c", WITHOUT_COLLECTIONS + script, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 

@@ -7,9 +7,13 @@ import sys
 
 import pytest
 
+from fakes.processes.programs import WITHOUT_COLLECTIONS
+
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_COLLECTIONS + code], capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.parametrize(

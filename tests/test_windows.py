@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fakes.processes.programs import WITHOUT_COLLECTIONS
+
 ROOT = Path(__file__).parents[1]
 
 AS_ON_WINDOWS = """
@@ -66,7 +68,7 @@ def run(program: str, *arguments: str) -> str:
     """Standard output of a fresh Python that runs the program as on Windows."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "-c", AS_ON_WINDOWS + program, *arguments],
+        [sys.executable, "-c", WITHOUT_COLLECTIONS + AS_ON_WINDOWS + program, *arguments],
         capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -99,7 +101,7 @@ sys.platform = "linux"  # for subprocess
 command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
 sys.stdout.write(subprocess.run(command, capture_output=True, text=True).stdout)
 """
-    said = run(holds, str(tmp_path), AS_ON_WINDOWS + program)
+    said = run(holds, str(tmp_path), WITHOUT_COLLECTIONS + AS_ON_WINDOWS + program)
     assert said.startswith("False ") and f"{tmp_path} is in use by process " in said
     assert run(program, str(tmp_path)) == "locked\n"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fakes.npu.npu_ops import require_no_broadcast
+from fakes.processes.programs import WITHOUT_COLLECTIONS
 from fakes.processes.ranks import run_ranks
 from lightning_aigc._attention_masks import expand_masks, full_mask
 
@@ -112,7 +113,9 @@ assert hasattr(torch.nn.functional.scaled_dot_product_attention, "__wrapped__")
 
 def test_masks_are_expanded_once_torch_is_imported_where_torch_npu_is_installed(tmp_path: Path) -> None:
     (tmp_path / "torch_npu.py").write_text("")
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COLLECTIONS + SCRIPT, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     expand_masks()
     assert not hasattr(F.scaled_dot_product_attention, "__wrapped__")  # torch_npu is not installed here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
-from fakes.processes.ranks import IMPORTED_ONCE, meeting_point
+from fakes.processes.ranks import forking_context, meeting_point
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
@@ -48,12 +47,8 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
 
     The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            *(*IMPORTED_ONCE, "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers"),
-            "fakes.models.edit_pipelines",
-        ]
+    context = forking_context(
+        "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers", "fakes.models.edit_pipelines"
     )
     with meeting_point() as where:
         given = [(rank, ranks, [str(word) for word in words], str(log), where) for rank in range(ranks)]

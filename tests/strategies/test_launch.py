@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fakes.models.small_lightning import Small, fit
 from fakes.npu import fake_npu
+from fakes.processes.programs import WITHOUT_COLLECTIONS
 from fakes.processes.ranks import meeting_point, run_ranks
 from lightning_aigc.cluster.topology import Reading, parse_topology
 from lightning_aigc.strategies import rendezvous
@@ -58,7 +59,7 @@ NPU3   SYS   HCCS  SYS   X     4-7
 def trained(folder: Path, *names: str, launcher: tuple[str, ...] = ()) -> dict[str, list[Any]]:
     """Reports of both ranks for a run under each of these names."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(WITHOUT_COLLECTIONS + SCRIPT)
     paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "tests"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with meeting_point() as where:

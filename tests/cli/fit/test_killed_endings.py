@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from fakes.processes.ranks import forking_context
 from fakes.runs.kill_phases import ENDING, everything_in, tell_phases, told
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.cli import main
@@ -54,9 +54,7 @@ def fit_and_tell(arguments: list[str], where: str, log: str) -> None:
 def kill_in(phase: str, arguments: list[str], folder: Path) -> None:
     """Start a fit and send it SIGKILL as soon as the phase has begun."""
     where, log = folder / f"told-{len(list(folder.glob('told-*')))}", folder / "log.txt"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_aigc", "torch", "lightning.pytorch", "lightning_aigc.cli.fit.aigc_cli"])
-    process = context.Process(target=fit_and_tell, args=(arguments, str(where), str(log)), daemon=True)
+    process = forking_context().Process(target=fit_and_tell, args=(arguments, str(where), str(log)), daemon=True)
     process.start()
     deadline = time.monotonic() + 120
     while phase not in told(where):

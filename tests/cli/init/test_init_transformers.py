@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from fakes.models.short_texts import shorten_texts
 from fakes.models.transformer_pipelines import MAKE
 from lightning_aigc.cli.init.base import SHORT, find_base
 from lightning_aigc.cli.init.card_sizes import CARD_GIB, CARDS
@@ -27,6 +28,14 @@ ROWS = Path(__file__).parents[3] / "benchmarks" / "results" / "precision" / "ste
 @pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # its cache of checked images
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_texts() -> Iterator[None]:
+    """Captions of 64 tokens instead of 512; tests/test_golden.py has the whole length."""
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_texts(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

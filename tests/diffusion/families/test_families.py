@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fakes.models.pipelines import SIDE, make_batch
+from fakes.runs.rewinding import rewind
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
 from lightning_aigc.data.cache.encoded import EmbeddingCache
@@ -451,11 +452,10 @@ def test_diffusers_splits_the_comfyui_file_of_flux_1_as_it_was_joined() -> None:
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(folder: str, tmp_path: Path) -> None:
-    whole = make_module(folder)
-    fit(whole, tmp_path / "whole", steps=4)
-    fit(make_module(folder), tmp_path / "half", steps=2, callbacks=[ExactSnapshot(1)])
-    resumed = make_module(folder)
-    fit(resumed, tmp_path / "half", steps=4, callbacks=[ExactSnapshot(1)], ckpt_path="latest")
+    whole, resumed = make_module(folder), make_module(folder)
+    fit(whole, tmp_path, steps=3, callbacks=[ExactSnapshot(1)])
+    rewind(tmp_path, step=1)
+    fit(resumed, tmp_path, steps=3, callbacks=[ExactSnapshot(1)], ckpt_path="latest")
     assert all(torch.equal(p, trained(resumed)[name]) for name, p in trained(whole).items())
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from fakes.models.pipelines import SIDE, make_batch
 from fakes.models.transformer_pipelines import MAKE
+from fakes.runs.rewinding import rewind
 from fakes.runs.seeded_fits import fit, same
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.callbacks import ExactSnapshot
@@ -126,9 +127,9 @@ def test_a_stopped_run_resumes_to_the_bit(sd3: str, tmp_path: Path) -> None:
         trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
         return weights(module)
 
-    whole = run(tmp_path / "whole", 3)
-    run(tmp_path / "stopped", 2)
-    assert same(run(tmp_path / "stopped", 3, ckpt_path="latest"), whole)
+    whole = run(tmp_path, 3)
+    rewind(tmp_path, step=1)
+    assert same(run(tmp_path, 3, ckpt_path="latest"), whole)
 
 
 @pytest.mark.parametrize(

@@ -125,23 +125,34 @@ def test_prodigys_rate_is_a_factor_and_a_small_one_is_said_before_the_first_step
     assert any("Prodigy finds its rate itself" in str(each.message) for each in said) == warns
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "deepspeed"])
+def make_scheduled(sd: str, schedule: str, steps: int) -> StableDiffusionLoRA:
+    if schedule != "deepspeed":
+        return make_module(sd, max_train_steps=steps, lr_scheduler=schedule)
+    scheduler = lambda optimizer: WarmupDecayLR(optimizer, warmup_num_steps=2, warmup_type="linear")  # noqa: E731
+    return make_module(sd, max_train_steps=steps, lr_scheduler=scheduler)
+
+
+@pytest.fixture(scope="module", params=["linear", "cosine", "deepspeed"])
+def scheduled(
+    request: pytest.FixtureRequest, sd: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[float]]:
+    """A schedule, and the rates of its run of six steps."""
+    return request.param, fit(make_scheduled(sd, request.param, 6), tmp_path_factory.mktemp("whole"))[1]
+
+
 @pytest.mark.parametrize("kind", ["checkpoint", "snapshot"])
-def test_a_run_made_longer_takes_no_step_at_its_old_end(sd: str, tmp_path: Path, schedule: str, kind: str) -> None:
-    def module(steps: int) -> StableDiffusionLoRA:
-        if schedule != "deepspeed":
-            return make_module(sd, max_train_steps=steps, lr_scheduler=schedule)
-        scheduler = lambda optimizer: WarmupDecayLR(optimizer, warmup_num_steps=2, warmup_type="linear")  # noqa: E731
-        return make_module(sd, max_train_steps=steps, lr_scheduler=scheduler)
+def test_a_run_made_longer_takes_no_step_at_its_old_end(
+    sd: str, tmp_path: Path, scheduled: tuple[str, list[float]], kind: str
+) -> None:
+    schedule, whole = scheduled
 
     def callbacks() -> list[Callback]:
         return [ExactSnapshot(1)] if kind == "snapshot" else []
 
-    _, whole = fit(module(6), tmp_path / "whole")
-    trainer, _ = fit(module(3), tmp_path / "run", callbacks=callbacks())
+    trainer, _ = fit(make_scheduled(sd, schedule, 3), tmp_path / "run", callbacks=callbacks())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     resumed = "latest" if kind == "snapshot" else str(tmp_path / "last.ckpt")
-    _, rates = fit(module(6), tmp_path / "run", callbacks=callbacks(), ckpt_path=resumed)
+    _, rates = fit(make_scheduled(sd, schedule, 6), tmp_path / "run", callbacks=callbacks(), ckpt_path=resumed)
     assert rates == pytest.approx(whole[3:]) and min(rates) > 0
 
 

@@ -16,19 +16,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from fakes.processes.network import DEVICE, enter
 
+ROOT = Path(__file__).parents[3]
 TIMEOUT = timedelta(seconds=20)
 """Longest wait of a rank for the others."""
-IMPORTED_ONCE = [
-    *("lightning_aigc", "torch", "torch._dynamo", "lightning.pytorch", "pytest", "lightning_aigc.cli.fit.aigc_cli"),
-    *("lightning_aigc.gradient_sync.compressor", "lightning_aigc.callbacks", "lightning_aigc.strategies"),
-    *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "peft"),  # 0.8 s for each rank that needs them
-    *("lightning_aigc_kernels.quantize_blocks.cpu_kernel", "fakes.nothing_is_garbage"),
-]
 
 
 def run_ranks(
@@ -51,8 +47,7 @@ def run_ranks(
     Raises: AssertionError with the traceback of a rank that failed, or the ranks that had not ended in time.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_ONCE)
+    context = forking_context()
     # A function of a test module has no name that a new process could import.
     place = (str(Path(sys.modules[work.__module__].__file__ or "").resolve()), work.__name__)
     with meeting_point() as where:
@@ -84,6 +79,27 @@ def run_script(script: Path, ranks: int, folder: Path, *argv: object) -> list[st
     """
     run_ranks(_script, ranks, folder, str(script), [str(word) for word in argv], str(folder), gloo=False)
     return [(folder / f"rank{rank}.said").read_text() for rank in range(ranks)]
+
+
+def forking_context(*more: str) -> Any:
+    """Start the server that processes are forked from, if none runs, and return the context that makes them.
+
+    The server skips a module that it cannot find, and Python 3.11 does not hand it this process's path: it gets the
+    folders that `fakes` and the packages lie in.
+
+    Args: more: modules that the server imports in addition to the usual ones, if this call starts it.
+    """
+    forkserver.set_forkserver_preload(["fakes.processes.preloaded", *more])
+    before = os.environ.get("PYTHONPATH", "")
+    folders = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), *filter(None, [before])]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(folders), "PYTHONPATH_OF_TESTS": before}
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH_OF_TESTS"], os.environ["PYTHONPATH"]
+        if before:
+            os.environ["PYTHONPATH"] = before
+    return multiprocessing.get_context("forkserver")
 
 
 def _script(rank: int, script: str, argv: list[str], folder: str) -> None:

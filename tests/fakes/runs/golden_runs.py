@@ -72,6 +72,17 @@ def _digest(path: Path) -> str:
     return found.hexdigest()
 
 
+def work_of(config: Path) -> str:
+    """Everything that `run_config` does not replace in the config; configs with equal work are trained alike."""
+    given = yaml.safe_load(config.read_text(encoding="utf-8"))
+    trainer = given["trainer"]
+    for key in ("accelerator", "devices", "num_nodes", "default_root_dir", "logger", "callbacks"):
+        trainer.pop(key, None)
+    if not isinstance(trainer.get("strategy"), dict):
+        trainer.pop("strategy", None)
+    return json.dumps([family_of(config), given], sort_keys=True)
+
+
 def run_config(config: Path, folder: Path, base: str) -> dict[str, Any]:
     """Train the config for STEPS steps on four images, then once more from the snapshot after the first step.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 
+from fakes.processes.ranks import forking_context
 from lightning_aigc.checkpoint import SnapshotCheckpointIO, SnapshotWriter, newest_complete
 
 
 def start(work: Callable[..., None], *arguments: Any) -> Any:
     """The process, forked from a server that has imported torch once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_aigc", "torch", "lightning_aigc.checkpoint", "fakes.runs.snapshot_writer"])
-    process = context.Process(target=work, args=arguments, daemon=True)
+    process = forking_context("fakes.runs.snapshot_writer").Process(target=work, args=arguments, daemon=True)
     process.start()
     return process
 

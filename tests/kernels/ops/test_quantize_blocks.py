@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from torch import Tensor
 
 import lightning_aigc_kernels
 from fakes.models.hard_blocks import bits_of, hard_blocks
+from fakes.processes.programs import WITHOUT_COLLECTIONS
 from lightning_aigc_kernels import add_quantized_rows, dequantize_blocks, numba_cache, quantize_blocks
 from lightning_aigc_kernels.dispatch import FallbackWarning, cpu_kernel_for
 from lightning_aigc_kernels.quantize_blocks import BLOCK, GROUP, packed_bytes, part_kernel, reference
@@ -169,7 +172,7 @@ def run_children(count: int, cache: Path, home: Path) -> set[str]:
         "PYTHONPATH": str(Path(lightning_aigc_kernels.__file__).parents[1]), "OMP_NUM_THREADS": "1",
         "NUMBA_CACHE_DIR": str(cache), "HOME": str(home), "PATH": "/usr/bin:/bin",
     }  # fmt: skip
-    command = [sys.executable, "-W", "error", "-c", CHILD]
+    command = [sys.executable, "-W", "error", "-c", WITHOUT_COLLECTIONS + CHILD]
     children = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(count)
@@ -179,18 +182,33 @@ def run_children(count: int, cache: Path, home: Path) -> set[str]:
     return {out for out, _ in ends}
 
 
-def test_processes_that_fill_a_cache_together_all_come_to_the_same(tmp_path: Path) -> None:
-    cache = tmp_path / "numba"
-    printed = run_children(1, cache, tmp_path)
+def test_processes_that_fill_a_cache_together_all_come_to_the_same(compiled: Any, tmp_path: Path) -> None:
+    cache, given = tmp_path / "numba", numba.config.CACHE_DIR
+    ours = Path(given) if given else numba_cache.user_folder()
+    for folder in ours.glob("*/quantize_blocks_*"):  # what this process compiled or read
+        shutil.copytree(folder, cache / folder.relative_to(ours))
     # Numba counts each process's functions from 1, and once took one function of the same number and name for another:
     # two processes compile these at once, and read the rest, which a third one compiled.
     for name in ("dequantize_rows", "add_rows"):
-        found = list(cache.rglob(f"cpu_kernel.{name}-*"))
-        assert found
-        for file in found:
+        for file in cache.rglob(f"cpu_kernel.{name}-*"):
             file.unlink()
-    assert run_children(2, cache, tmp_path) == printed
+    values = torch.randn(1, 2560, generator=torch.Generator().manual_seed(0))
+    packed, read = torch.zeros(1, packed_bytes(2560, 3), dtype=torch.uint8), torch.zeros(1, 2560)
+    reference.quantize_blocks(values, packed, 3)
+    reference.dequantize_blocks(packed, read, 3)
+    assert run_children(2, cache, tmp_path) == {f"{packed.sum().item()} {read.double().sum().item()}\n"}
+    assert {path.name.split("-")[0] for path in cache.rglob("cpu_kernel.*.nbc")} >= KERNELS
 
 
-def test_without_a_folder_to_write_to_a_process_compiles_for_itself(tmp_path: Path) -> None:
-    assert len(run_children(1, Path("/proc/nothing"), tmp_path)) == 1
+KERNELS = {f"cpu_kernel.{name}" for name in ("quantize_rows", "dequantize_rows", "add_rows", "quantize_part")}
+
+
+def test_without_a_folder_to_write_to_a_function_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "/proc/nothing")
+    monkeypatch.setenv("HOME", "/proc/nothing")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    names: dict[str, Any] = {}
+    exec(compile("def twice(value): return 2 * value", "/proc/nothing/twice.py", "exec"), names)
+    twice = numba_cache.compiled("f8(f8)")(names["twice"])
+    assert twice(1.5) == 3 and len(twice.overloads) == 1
+    assert type(twice._cache).__name__ == "NullCache"
