@@ -479,7 +479,9 @@ class DiffusionTraining(LightningModule):
         with self.averaged_weights(), self.half_precision():
             loss_B = self.validation_losses(batch, SeededNoise(example_seeds(batch)))
         mean, count = counted_mean(loss_B, batch)
-        self.log(name, mean, on_step=False, on_epoch=True, batch_size=count, sync_dist=True, prog_bar=True)
+        # Lightning divides the summed counts by the number of ranks, as integers.
+        weight = count * self.trainer.world_size
+        self.log(name, mean, on_step=False, on_epoch=True, batch_size=weight, sync_dist=True, prog_bar=True)
 
     def validation_losses(self, batch: dict[str, Any], noise: SeededNoise) -> Tensor:
         """The mean squared error of the prediction, float32 [B], over one timestep in each part of the schedule.

@@ -103,18 +103,20 @@ def test_the_loss_is_equal_at_any_batch_size_with_and_without_caches(pictures: P
     assert uncached == pytest.approx(one, rel=1e-4), "augmentation is of the training alone"
 
 
-def of_two_ranks(rank: int, folder: str, batch_size: int) -> float:
+def of_two_ranks(rank: int, folder: str, batch_size: int, split: float) -> float:
     root = Path(folder)
     trainer = make_trainer(root, devices=2, strategy="ddp")
-    return validate(root, trainer, train_batch_size=batch_size)
+    return validate(root, trainer, train_batch_size=batch_size, validation_split=split)
 
 
 def test_the_loss_is_equal_on_two_ranks(pictures: Path, tmp_path: Path) -> None:
-    one = validate(tmp_path, make_trainer(tmp_path), train_batch_size=4)
-    held_out = make_data(tmp_path).data_report.images_held_out
-    assert held_out == 4, "one batch of four, so that the second rank has a batch that does not count"
-    for batch_size in (1, 4):
-        found = run_ranks(of_two_ranks, 2, tmp_path / f"ranks{batch_size}", str(tmp_path), batch_size, gloo=False)
+    # One batch of four, so that the second rank has a batch that does not count; and three images, of which one has two.
+    for split, images, batch_size in ((0.34, 4, 4), (0.25, 3, 1)):
+        data = make_data(tmp_path, validation_split=split)
+        assert data.data_report.images_held_out == images
+        one = validate(tmp_path, make_trainer(tmp_path), train_batch_size=4, validation_split=split)
+        folder = tmp_path / f"ranks{images}"
+        found = run_ranks(of_two_ranks, 2, folder, str(tmp_path), batch_size, split, gloo=False)
         assert found[0] == found[1] == pytest.approx(one, rel=1e-5)
 
 
