@@ -110,7 +110,7 @@ def of_two_ranks(rank: int, folder: str, batch_size: int, split: float) -> float
 
 
 def test_the_loss_is_equal_on_two_ranks(pictures: Path, tmp_path: Path) -> None:
-    # One batch of four, so that the second rank has a batch that does not count; and three images, of which one has two.
+    # One batch of four, so that the second rank has one that does not count; and three images, two on the first rank.
     for split, images, batch_size in ((0.34, 4, 4), (0.25, 3, 1)):
         data = make_data(tmp_path, validation_split=split)
         assert data.data_report.images_held_out == images
