@@ -84,14 +84,8 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
     apply = super(torch.autograd.Function, named).apply  # without unwrap_dead_wrappers: functorch is refused before
 
     def call(*args: Any) -> Any:
-        if is_traced():
-            if not is_ignored(op._qualname):
-                return op(*args)
-            with torch._C._DisableTorchDispatch():
-                return call_directly(*args)
-        return call_directly(*args)
-
-    def call_directly(*args: Any) -> Any:
+        if is_traced() and not is_ignored(op._qualname):
+            return op(*args)
         if lists:
             return apply([len(args[i]) for i in lists], *_flatten(args, lists))
         return apply(*args)

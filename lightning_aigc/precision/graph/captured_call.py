@@ -105,6 +105,7 @@ class DeviceGraphs:
                 generator.graphsafe_set_state(state)  # the old one waits for the end of the capture
             with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: the capture ended on its own
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
+                torch._C._cuda_releasePool(self.device.index or 0, pool)
             raise
 
 

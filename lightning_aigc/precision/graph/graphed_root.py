@@ -93,6 +93,8 @@ class GraphedRoot:
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """The module's result."""
+        if torch.compiler.is_compiling():
+            return self._own_forward(*args, **kwargs)
         entry = self._entry(args, kwargs)
         if entry is None:
             return self._own_forward(*args, **kwargs)
@@ -111,8 +113,6 @@ class GraphedRoot:
     def _entry(self, args: Any, kwargs: Any) -> _Entry | None:
         """The calls of this kind; None for a call that runs eagerly in any case."""
         if self.reason is not None or current.runs_eagerly:
-            return None
-        if torch.compiler.is_compiling():
             return None
         if not torch.is_grad_enabled():
             self._make_room()
