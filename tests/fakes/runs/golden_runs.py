@@ -41,13 +41,15 @@ class LossRecorder(Callback):
         self.losses.append(float(outputs["loss"]).hex())
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        Path(trainer.default_root_dir, "losses.json").write_text(json.dumps(self.losses))
+        Path(trainer.default_root_dir, "losses.json").write_text(json.dumps(self.losses), encoding="utf-8")
 
 
 def machine() -> str:
     """Processor and version of torch: bits are compared between equal ones only."""
     info = Path("/proc/cpuinfo")
-    names = [line.split(": ")[1] for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(": ")[1] for line in info.read_text(encoding="utf-8").splitlines() if line.startswith("model name")
+    ]
     return f"{names[0] if names else 'unknown'}, torch {torch.__version__}"
 
 

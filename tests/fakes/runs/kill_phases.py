@@ -58,7 +58,7 @@ def tell_phases(path: Path) -> None:
 
 def told(path: Path) -> list[str]:
     """The phases that were begun, in their order."""
-    return path.read_text().splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
 
 
 def everything_in(folder: Path) -> dict[str, tuple[int, bytes]]:

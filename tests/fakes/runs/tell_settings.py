@@ -33,4 +33,4 @@ class TellSettings(Callback):
             "steps": trainer.global_step, "losses": self.losses,
         }  # fmt: skip
         if trainer.is_global_zero:
-            Path(self.path).write_text(json.dumps(told))
+            Path(self.path).write_text(json.dumps(told), encoding="utf-8")
