@@ -136,11 +136,13 @@ def reason_against_graphs(graphs: Graphs, device: torch.device) -> str:
         graph, found = graphs.record(step, graphs.pool())
         x.copy_(x.cos())
         graph.replay()
-        are_equal = all(map(torch.equal, found, step()))
+        is_same = all(
+            torch.allclose(ours, eager, rtol=1e-3, atol=1e-5) for ours, eager in zip(found, step(), strict=True)
+        )
         graph.reset()
     except Exception as error:  # what a device or its driver raises
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return "" if are_equal else "the replay of a small graph gave other numbers than eager operators"
+    return "" if is_same else "the replay of a small graph gave other numbers than eager operators"
 
 
 Key = tuple[Any, ...]
