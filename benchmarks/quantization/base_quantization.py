@@ -1,7 +1,7 @@
 """Loss of a LoRA that was trained on a quantized base: the tiny Stable Diffusion on its brand, several seeds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.quantization.base_quantization [--steps 120] [--seeds 1 2 3]
-        [--kinds int8 nf4 nf4-all]        # a number among the kinds is a budget in MiB
+        [--kinds int8 fp8 nf4 nf4-all]        # a number among the kinds is a budget in MiB
         [--output benchmarks/results/quantization/base_quantization.jsonl]
 
 Equal batches and noise in every run of a seed. `own_base` is the LoRA's loss on the base of its training, `full_base`
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--kinds", nargs="+", default=["int8", "nf4", "nf4-all"])
+    parser.add_argument("--kinds", nargs="+", default=["int8", "fp8", "nf4", "nf4-all"])
     parser.add_argument("--output", type=Path, help="a .jsonl file to append the rows to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
