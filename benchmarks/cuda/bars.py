@@ -51,6 +51,11 @@ GRAPHED = {"sd15": 0.22, "sdxl": 0.25}
 """Limit of a graphed step at lean, batch 1, over eager native's."""
 
 
+def _difference_bar(what: str, row: Row, of_repeated: float) -> Bar:
+    """No difference where the kernels repeat their bits, else a small one."""
+    return Bar(what, row["gradient_difference"], 0.0 if of_repeated == 0 else 0.02)
+
+
 def graph_bars(rows: list[Row]) -> list[Bar]:
     found = []
     for row in rows:
@@ -66,8 +71,7 @@ def graph_bars(rows: list[Row]) -> list[Bar]:
             limit = 1.10 if row["shapes"] == 1 else 1.15
             found.append(Bar(f"{name}, reserved memory / eager's", row["reserved_ratio"], limit))
         if "gradient_difference" in row:
-            limit = 0.0 if row["eager_difference"] == 0 else 0.02
-            found.append(Bar(f"{name}, gradients' difference from eager's", row["gradient_difference"], limit))
+            found.append(_difference_bar(f"{name}, gradients' difference from eager's", row, row["eager_difference"]))
     return found
 
 
@@ -148,8 +152,8 @@ def streamed_bars(rows: list[Row]) -> list[Bar]:
     for row in rows:
         name = f"{row['model']} {row['pixels']} px {row['base'] or 'bf16'}, {row['share']:g} on the device"
         found.append(Bar(f"{name}, share of the copies hidden", row["hidden_share"], HIDDEN_SHARE, True))
-        limit = 0.0 if row["resident_difference"] == 0 else 0.02
-        found.append(Bar(f"{name}, gradients' difference from resident", row["gradient_difference"], limit))
+        what = f"{name}, gradients' difference from resident"
+        found.append(_difference_bar(what, row, row["resident_difference"]))
     return found
 
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.denoisers import DENOISERS, denoiser_on, few_blocks, inputs_of, random_inputs
+from benchmarks.common.kept_memory import peak_mib
 from benchmarks.common.rows import keep_row
-from benchmarks.precision.graph_step import difference, gradients_of
+from benchmarks.precision.graph_step import difference, gradients_of, seconds_of
 from benchmarks.precision.unet_step import synchronize
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.memory.streamed_blocks import Link, StreamedBlocks, blocks_of
@@ -32,23 +33,13 @@ GIB = 2**30
 
 def step_s(model: Any, given: dict[str, Any], device: str, rounds: int) -> float:
     """Median seconds of a step."""
-    found = []
-    for _ in range(rounds + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        gradients_of(model, given)
-        synchronize(device)
-        found.append(time.perf_counter() - start)
+    found = [seconds_of(model, [given], device, 1) for _ in range(rounds + 1)]
     return round(statistics.median(found[1:]), 5)
 
 
 def peak_gib(model: Any, given: dict[str, Any], device: str) -> float | None:
-    if device != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    gradients_of(model, given)
-    return round(torch.cuda.max_memory_allocated() / GIB, 2)
+    found = peak_mib(device, lambda: gradients_of(model, given))
+    return None if found is None else round(found / 1024, 2)
 
 
 def copies_s(streamed: StreamedBlocks, device: str) -> float:

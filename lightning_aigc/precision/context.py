@@ -135,23 +135,23 @@ def saved_by_child(block: nn.Module) -> SavedParts | None:
 
 
 @contextlib.contextmanager
-def without_graphs() -> Iterator[None]:
+def _switched_on(name: str) -> Iterator[None]:
+    outer = getattr(current, name)
+    setattr(current, name, True)
+    try:
+        yield
+    finally:
+        setattr(current, name, outer)
+
+
+def without_graphs() -> AbstractContextManager[None]:
     """Run modules eagerly in this scope, for hooks that must see each call."""
-    outer, current.runs_eagerly = current.runs_eagerly, True
-    try:
-        yield
-    finally:
-        current.runs_eagerly = outer
+    return _switched_on("runs_eagerly")
 
 
-@contextlib.contextmanager
-def first_run() -> Iterator[None]:
+def first_run() -> AbstractContextManager[None]:
     """Run swapped modules as with gradients, in a scope without them that backward will run again."""
-    outer, current.will_run_again = current.will_run_again, True
-    try:
-        yield
-    finally:
-        current.will_run_again = outer
+    return _switched_on("will_run_again")
 
 
 @contextlib.contextmanager

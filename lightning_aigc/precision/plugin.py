@@ -35,7 +35,7 @@ from lightning_aigc_kernels.dispatch import KERNEL_DEVICES
 from lightning_aigc_kernels.protection import named_modules
 
 if TYPE_CHECKING:
-    from lightning_aigc.precision.graph.captured_call import Graphs
+    from lightning_aigc.precision.graph.device_graphs import Graphs
     from lightning_aigc.precision.graph.graphed_root import GraphedRoot
     from lightning_aigc.precision.swaps import Swapped
 
@@ -186,9 +186,9 @@ class FusedBackwardPrecision(Precision):
             return self.graph
         if self.offload or device.type not in KERNEL_DEVICES:
             return False
-        from lightning_aigc.precision.graph import captured_call
+        from lightning_aigc.precision.graph.device_graphs import DeviceGraphs, reason_against_graphs
 
-        reason = captured_call.reason_against_graphs(captured_call.DeviceGraphs(device), device)
+        reason = reason_against_graphs(DeviceGraphs(device), device)
         if reason:
             rank_zero_info(f"graph: auto: the model runs eagerly: {reason}")
         return not reason
@@ -199,7 +199,7 @@ class FusedBackwardPrecision(Precision):
         Args:
             graphs: The device's, if None.
         """
-        from lightning_aigc.precision.graph.captured_call import DeviceGraphs
+        from lightning_aigc.precision.graph.device_graphs import DeviceGraphs
         from lightning_aigc.precision.graph.graphed_root import GraphedRoot, graph_roots
 
         self._remove_graphs()

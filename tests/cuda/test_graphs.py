@@ -124,12 +124,18 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"sd": str(make_pipeline(folder / "sd")), "sd3": str(make_sd3_pipeline(folder / "sd3"))}
 
 
-def test_a_strategy_that_keeps_autograds_nodes_goes_with_graphs(
-    bases: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replays: list[int] = []
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The replays of each graphed module, when its fit ends."""
+    found: list[int] = []
     remove = GraphedRoot.remove
-    monkeypatch.setattr(GraphedRoot, "remove", lambda self: (replays.append(self.replays), remove(self))[1])
+    monkeypatch.setattr(GraphedRoot, "remove", lambda self: (found.append(self.replays), remove(self))[1])
+    return found
+
+
+def test_a_strategy_that_keeps_autograds_nodes_goes_with_graphs(
+    bases: dict[str, str], tmp_path: Path, replays: list[int]
+) -> None:
     for strategy in ("ddp", NPUSparseStrategy(mode="int3")):
         replays.clear()
         module = DiffusionLoRA(bases["sd"], num_inference_steps=2, max_train_steps=6)
@@ -154,12 +160,9 @@ FITS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any], dict[str, Any]]]
 
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_with_graphs_ends_as_one_without(
-    name: str, bases: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, bases: dict[str, str], tmp_path: Path, replays: list[int]
 ) -> None:
     kind, base, precision, options, trainer = FITS[name]
-    replays: list[int] = []
-    remove = GraphedRoot.remove
-    monkeypatch.setattr(GraphedRoot, "remove", lambda self: (replays.append(self.replays), remove(self))[1])
 
     def trained(graph: bool) -> tuple[list[float], dict[str, Tensor]]:
         torch.manual_seed(0)

@@ -111,7 +111,7 @@ def recording() -> Iterator[Recorder]:
 
 
 class RecordedGraph:
-    """Operators to run again; see `lightning_aigc.precision.graph.captured_call.Graph`."""
+    """Operators to run again; see `lightning_aigc.precision.graph.device_graphs.Graph`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.operators, self.findings = recorder.operators, recorder.findings

@@ -212,11 +212,8 @@ class DiffusionTraining(LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch, but for `is_prior`, which the host reads: on a card, it would wait for the step so far."""
-        if not isinstance(batch, dict):
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        on_host = {name: batch[name] for name in ("is_prior",) if name in batch}
-        others = {name: value for name, value in batch.items() if name not in on_host}
-        return super().transfer_batch_to_device(others, device, dataloader_idx) | on_host
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return moved | {"is_prior": batch["is_prior"]} if isinstance(batch, dict) and "is_prior" in batch else moved
 
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:

@@ -19,11 +19,11 @@ from lightning_aigc.precision.context import current
 from lightning_aigc.precision.graph.captured_call import (
     CapturedCall,
     GradientBuffer,
-    Graphs,
     Key,
     key_of,
     note_gradient_strides,
 )
+from lightning_aigc.precision.graph.device_graphs import Graphs
 from lightning_aigc.precision.memory.recompute import has_active_dropout
 from lightning_aigc.precision.memory.saved_tensors import tensors_in
 from lightning_aigc.sharding.local_parts import original_class

@@ -20,7 +20,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.blocks import mmdit
 from lightning_aigc.precision.context import without_graphs
-from lightning_aigc.precision.graph.captured_call import DeviceGraphs, reason_against_graphs
+from lightning_aigc.precision.graph.device_graphs import DeviceGraphs, reason_against_graphs
 from lightning_aigc.precision.graph.graphed_root import EAGER_CALLS, MOST_GRAPHS, GraphedRoot
 
 U_NETS = [

@@ -15,7 +15,7 @@ from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor
 from lightning_aigc.diffusion import DiffusionControlNet, DiffusionFineTuning, DiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision, plugin
-from lightning_aigc.precision.graph import captured_call
+from lightning_aigc.precision.graph import device_graphs
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice on workers, loggers and folders
 
@@ -31,7 +31,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraphs]:
         made.append(RecordedGraphs())
         return made[-1]
 
-    monkeypatch.setattr(captured_call, "DeviceGraphs", on_cpu)
+    monkeypatch.setattr(device_graphs, "DeviceGraphs", on_cpu)
     monkeypatch.setattr(plugin, "KERNEL_DEVICES", ("cpu",))
     return made
 

@@ -183,7 +183,7 @@ def test_the_norms_weights_gradients_are_no_worse_than_eager(dtype: torch.dtype)
             made = outcome(given, forward, dtype)
             errors = ((made[name].double() - truth[name]).norm() / truth[name].norm() for name in given.trained)
             squares[i] += sum(float(error) ** 2 for error in errors)
-    assert squares[0] ** 0.5 <= contract.allowed(1.05) * squares[1] ** 0.5
+    assert squares[0] ** 0.5 <= contract.ratio_here(1.05) * squares[1] ** 0.5
 
 
 @pytest.mark.parametrize("kind", ["FLUX", "one stream", "one stream as it is", "padded text"])
