@@ -45,7 +45,7 @@ class ImageCaptionData(LightningDataModule):
     A batch is a dict with B images, the user's first, then class images:
     `pixel_values` [B, 3, H, W] float32 in -1..1, or `latent_moments` [B, 2C, h, w] where latents are cached;
     `captions` and `names`, lists of B texts; the caption embeddings where they are cached;
-    `mask` [B, 1, H, W] in 0..1 where masks are used; `is_prior` bool [B];
+    `mask` [B, 1, H, W] in 0..1 where masks are used; `is_prior`, a list of B bools;
     `conditioning` uint8 [B, C, H, W] where there are conditions;
     `sources`, a list of float32 [B, 3, h, w] in -1..1, or `source_latents`, a list of their means, for an edit;
     `original_size`, `crop_top_left`, `target_size` int64 [B, 2] as (height, width) or (top, left).

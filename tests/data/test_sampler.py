@@ -150,5 +150,5 @@ def test_half_a_class_image_a_batch_is_one_in_every_other(tools, make, folder, t
         tools.save(folder / f"{number}.png")
         tools.save(tmp_path / "class" / f"{number}.png", tools.picture(seed=100 + number))
     data = make(class_data_dir=str(tmp_path / "class"), prior_ratio=0.5, train_batch_size=1)
-    shown = [batch["is_prior"].tolist() for batch in data.loader()]
+    shown = [batch["is_prior"] for batch in data.loader()]
     assert sorted(shown) == [[False]] * 5 + [[False, True]] * 5

@@ -97,6 +97,8 @@ def make_config(
     }
     if row["family"] not in U_NETS:
         model["sample_resolution"] = SIDE
+    if row["weights"] == "file":
+        model["denoiser_file"] = str(next(base.glob("transformer/*.safetensors"), base / "of_a_unet.safetensors"))
     if is_lora or row["method"] == "controlnet_lora":
         model["rank"] = 4
     if is_lora and row["preserve"] != "none":

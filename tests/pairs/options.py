@@ -20,6 +20,7 @@ FACTORS: dict[str, list[Any]] = {
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
     "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
     "graph": [False, True],
+    "weights": ["pipeline", "file"],
     "base": ["whole", "int8", "fp8", "nf4", "budget"],
     "preserve": ["none", "class", "blank"],
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
@@ -58,7 +59,7 @@ def completed(pair: Row) -> Row:
     row = PLAIN | pair
     if row["family"] in NEED_SOURCES and "source" not in pair:
         row["source"] = "pairs"
-    if row["source"] == "pairs" and "family" not in pair:
+    if "family" not in pair and (row["source"] == "pairs" or row["weights"] == "file"):
         row["family"] = "sd3"
     return row
 
@@ -76,6 +77,9 @@ def refused() -> Iterator[Row]:
             yield {"family": family, "source": "pairs"}
     yield from ({"family": family, "source": "folder"} for family in NEED_SOURCES)
     yield from ({"family": family, "caches": "latents"} for family in SEEN)
+    yield from ({"family": family, "weights": "file"} for family in U_NETS)
+    yield from ({"method": method, "weights": "file"} for method in ("dora", "controlnet_lora"))  # of U-Nets
+    yield {"text_encoder": True, "weights": "file"}
     yield {"source": "pairs", "class_images": True}
     yield {"source": "pairs", "method": "controlnet"}
     yield {"method": "lokr", "text_encoder": True}

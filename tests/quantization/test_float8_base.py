@@ -37,7 +37,7 @@ def test_the_error_of_other_weights_lies_between_int8s_and_nf4s() -> None:
     for kind in ("int8", "fp8", "nf4"):
         errors[kind] = float((PackedWeight.pack(weight, kind).dequantize() - weight).norm() / weight.norm())  # type: ignore[arg-type]
     assert errors["int8"] == pytest.approx(0.006, rel=0.05)
-    assert errors["fp8"] == pytest.approx(0.0265, rel=0.05)
+    assert errors["fp8"] == pytest.approx(0.0208, rel=0.05)
     assert errors["nf4"] == pytest.approx(0.092, rel=0.05)
 
 

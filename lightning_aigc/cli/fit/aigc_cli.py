@@ -34,11 +34,11 @@ from lightning_aigc._lightning import (
 from lightning_aigc.callbacks import CLIPConvergenceGuard, ExactSnapshot, RunReport, SampleGrid
 from lightning_aigc.callbacks.order import FIRST, order_callbacks
 from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
+from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
 from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
-from lightning_aigc.cli.fit.earlier_run import refuse_earlier_run
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
 from lightning_aigc.cli.fit.rank_agreement import check_ranks_agree
@@ -50,8 +50,11 @@ from lightning_aigc.cli.fit.trainer_values import check_trainer_values
 from lightning_aigc.diffusion.training.module import DiffusionTraining
 from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.protocols import HasValidationPrompts
+from lightning_aigc.report.record import SUMMARY_FILE
 from lightning_aigc.secrets import redact, redact_text, refuse_hidden
 
+LISTED = 3
+"""Files of an earlier run that a refusal names."""
 KNOWN_CHECKPOINTS = ("best", "last", "latest", "hpc", "registry", UNTRAINED)  # keywords for ckpt_path
 
 
@@ -350,3 +353,31 @@ def where_to_look(trainer: Any, module: Any) -> list[str]:
             is_offline = logger._offline or os.environ.get("WANDB_MODE") == "offline"
             live.append("Weights & Biases, offline: wandb sync afterwards" if is_offline else "Weights & Biases")
     return [*lines, f"live: {', '.join(live)}"] if live else lines
+
+
+def refuse_earlier_run(trainer: Trainer) -> None:
+    """Raise ConfigError, with what to type instead, where the run's folder has results or snapshots."""
+    root = Path(trainer.default_root_dir)
+    pages = [REPORT_FILE] if (root / SUMMARY_FILE).is_file() else []  # an unfinished run has a page too
+    found = [*pages, *sorted(path.name for path in root.glob("*.safetensors"))]
+    newest = next(iter(find_snapshots(snapshot_folder(trainer))), None)
+    if not found and newest is None:
+        return
+    if found:
+        more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+        what = f"the results of an earlier run, {', '.join(found[:LISTED])}{more}"
+    else:
+        assert newest is not None
+        what = f"an unfinished run, at step {newest.step}"
+    raise ConfigError(
+        f"{root} has {what}; add --resume to continue that run, --overwrite to replace it, or"
+        f" --trainer.default_root_dir {next_folder(root)} to keep both"
+    )
+
+
+def next_folder(root: Path) -> Path:
+    """A folder next to `root` that does not exist: `runs/my_2`, then `runs/my_3`."""
+    number = 2
+    while (found := root.with_name(f"{root.name}_{number}")).exists():
+        number += 1
+    return found

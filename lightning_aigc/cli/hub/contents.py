@@ -130,7 +130,8 @@ def _contents(sources: list[Path], kind: Kind, run: Path | None) -> Contents:
     config = {} if run is None else _read_config(run)
     record = read_run(run) if run is not None and (run / RECORD_FILE).is_file() else None
     model, data = ((config.get(block) or {}).get("init_args") or {} for block in ("model", "data"))
-    base, word = model.get("pretrained_model_name_or_path"), data.get("trigger_word")
+    base = model.get("denoiser_file") or model.get("pretrained_model_name_or_path")
+    word = data.get("trigger_word")
     header = _header(sources[0]) if kind == "lora" else {}
     base, word = base or header.get("ss_sd_model_name"), word or header.get("modelspec.trigger_phrase")
     family = _family_of_header(header) if kind == "lora" else _family_of_folder(sources[0], kind)

@@ -130,7 +130,10 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
         check_not_distilled(known, base)
     except ModelError as error:
         raise ConfigError(f"{found.path}: {error}; for that, add --base {known.base}") from error
-    if known.is_flow and base.endswith((".safetensors", ".sft", ".ckpt", ".gguf")):
+    if known.is_flow and base.endswith((".safetensors", ".sft")):
+        found.take(key, "model.denoiser_file", base, known.title)
+        found.default("model.pretrained_model_name_or_path", known.base, f"the other components that {base} needs")
+    elif known.is_flow and base.endswith((".ckpt", ".gguf")):
         remark = f"instead of {base}: {known.title} trains from a diffusers folder or hub id"
         found.take(key, "model.pretrained_model_name_or_path", known.base, remark)
     else:

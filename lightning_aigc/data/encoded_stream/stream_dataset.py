@@ -61,7 +61,7 @@ class StreamDataset(Dataset[Batch]):
             flips.append(flip)
         batch = _stacked(entries, flips)
         batch["captions"], batch["names"] = [t["caption"] for t in texts], [t["name"] for t in texts]
-        batch["is_prior"] = torch.zeros(len(entries), dtype=torch.bool)
+        batch["is_prior"] = [False] * len(entries)
         batch["is_counted"] = torch.tensor(plan.is_first)
         batch["seeds"] = torch.tensor([int(t["content"][:15], 16) for t in texts])
         return batch

@@ -115,7 +115,7 @@ class BatchDataset(Dataset[Batch]):
                     self.embeddings.rows(held, plan.samples[: len(held)], flips[: len(held)])
                 )
                 batch |= {f"preserved_{name}": value for name, value in entries.items()}
-        batch["is_prior"] = torch.arange(len(captions)) >= plan.user_count
+        batch["is_prior"] = [number >= plan.user_count for number in range(len(captions))]
         batch["original_size"] = self._original_size[chosen]
         batch["crop_top_left"] = torch.stack([left_top[:, 1], left_B], dim=1)
         batch["target_size"] = self._target_size[chosen]

@@ -361,7 +361,7 @@ class DiffusionLoRA(DiffusionTraining):
     def _facts(self, components: Components) -> dict[str, Any]:
         settings, config = self.settings, self.sampling_config()
         facts: dict[str, Any] = {
-            "base_model_name": settings.pretrained_model_name_or_path,
+            "base_model_name": settings.denoiser_file or settings.pretrained_model_name_or_path,
             "base_model_hash": self.base_model_hash(),
             "scheduler": scheduler_json(components.family, config),
             "learning_rate": settings.learning_rate,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,47 +19,25 @@ from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.lora.continued import check_fits
 from lightning_aigc.diffusion.lora.file import read_lora
 from lightning_aigc.diffusion.lora.names import DENOISERS
+from lightning_aigc.diffusion.pipeline.denoiser_file import find_file
 from lightning_aigc.errors import ModelError
 from lightning_aigc_kernels.packed_weight import PackedWeight
 
 KEY = "model.init_args.training_adapter"
 
 
-def find_adapter(name: str) -> Path:
-    """The file of a local path, or of `owner/name/file.safetensors`, which is downloaded from the hub.
-
-    Raises: ModelError for one that is nowhere.
-    """
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    owner, _, rest = name.partition("/")
-    repository, _, file = rest.partition("/")
-    if not file or name.startswith((".", "/", "~")):
-        raise ModelError(f"{KEY}: there is no file {name}; give a file, or owner/name/file.safetensors of the hub")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(f"{owner}/{repository}", file))
-    except Exception as error:  # the hub raises anything from OSError to its own errors here
-        raise ModelError(
-            f"{KEY}: {name} is no file here, and the hub did not give it ({type(error).__name__}); where there is a"
-            f" network, run: hf download {owner}/{repository} {file}"
-        ) from error
-
-
 class TrainingAdapter:
     """Both versions of the weights that an adapter changes; the training's are in the network.
 
     Args:
-        name: The adapter's file, as `find_adapter` takes it.
+        name: The adapter's file, as `find_file` takes it.
         components: The pipeline, before a LoRA is added and before the base is packed.
 
     Raises: ModelError for a file that is no LoRA of this denoiser.
     """
 
     def __init__(self, name: str, components: Components) -> None:
-        path, family = find_adapter(name), components.family
+        path, family = find_file(name, KEY), components.family
         self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
         file = read_lora(path)
         if file.has_factors:

@@ -5,6 +5,9 @@ Legend: B batch, C channels, H and W latent height and width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -35,14 +38,16 @@ def example_losses(
     return (loss_BCHW * mask_B1HW).mean(dim=(1, 2, 3)) / mask_B1HW.mean(dim=(1, 2, 3)).clamp(min=1e-6)
 
 
-def with_prior(loss_B: Tensor, is_prior_B: Tensor | None, weight: float) -> tuple[Tensor, Tensor, Tensor | None]:
+def with_prior(loss_B: Tensor, is_prior: Sequence[bool] | None, weight: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """The loss of a batch with class images: (total, mean of user images, mean of class images or None).
 
-    `is_prior_B` is best on the host, which reads it. Source: prior preservation, arXiv:2208.12242, equation 2.
+    `is_prior` says of each of the B images whether it is a class image. It is a list and no tensor, because the host
+    reads it: on a card, that would wait for the step so far. Source: prior preservation, arXiv:2208.12242, equation 2.
     """
-    if is_prior_B is None or not is_prior_B.any():
+    if is_prior is None or not any(is_prior):
         mean = loss_B.mean()
         return mean, mean, None
-    users, priors = (rows.nonzero().flatten().to(loss_B.device) for rows in (~is_prior_B, is_prior_B))
+    priors_B = torch.tensor(is_prior)
+    users, priors = (rows_B.nonzero().flatten().to(loss_B.device) for rows_B in (~priors_B, priors_B))
     user_loss, prior_loss = loss_B[users].mean(), loss_B[priors].mean()
     return user_loss + weight * prior_loss, user_loss, prior_loss

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_aigc.diffusion.families import FAMILIES, SHORT, Components, Family
+from lightning_aigc.diffusion.pipeline.denoiser_file import load_denoiser_file
 from lightning_aigc.diffusion.pipeline.image_sizes import channels_of_checkpoint, check_channels
 from lightning_aigc.diffusion.pipeline.saved_schedule import of_single_file
 from lightning_aigc.embedded import resolve
@@ -98,6 +99,7 @@ def load_components(
     variant: str | None = None,
     only: PipelineHalf | None = None,
     takes_distilled: bool = False,
+    denoiser_file: str | None = None,
 ) -> Components:
     """Load a diffusers folder, a hub id, a single `.safetensors` checkpoint, or `embedded:sd`.
 
@@ -106,6 +108,7 @@ def load_components(
         text_encoder_dtype: Unset is `denoiser_dtype`.
         only: Half of a transformer's pipeline to load; the other components are None.
         takes_distilled: Whether a few-step model is taken.
+        denoiser_file: A file with the transformer's weights, instead of the pipeline's own.
 
     Raises: ModelError with the name of the missing or broken component, or of a family that cannot be trained.
     """
@@ -115,7 +118,9 @@ def load_components(
     dtypes |= dict.fromkeys(("unet", "transformer"), denoiser_dtype)
     try:
         with quiet_local_loading(path.exists()):
-            components = _load(name_or_path, path, family, dtypes, revision, variant, only, takes_distilled)
+            components = _load(
+                name_or_path, path, family, dtypes, revision, variant, only, takes_distilled, denoiser_file
+            )
     except ModelError:
         raise
     except Exception as error:  # diffusers raises anything from OSError to KeyError here
@@ -140,6 +145,7 @@ def _load(
     variant: str | None,
     only: PipelineHalf | None,
     takes_distilled: bool,
+    denoiser_file: str | None,
 ) -> Components:
     if path.is_file():
         check_channels(family, name_or_path, *channels_of_checkpoint(path))
@@ -154,6 +160,9 @@ def _load(
             pipeline_class = getattr(diffusers, family.pipeline)
             absent = [name for name in family.optional_folders if not (path / name).is_dir()]
             extras |= dict.fromkeys(absent + _zero_encoders(path, name_or_path))
+        if denoiser_file is not None and only != "text_encoders":
+            source = str(path) if path.is_dir() else name_or_path
+            extras["transformer"] = load_denoiser_file(denoiser_file, family, source, revision, dtypes["transformer"])
         if not path.is_dir() or not family.is_flow:
             extras["feature_extractor"] = None
         if not path.is_dir() or family.name == "sd":
@@ -270,14 +279,14 @@ def _check_family(
         check_not_distilled(family, name)
 
 
-def check_not_distilled(family: Family, name: str, *configs: Mapping[str, Any]) -> None:
+def check_not_distilled(family: Family, name: str, *configs: Mapping[str, Any], key: str = KEY) -> None:
     """Raise ModelError for a few-step model, by its name or the configs of pipeline, transformer and scheduler."""
     reason = family.distilled_reason(Path(name).name, configs)
     if reason is not None:
         adapters = family.training_adapters
         known = f", such as one of https://huggingface.co/{adapters}" if adapters else ""
         raise ModelError(
-            f"{KEY}: {name} is {reason}, which draws in a few steps, and a LoRA trained on it undoes that; train on the"
+            f"{key}: {name} is {reason}, which draws in a few steps, and a LoRA trained on it undoes that; train on the"
             f" model that it was made from, such as {family.base}, and use the LoRA with either, or set"
             f" model.init_args.training_adapter to the file of a training adapter for it{known}"
         )
@@ -291,7 +300,7 @@ def family_of_checkpoint(path: Path) -> str:
     if not kind.startswith(U_NET_CHECKPOINTS):
         raise ModelError(
             f"{KEY}: {path} is a checkpoint of {kind}; single files are read of Stable Diffusion 1.x, 2.x and SDXL"
-            " alone, so give the pipeline's folder or hub id"
+            " alone, so give the pipeline's folder or hub id, and for another transformer set denoiser_file to the file"
         )
     return "sdxl" if kind.startswith("xl") else "sd"
 

@@ -156,7 +156,7 @@ def check_same_base(checkpoint: Mapping[str, Any], packed: PackedBase | None) ->
         )
 
 
-FORMAT = 1
+FORMAT = 2
 """Version of the packed bytes; increase it when weights are packed differently."""
 MIN_NUMBERS = 100_000_000
 """Numbers of a base from which packing takes longer than reading the cache."""

@@ -115,6 +115,7 @@ def base_of_run(arguments: Mapping[str, Any], precision: str) -> tuple[Component
         revision=arguments.get("revision"),
         variant=arguments.get("variant"),
         takes_distilled=arguments.get("training_adapter") is not None,
+        denoiser_file=arguments.get("denoiser_file"),
     )
     config = components.scheduler_config
     if components.family.is_flow:

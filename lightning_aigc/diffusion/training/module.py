@@ -33,12 +33,15 @@ from lightning_aigc.diffusion.objectives.ddpm import warn_of_prediction_type
 from lightning_aigc.diffusion.objectives.losses import example_losses, with_prior
 from lightning_aigc.diffusion.objectives.noise import example_seeds
 from lightning_aigc.diffusion.pipeline.caption_tokens import count_tokens
+from lightning_aigc.diffusion.pipeline.denoiser_file import KEY as DENOISER_FILE
+from lightning_aigc.diffusion.pipeline.denoiser_file import check_denoiser_file
 from lightning_aigc.diffusion.pipeline.edits import Edit, read_sources
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.generate import IMAGE_REMEDIES, Control, TimeLimit, generate
 from lightning_aigc.diffusion.pipeline.image_sizes import check_image_sizes
 from lightning_aigc.diffusion.pipeline.loading import (
     PipelineHalf,
+    check_not_distilled,
     check_source,
     find_family,
     load_components,
@@ -210,11 +213,6 @@ class DiffusionTraining(LightningModule):
         preservation = self.method.preservation
         return {} if preservation is None else {"figures": preservation.figures(self._held_share)}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch, but for `is_prior`, which the host reads: on a card, it would wait for the step so far."""
-        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return moved | {"is_prior": batch["is_prior"]} if isinstance(batch, dict) and "is_prior" in batch else moved
-
     def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
         if batch_idx == 0:
             self.encoders.offload(batch)
@@ -310,6 +308,9 @@ class DiffusionTraining(LightningModule):
     def _check_settings(self, family: Family) -> None:
         """Raise ModelError for a setting that this family has no use for, or that would train another function."""
         self.settings.check_objective(family.title, is_flow=family.is_flow)
+        check_denoiser_file(self.settings.denoiser_file, family)
+        if self.settings.denoiser_file is not None and not self.method.takes_distilled:
+            check_not_distilled(family, self.settings.denoiser_file, key=DENOISER_FILE)
         if self.settings.gradient_checkpointing and family.checkpointing_fault is not None:
             raise ModelError(
                 f"model.init_args.gradient_checkpointing is wrong for {family.title} in diffusers:"
@@ -343,6 +344,7 @@ class DiffusionTraining(LightningModule):
             variant=settings.variant,
             only=only,
             takes_distilled=self.method.takes_distilled,
+            denoiser_file=settings.denoiser_file,
         )
 
     def _load_text_encoders(self) -> Components:

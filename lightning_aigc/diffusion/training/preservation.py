@@ -146,7 +146,7 @@ class Preservation:
 
     def _rows(self, batch: Mapping[str, Any], count: int) -> Tensor:
         """The rows [K] that are held: the first `share` of the user's images, which a batch has in front."""
-        users = count - int(batch["is_prior"].sum()) if "is_prior" in batch else count
+        users = count - sum(batch["is_prior"]) if "is_prior" in batch else count
         return torch.arange(min(users, max(1, round(self.share * users))))
 
 

@@ -36,6 +36,9 @@ class TrainingSettings(ObjectiveSettings):
     Args:
         pretrained_model_name_or_path: A diffusers pipeline folder, a hub id, a short name such as sd15, a single
             `.safetensors` checkpoint, `embedded:sd` or `embedded:sd3`, the tiny models that come with the package.
+        denoiser_file: A safetensors file with the transformer's weights, instead of the pipeline's own: a file as
+            ComfyUI reads it, in bf16, float8 or scaled float8, or owner/name/file.safetensors of the hub. The folder
+            or hub id of `pretrained_model_name_or_path` has the other components, and the transformer's config.
         learning_rate: Replaces the optimizer's rate; unset keeps it.
         lr_warmup_steps: Optimizer steps of warm-up for a scheduler given by name.
         max_train_steps: Optimizer steps to train; `trainer.max_steps`, if given, overrides it, and `trainer.max_epochs`
@@ -71,6 +74,7 @@ class TrainingSettings(ObjectiveSettings):
     """
 
     pretrained_model_name_or_path: str
+    denoiser_file: str | None = None
     learning_rate: float | None = None
     lr_warmup_steps: int = 0
     max_train_steps: int | None = None

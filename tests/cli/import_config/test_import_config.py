@@ -358,6 +358,16 @@ def test_every_family_of_every_program_is_accepted(program: str, family: str, tm
         imported(command, file)
 
 
+@pytest.mark.parametrize("program", ["ai-toolkit", "OneTrainer", "SimpleTuner", "sd-scripts"])
+def test_a_transformers_file_stays_the_base(program: str, tmp_path: Path) -> None:
+    """The file that sd-scripts' users name, with the other components of the family's own base."""
+    theirs = tmp_path / "flux1-dev-fp8.safetensors"
+    given = json.loads(json.dumps(minimal(program, "flux")).replace(BASES["flux"], str(theirs)))
+    found = import_given(given, tmp_path / "theirs.json", str(recognised(given)))
+    model = yaml.safe_load(as_yaml(found))["model"]["init_args"]
+    assert (model["pretrained_model_name_or_path"], model["denoiser_file"]) == (BASES["flux"], str(theirs))
+
+
 @pytest.mark.parametrize("family", ["sd", "sd3"])
 def test_a_full_fine_tuning_stays_one(family: str, tmp_path: Path, command: Command) -> None:
     given = {"training_method": "FINE_TUNE", "model_type": TYPES[family], "base_model_name": BASES[family], "epochs": 3}

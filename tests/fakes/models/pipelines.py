@@ -169,7 +169,7 @@ def make_batch(
     return {
         "pixel_values": pixels,
         "captions": list(captions),
-        "is_prior": torch.arange(count) >= count - priors,
+        "is_prior": [number >= count - priors for number in range(count)],
         "original_size": sizes,
         "crop_top_left": torch.zeros_like(sizes),
         "target_size": sizes,
