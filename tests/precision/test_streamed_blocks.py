@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader
 from fakes.models.pipelines import make_batch, make_pipeline
 from fakes.models.transformer_pipelines import MAKE
 from fakes.npu.deferred_streams import Device
+from fakes.processes.ranks import run_ranks
 from fakes.runs.training_losses import example_losses
 from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.lora import training as lora_training
 from lightning_aigc.diffusion.pipeline import streamed_base
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
@@ -243,7 +245,9 @@ class ZeRO23Strategy:
 def run_with(strategy: Any = None, **precision: Any) -> Any:
     cuda = SimpleNamespace(root_device=torch.device("cuda"))
     return SimpleNamespace(
-        strategy=strategy or cuda, precision_plugin=SimpleNamespace(**({"memory": "lean"} | precision))
+        strategy=strategy or cuda,
+        num_devices=1,
+        precision_plugin=SimpleNamespace(**({"memory": "lean"} | precision)),
     )
 
 
@@ -274,7 +278,7 @@ def test_too_little_host_memory_is_said_with_the_numbers(
     with pytest.raises(
         ConfigError, match=r"would wait in host memory, which has 3\.0 GiB left, and 4 of them stay free"
     ):
-        streamed_base.stream_base(module, module.loaded(), {"device": 0.5}, CPU)
+        streamed_base.stream_base(module, module.loaded(), {"device": 0.5}, run_with(SimpleNamespace(root_device=CPU)))
 
 
 def test_as_much_as_fits_is_everything_where_the_run_computes_in_host_memory(folder_of: Callable[[str], str]) -> None:
@@ -283,7 +287,46 @@ def test_as_much_as_fits_is_everything_where_the_run_computes_in_host_memory(fol
         run_with(SimpleNamespace(root_device=CPU)), "fit", gradient_checkpointing=False, dropout=False
     )
     module, _ = make_module(folder_of("flux"), None)
-    assert streamed_base.stream_base(module, module.loaded(), "fit", CPU) is None
+    assert streamed_base.stream_base(module, module.loaded(), "fit", Trainer(accelerator="cpu", logger=False)) is None
+
+
+LOCATIONS = {"resident": None, "half": {"device": 0.5}, "fit": "fit"}
+
+
+def fit_on_two_ranks(rank: int, path: str, folder: str, strategy: str) -> dict[str, tuple[dict[str, Tensor], int]]:
+    """The trained weights, and the number of frozen weights that wait in host memory, for each of LOCATIONS."""
+    streamed_blocks.FEWEST_NUMBERS = 64
+    lora_training.check_run = lambda *args, **options: None  # ranks on a CPU, where nothing streams
+    streamed_base._share_that_fits = lambda *args: (0.0, 0.9)[rank]  # of cards of which others use one
+    found = {}
+    for name, location in LOCATIONS.items():
+        torch.manual_seed(0)
+        module = DiffusionLoRA(path, rank=4, max_train_steps=3, learning_rate=1e-2, base_location=location)  # type: ignore[arg-type]
+        trainer = Trainer(
+            default_root_dir=folder, accelerator="cpu", devices=2, strategy=strategy, max_steps=3, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        batches = [make_batch(seed=2 * number + rank) for number in range(3)]
+        torch.manual_seed(1)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        trained = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+        streamed = module.method.streamed
+        found[name] = (trained, 0 if streamed is None else sum(len(host.waiting) for host in streamed.hosts))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "npu_sparse", "zero_1"])
+def test_ranks_stream_the_same_blocks_and_train_to_the_resident_runs_bits(
+    strategy: str, folder_of: Callable[[str], str], tmp_path: Path
+) -> None:
+    first, second = run_ranks(
+        fit_on_two_ranks, 2, tmp_path, folder_of("flux"), str(tmp_path / "run"), strategy, gloo=False
+    )
+    for name, (trained, waiting) in first.items():
+        assert second[name][1] == waiting and same(second[name][0], trained)
+        assert bool(waiting) == (name != "resident") and same(trained, first["resident"][0])
+    assert first["fit"][1] > first["half"][1]
 
 
 def test_a_cpu_run_is_refused_before_the_first_step(folder_of: Callable[[str], str], tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
         found.take(key, "model.denoiser_file", base, known.title)
         found.default("model.pretrained_model_name_or_path", known.base, f"the other components that {base} needs")
     elif known.is_flow and base.endswith((".ckpt", ".gguf")):
-        remark = f"instead of {base}: {known.title} trains from a diffusers folder or hub id"
+        remark = f"instead of {base}: {known.title} trains from a diffusers folder, a hub id or a safetensors file"
         found.take(key, "model.pretrained_model_name_or_path", known.base, remark)
     else:
         found.take(key, "model.pretrained_model_name_or_path", base, known.title)

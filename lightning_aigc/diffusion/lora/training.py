@@ -87,7 +87,7 @@ class LoRA(Method):
             return
         options = {"gradient_checkpointing": settings.gradient_checkpointing, "dropout": bool(self.lora_dropout)}
         check_run(trainer, self.base_location, **options)
-        self.streamed = stream_base(module, components, self.base_location, trainer.strategy.root_device)
+        self.streamed = stream_base(module, components, self.base_location, trainer)
 
     def sampling_base(self) -> AbstractContextManager[None]:
         return super().sampling_base() if self.adapter is None else self.adapter.removed()

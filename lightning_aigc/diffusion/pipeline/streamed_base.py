@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import psutil
 import torch
+from torch import nn
 
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info
 from lightning_aigc.diffusion.families import Components
@@ -59,28 +60,25 @@ def check_run(trainer: Trainer, location: BaseLocation, *, gradient_checkpointin
 
 
 def stream_base(
-    module: LightningModule, components: Components, location: BaseLocation, device: torch.device
+    module: LightningModule, components: Components, location: BaseLocation, trainer: Trainer
 ) -> StreamedBlocks | None:
     """Stream the denoiser's frozen blocks to the device; None where all of them fit.
 
     Raises: ConfigError where host memory is too small.
     """
-    network = components.denoiser
-    blocks = blocks_of(network)
-    if location == "fit" and device.type == "cpu":
-        rank_zero_info("base_location: this run computes in host memory, so that no block is streamed")
-        return None
+    device = trainer.strategy.root_device
+    blocks = blocks_of(components.denoiser)
     if location == "fit":
-        free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
-        inside = {id(p) for block in blocks for p in block.parameters() if not p.requires_grad}
-        others = sum(stored_bytes(p) for p in network.parameters() if id(p) not in inside)
-        share = fitting_share(blocks, free_bytes, others + STEP_GIB * GIB)
+        # Ranks stream the same blocks: DDP broadcasts the others.
+        own = torch.tensor(_share_that_fits(components.denoiser, blocks, device), device=device)
+        share = float(trainer.strategy.reduce(own, reduce_op="min"))
     else:
         share = float(location["device"])
     if round(share * len(blocks)) == len(blocks):
         rank_zero_info("base_location: all blocks fit on the device, none is streamed")
         return None
     wanted = (1 - share) * sum(stored_bytes(p) for block in blocks for p in block.parameters() if not p.requires_grad)
+    wanted *= trainer.num_devices  # each rank of a host has its own copy
     available = psutil.virtual_memory().available
     if wanted > available - HOST_RESERVE_GIB * GIB:
         raise ConfigError(
@@ -95,3 +93,12 @@ def stream_base(
     setattr(module, IGNORED_BY_DDP, list(dict.fromkeys([*known, *ignored])))
     rank_zero_info(f"base_location: {streamed.summary()}")
     return streamed
+
+
+def _share_that_fits(network: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> float:
+    if device.type == "cpu":
+        return 1.0
+    free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
+    inside = {id(p) for block in blocks for p in block.parameters() if not p.requires_grad}
+    others = sum(stored_bytes(p) for p in network.parameters() if id(p) not in inside)
+    return fitting_share(blocks, free_bytes, others + STEP_GIB * GIB)
