@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoHaConfig, LoKrConfig
+from peft.tuners.loha import layer as loha
 from peft.tuners.lokr.layer import Conv2d, Linear
 from torch import Tensor, nn
 
@@ -56,12 +57,12 @@ def add_factors(network: Any, layers: Sequence[FactorLayer], adapter: str = "def
 
 
 def compute_by_factors(network: nn.Module) -> None:
-    """Let every LoKr layer of peft compute by its factors."""
+    """Let every LoKr layer of peft compute by its factors, and LoHa layers too without a draw."""
+    classes: dict[type, type] = {
+        Linear: FactoredLinear, Conv2d: FactoredConv2d, loha.Linear: LoHaLinear, loha.Conv2d: LoHaConv2d,
+    }  # fmt: skip
     for module in network.modules():
-        if type(module) is Linear:
-            module.__class__ = FactoredLinear
-        elif type(module) is Conv2d:
-            module.__class__ = FactoredConv2d
+        module.__class__ = classes.get(type(module), type(module))
 
 
 def target_modules(network: nn.Module, config: Any) -> list[str]:
@@ -77,7 +78,31 @@ def target_modules(network: nn.Module, config: Any) -> list[str]:
     ]
 
 
-class FactoredLinear(Linear):  # type: ignore[misc]  # peft has no types
+class WithoutDraws:
+    """The forward of peft's LoKr and LoHa layers, which draws a number for a dropout of modules, here never set.
+
+    The draw would be frozen in a graph, and would take the place of others in the host's generator.
+    """
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.disable_adapters or self.merged:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        for name in self.active_adapters:
+            if name in self._available_adapters:
+                result = result + self._get_delta_activations(name, x, *args, **kwargs)
+        return result.to(x.dtype)
+
+
+class LoHaLinear(WithoutDraws, loha.Linear):  # type: ignore[misc]  # peft has no types
+    """A LoHa linear layer."""
+
+
+class LoHaConv2d(WithoutDraws, loha.Conv2d):  # type: ignore[misc]
+    """A LoHa convolution."""
+
+
+class FactoredLinear(WithoutDraws, Linear):  # type: ignore[misc]
     """A LoKr linear layer that multiplies by its factors."""
 
     def _get_delta_activations(self, adapter_name: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
@@ -88,7 +113,7 @@ class FactoredLinear(Linear):  # type: ignore[misc]  # peft has no types
         return change
 
 
-class FactoredConv2d(Conv2d):  # type: ignore[misc]
+class FactoredConv2d(WithoutDraws, Conv2d):  # type: ignore[misc]
     """A LoKr convolution that convolves with its second factor, then mixes groups of channels by the first."""
 
     def _get_delta_activations(self, adapter_name: str, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002

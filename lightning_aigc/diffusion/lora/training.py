@@ -194,7 +194,8 @@ class LoRA(Method):
         }  # fmt: skip
         family, denoiser = components.family, components.denoiser
         if self.training_adapter is not None:
-            if family.distilled_reason(Path(settings.pretrained_model_name_or_path).name, ()) is None:
+            names = (settings.pretrained_model_name_or_path, settings.denoiser_file)
+            if not any(name and family.distilled_reason(Path(name).name, ()) for name in names):
                 rank_zero_warn(
                     f"model.init_args.training_adapter is for few-step models, and {components.source} is none by its"
                     " name; remove it unless the adapter was made for this model"

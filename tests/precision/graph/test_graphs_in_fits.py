@@ -1,4 +1,4 @@
-"""A Trainer's fit with graphs ends with the weights of one without, beside each option that a user would combine."""
+"""A Trainer's fit with graphs ends with the weights of one without, with each option that a user would combine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 
-from fakes.models.pipelines import make_pipeline
+from fakes.models.pipelines import make_batch, make_pipeline
 from fakes.models.transformer_pipelines import make_sd3_pipeline
+from fakes.processes.ranks import run_ranks
 from fakes.recorded_graphs import RecordedGraphs
 from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor
@@ -46,18 +48,33 @@ def sd3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_sd3_pipeline(tmp_path_factory.mktemp("sd3") / "sd3"))
 
 
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory, sd3: str) -> Path:
+    """A LoRA of `sd3` that changes its outputs."""
+    torch.manual_seed(2)
+    module = DiffusionLoRA(sd3, rank=2, max_train_steps=1)
+    module.configure_model()
+    for parameter in module.trainable_parameters():
+        parameter.data = 0.2 * torch.randn_like(parameter)
+    file = tmp_path_factory.mktemp("adapter") / "adapter.safetensors"
+    module.save_lora(file)
+    return file
+
+
 def trained(
     kind: Any, base: str, folder: Path, graph: Any, precision: dict[str, Any], options: Any, trainer: Any, **more: Any
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     module = kind(base, **(QUICK | options))
+    batch = make_batch() | ({"preserved_captions": ["a blue cup", ""]} if "preserve" in options else {})
     losses = fit(
-        module, folder, plugins=[FusedBackwardPrecision(**precision, graph=graph)], **trainer,
+        module, folder, batch=batch, plugins=[FusedBackwardPrecision(**precision, graph=graph)], **trainer,
         **({"callbacks": [GradientHealthMonitor()]} if more.get("monitor") else {}),
     )  # fmt: skip
     return losses, {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
+SAMPLES: dict[str, Any] = {"validation_prompts": ["a cup"], "validation_steps": 2, "num_validation_images": 1}
 FITS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lean": (DiffusionLoRA, "sd", {"precision": "32-true", "memory": "lean"}, {}, {}),
     "max, bf16": (DiffusionLoRA, "sd", {"precision": "bf16-mixed", "memory": "max"}, {}, {}),
@@ -71,7 +88,19 @@ FITS: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any], dict[str, Any]]]
     "transformer": (DiffusionLoRA, "sd3", {"precision": "bf16-mixed", "memory": "lean"}, {}, {}),
     "whole U-Net": (DiffusionFineTuning, "sd", {"precision": "32-true", "memory": "lean"}, {}, {}),
     "ControlNet": (DiffusionControlNet, "sd", {"precision": "32-true", "memory": "lean"}, {}, {}),
-}
+    "preservation": (
+        DiffusionLoRA, "sd", {"precision": "32-true"}, {"preserve": "class", "class_word": "blue"}, {}),
+    "half of preservation": (
+        DiffusionLoRA, "sd3", {"precision": "32-true"}, {"preserve": "blank", "preserve_share": 0.5}, {}),
+    "LoKr": (
+        DiffusionLoRA, "sd", {"precision": "32-true", "memory": "lean"}, {"lora_type": "lokr", "lokr_factor": 2}, {}),
+    "DoRA": (DiffusionLoRA, "sd", {"precision": "32-true", "memory": "lean"}, {"use_dora": True}, {}),
+    "training adapter": (DiffusionLoRA, "sd3", {"precision": "32-true"}, SAMPLES, {}),
+    "samples": (DiffusionLoRA, "sd", {"precision": "32-true", "memory": "max"}, SAMPLES, {}),
+    "schedule-free": (
+        DiffusionLoRA, "sd", {"precision": "32-true"}, 
+        {"optimizer": lambda p: AdamWScheduleFree(p, lr=1e-3)} | SAMPLES, {}),
+}  # fmt: skip
 
 
 AUTO = "accumulated"
@@ -85,6 +114,8 @@ def test_a_fit_ends_with_the_same_bits(
 ) -> None:
     kind, base, precision, options, trainer = FITS[name]
     base = request.getfixturevalue(base)
+    if name == "training adapter":
+        options = options | {"training_adapter": str(request.getfixturevalue("adapter"))}
     eager = trained(kind, base, tmp_path / "eager", False, precision, options, trainer)
     graphed = trained(kind, base, tmp_path / "graphed", "auto" if name == AUTO else True, precision, options, trainer)
     assert graphed[0] == eager[0]
@@ -120,3 +151,28 @@ def test_the_monitor_sees_the_gradients_of_graphs(tmp_path: Path, recorded: list
         return monitor.state_dict()
 
     assert str(norms(True)) == str(norms(False))
+
+
+def on_two_ranks(rank: int, base: str, folder: str, strategy: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Losses and weights of an eager fit and of one with graphs, whose gradients are exchanged after the replay."""
+    made: list[RecordedGraphs] = []
+    device_graphs.DeviceGraphs = lambda _: made.append(RecordedGraphs()) or made[-1]  # type: ignore[assignment, misc, func-returns-value]
+    plugin.KERNEL_DEVICES = ("cpu",)  # type: ignore[assignment]
+    found = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        module = DiffusionLoRA(base, **QUICK)
+        options = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False, "max_steps": 5}
+        precision = FusedBackwardPrecision("32-true", memory="lean", graph=graph)
+        losses = fit(module, Path(folder) / str(graph), batch=make_batch(seed=rank), plugins=[precision], **options)
+        found.append((losses, {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}))
+    assert [len(graphs.graphs) for graphs in made] == [2]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "npu_sparse"])
+def test_two_ranks_end_with_the_same_bits(strategy: str, sd: str, tmp_path: Path) -> None:
+    ranks = run_ranks(on_two_ranks, 2, tmp_path, sd, str(tmp_path), strategy, gloo=False)
+    for eager, graphed in ranks:
+        assert graphed[0] == eager[0] and same(graphed[1], eager[1])
+    assert same(ranks[0][1][1], ranks[1][1][1])

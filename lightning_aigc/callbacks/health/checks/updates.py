@@ -14,6 +14,8 @@ from lightning_aigc.callbacks.health.thresholds import HealthThresholds
 
 USUAL_RATIO = 3e-3
 """Relative change of a matrix by one step of a healthy training."""
+LEAST_RISE = 2.0
+"""Loss over the first one below which no step was ruinous, however far it went."""
 
 
 class UpdateCheck(Check):
@@ -48,7 +50,7 @@ class UpdateCheck(Check):
             default=None,
         )
         rise = history.stage.rise
-        if history.farthest is not None and rise > reading.limits.loss_ratio:
+        if history.farthest is not None and rise > _ruinous_rise(history.farthest[0], reading.limits):
             # The weights have grown with the steps, so that the next ones look small relative to them.
             found = [each for each in found if each.level not in ("warning", "error") or each.check != "update_ratio"]
             found.append(_ruinous(*history.farthest, rise, reading.remedies))
@@ -100,6 +102,11 @@ def check_updates(
             )
         )
     return findings
+
+
+def _ruinous_rise(ratio: float, limits: HealthThresholds) -> float:
+    """The loss over the first one from which a step of this ratio ruined the training: less for a farther step."""
+    return max(LEAST_RISE, limits.loss_ratio * limits.update_ratio_high / ratio)
 
 
 def _ruinous(ratio: float, name: str, rise: float, remedies: Remedies) -> Finding:
