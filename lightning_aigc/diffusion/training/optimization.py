@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -120,16 +120,21 @@ def step_by_one_kernel_(optimizer: Optimizer) -> None:
     """Let Adam and AdamW on a card step by torch's fused kernel, unless the user chose: the host launches one.
 
     The groups say so, not the constructor: with its argument the optimizer would unscale gradients itself, which
-    Lightning refuses with clipping.
+    Lightning refuses with clipping. A checkpoint of another device keeps this device's kernel.
     """
-    if type(optimizer) not in (Adam, AdamW):
+    groups = optimizer.param_groups
+    if type(optimizer) not in (Adam, AdamW) or any(map(_is_chosen, groups)):
         return
-    for group in optimizer.param_groups:
-        is_chosen = group["foreach"] is not None or group["fused"] is not None or group["differentiable"]
-        if is_chosen or not all(map(_is_on_fused_device, group["params"])):
-            return
-    for group in optimizer.param_groups:
-        group["fused"] = True
+    fused = all(_is_on_fused_device(weight) for group in groups for weight in group["params"]) or None
+    for group in groups:
+        group["fused"] = fused
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: state | {"param_groups": [group | {"fused": fused} for group in state["param_groups"]]}
+    )
+
+
+def _is_chosen(group: Mapping[str, Any]) -> bool:
+    return group["foreach"] is not None or group["fused"] is not None or bool(group["differentiable"])
 
 
 def _is_on_fused_device(weight: Tensor) -> bool:

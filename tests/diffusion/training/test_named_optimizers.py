@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fakes.models.pipelines import make_batch
+from fakes.processes.ranks import run_ranks
+from fakes.runs.seeded_fits import fit, same
 from lightning_aigc.diffusion import DiffusionLoRA
 from lightning_aigc.diffusion.training import optimization
 from lightning_aigc.diffusion.training.named_optimizers import OPTIMIZERS, named_optimizer
@@ -79,6 +84,58 @@ def test_adam_steps_by_one_kernel_on_a_device_that_has_it(
     scaled.load_state_dict(fused.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(map(torch.equal, stepped(resumed, scaled), stepped(optimizer, fused)))
+
+
+@pytest.mark.parametrize("is_to_fused", [True, False])
+def test_a_checkpoint_of_another_device_steps_by_this_devices_kernel(
+    is_to_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(net: nn.Module, fused: bool) -> torch.optim.Optimizer:
+        monkeypatch.setattr(optimization, "FUSED_DEVICES", ("cpu",) if fused else ())
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        optimization.step_by_one_kernel_(optimizer)
+        return optimizer
+
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8)
+    saved = made(first, not is_to_fused)
+    stepped(saved, first)
+    second = copy.deepcopy(first)
+    resumed = made(second, is_to_fused)
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    assert resumed.param_groups[0]["fused"] is (True if is_to_fused else None)
+    assert saved.state_dict()["param_groups"][0]["fused"] is (None if is_to_fused else True)
+    for ours, theirs in zip(stepped(resumed, second), stepped(saved, first), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def fit_on_two_ranks(rank: int, base: str, folder: str) -> dict[tuple[str, bool], dict[str, torch.Tensor]]:
+    """The trained weights, by strategy and by whether the optimizer steps by one kernel."""
+    found = {}
+    for strategy in ("ddp", "npu_sparse", "zero_1"):
+        for fused in (False, True):
+            optimization.FUSED_DEVICES = ("cpu",) if fused else ()
+            torch.manual_seed(0)
+            module = DiffusionLoRA(base, max_train_steps=3, learning_rate=1e-3)
+            options: dict[str, Any] = {
+                "strategy": strategy,
+                "devices": 2,
+                "use_distributed_sampler": False,
+                "gradient_clip_val": 0.1,
+            }
+            fit(module, Path(folder), batch=make_batch(seed=rank), max_steps=3, **options)
+            assert all(group["fused"] is (fused or None) for group in module.optimizers().param_groups)  # type: ignore[union-attr]
+            weights = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+            found[strategy, fused] = weights
+    return found
+
+
+def test_one_kernel_steps_under_each_strategy(sd: str, tmp_path: Path) -> None:
+    first, second = run_ranks(fit_on_two_ranks, 2, tmp_path, sd, str(tmp_path / "run"), gloo=False)
+    for (strategy, fused), weights in first.items():
+        assert same(weights, second[strategy, fused])
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, first[strategy, False][name], rtol=1e-3, atol=1e-5)
 
 
 def test_a_choice_of_the_user_or_another_device_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

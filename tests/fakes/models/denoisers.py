@@ -97,11 +97,11 @@ class FullSD(LeanSD):
     """The same with every weight of the U-Net trained, and no LoRA."""
 
     def configure_model(self) -> None:
-        if self.unet is None:
+        if self.components is None:
             super().configure_model()
-            assert self.unet is not None
-            self.unet.unload_lora()
-            self.unet.requires_grad_(True).float()
+            unet = self.loaded().denoiser
+            unet.unload_lora()
+            unet.requires_grad_(True).float()
 
 
 def sd_batches(count: int, rows: int = 2) -> list[dict[str, Any]]:
