@@ -32,7 +32,7 @@ STEPS, EVERY = 30, 3
 DIES_AT = 4
 """Average in which run 1 is killed, after the others have started to send."""
 OPTIONS: dict[str, Any] = {
-    "mode": "local", "local_steps": EVERY, "average": "top_k", "top_k": 256, "outer_momentum": 0.3,
+    "mode": "local", "local_steps": EVERY, "average": "top_k", "top_k": 1712, "outer_momentum": 0.3,
 }  # fmt: skip
 
 

@@ -134,8 +134,12 @@ def read_state(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     state = {}
     for name, tensor in found.items():
         scale = scales.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        if not name.endswith(NOT_WEIGHTS):
-            state[name] = tensor if scale is None else _scaled(path, name, tensor, scale, dtype)
+        if scale is not None:
+            state[name] = _scaled(path, name, tensor, scale, dtype)
+        elif not name.endswith(NOT_WEIGHTS):
+            if not tensor.is_floating_point():
+                raise _unread(path, name, f"{tensor.dtype} without a scale".replace("torch.", ""))
+            state[name] = tensor
     return state
 
 

@@ -27,7 +27,7 @@ from lightning_aigc_kernels.packed_weight import packed_weights
 pytestmark = pytest.mark.filterwarnings("ignore:.FluxPosEmbed. is deprecated")
 FLOAT8 = torch.float8_e4m3fn
 PREFIX = "model.diffusion_model."
-WIDTH_OF_CHROMA = "chroma"
+OWN_NAMES = "chroma"
 """Its converter in diffusers splits layers of 3,072 numbers, whatever the model's are."""
 
 
@@ -54,7 +54,7 @@ def test_the_weights_are_the_files_to_the_bit(
     folder, file = transformers(family), tmp_path / "other.safetensors"
     wanted = other(state_of(folder))
     tensors: Mapping[str, DeferredTensor] = {name: DeferredTensor.of(tensor) for name, tensor in wanted.items()}
-    if family != WIDTH_OF_CHROMA:
+    if family != OWN_NAMES:
         tensors = {PREFIX + name: tensor for name, tensor in original_tensors(tensors, TRANSFORMERS[family]).items()}
     write_tensors(file, tensors)
     found, of_folder = denoiser(folder, file, dtype), denoiser(folder, dtype=dtype)
@@ -110,9 +110,12 @@ def test_a_scaled_float8_file_trains_and_packs_to_its_values(
 
 
 def test_a_sample_after_the_run_has_the_files_weights(transformers: Callable[[str], str], tmp_path: Path) -> None:
-    folder, path = transformers("sd3"), tmp_path / "other.safetensors"
-    wanted = other(state_of(folder))
+    path = tmp_path / "other.safetensors"
+    wanted = other(state_of(transformers("sd3")))
     safetensors.torch.save_file(wanted, path)
+    folder = str(shutil.copytree(transformers("sd3"), tmp_path / "without_weights"))
+    for file in Path(folder, "transformer").glob("*.safetensors"):
+        file.unlink()
     components, _ = base_of_run({"pretrained_model_name_or_path": folder, "denoiser_file": str(path)}, "32-true")
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in components.denoiser.state_dict().items())
 
@@ -192,6 +195,7 @@ def test_a_file_of_another_model_is_one_sentence(transformers: Callable[[str], s
     [
         ((torch.uint8, (32, 16)), (32, 1), None, "uint8 with 32x1 scales"),
         ((FLOAT8, (32, 32)), (2, 2), None, "float8_e4m3fn with 2x2 scales"),
+        ((torch.uint8, (512, 1)), None, None, "uint8 without a scale"),  # of bitsandbytes
         ((torch.int8, (32, 32)), (), {"format": "convrot_w4a4"}, "in the format convrot_w4a4"),
     ],
 )
@@ -199,7 +203,9 @@ def test_formats_of_other_scales_are_refused(
     transformers: Callable[[str], str], tmp_path: Path, numbers: Any, scale: Any, described: Any, said: str
 ) -> None:
     dtype, shape = numbers
-    state = {"x.weight": torch.zeros(shape, dtype=dtype), "x.weight_scale": torch.ones(scale)}
+    state = {"x.weight": torch.zeros(shape, dtype=dtype), "x.weight_scale": torch.ones(scale or ())}
+    if scale is None:
+        del state["x.weight_scale"]
     if described is not None:
         state["x.comfy_quant"] = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
     safetensors.torch.save_file(state, tmp_path / "a.safetensors")
