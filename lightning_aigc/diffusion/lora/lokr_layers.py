@@ -62,7 +62,8 @@ def compute_by_factors(network: nn.Module) -> None:
         Linear: FactoredLinear, Conv2d: FactoredConv2d, loha.Linear: LoHaLinear, loha.Conv2d: LoHaConv2d,
     }  # fmt: skip
     for module in network.modules():
-        module.__class__ = classes.get(type(module), type(module))
+        if type(module) in classes:
+            module.__class__ = classes[type(module)]
 
 
 def target_modules(network: nn.Module, config: Any) -> list[str]:

@@ -127,9 +127,10 @@ def read_state(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
             names = list(file.keys())
             prefix = next((each for each in PREFIXES if any(name.startswith(each) for name in names)), "")
             found = {name.removeprefix(prefix): file.get_tensor(name) for name in names if name.startswith(prefix)}
-            _check_formats(path, found, file.metadata() or {})
-    except (OSError, safetensors.SafetensorError) as error:
+            header = json.loads((file.metadata() or {}).get("_quantization_metadata", "{}")).get("layers", {})
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ModelError(f"{KEY}: {path} cannot be read as safetensors ({error}); download it again") from error
+    _check_formats(path, found, {name: each for name, each in header.items() if name.startswith(prefix)})
     scales = {name.removesuffix(end): found.pop(name) for end in SCALES for name in list(found) if name.endswith(end)}
     state = {}
     for name, tensor in found.items():
@@ -143,9 +144,8 @@ def read_state(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def _check_formats(path: Path, found: dict[str, Tensor], header: dict[str, str]) -> None:
-    """Raise ModelError for a layer that the file describes in a format other than `FORMATS`."""
-    layers = json.loads(header.get("_quantization_metadata", "{}")).get("layers", {})
+def _check_formats(path: Path, found: dict[str, Tensor], layers: dict[str, Any]) -> None:
+    """Raise ModelError for a layer that header or tensors describe in a format other than `FORMATS`."""
     layers |= {name: json.loads(bytes(each.tolist())) for name, each in found.items() if name.endswith(".comfy_quant")}
     for name, described in layers.items():
         if described.get("format") not in FORMATS:

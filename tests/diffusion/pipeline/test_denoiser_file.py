@@ -212,6 +212,18 @@ def test_formats_of_other_scales_are_refused(
     assert said in refused(transformers("z_image"), tmp_path / "a.safetensors")
 
 
+def test_the_headers_formats_count_for_the_denoiser_alone(transformers: Callable[[str], str], tmp_path: Path) -> None:
+    """A file of a whole pipeline may have text encoders in other formats."""
+    state = {PREFIX + name: tensor for name, tensor in state_of(transformers("z_image")).items()}
+    for layer, is_read in (("text_encoders.qwen.layers.0", True), (f"{PREFIX}layers.0.attention.to_q", False)):
+        header = {"_quantization_metadata": json.dumps({"layers": {layer: {"format": "nvfp4"}}})}
+        safetensors.torch.save_file(state, tmp_path / "all.safetensors", header)
+        if is_read:
+            denoiser(transformers("z_image"), tmp_path / "all.safetensors")
+        else:
+            assert "in the format nvfp4" in refused(transformers("z_image"), tmp_path / "all.safetensors")
+
+
 def test_wrong_files_and_families(transformers: Callable[[str], str], sd: str, tmp_path: Path) -> None:
     path = tmp_path / "z_image_turbo_fp8.safetensors"
     path.write_bytes(b"no header")
