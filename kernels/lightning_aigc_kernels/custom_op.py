@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 SetupContext = Callable[..., None]
@@ -84,6 +85,8 @@ def direct(op: Any, setup_context: SetupContext, backward: Backward) -> Callable
     apply = super(torch.autograd.Function, named).apply  # without unwrap_dead_wrappers: functorch is refused before
 
     def call(*args: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack():  # modes see it, as torch's own
+            return handle_torch_function(call, (), *args)
         if is_traced() and not is_ignored(op._qualname):
             return op(*args)
         if lists:

@@ -86,7 +86,8 @@ def stream_base(
             f" {HOST_RESERVE_GIB} of them stay free; keep more on the device, or set"
             " model.init_args.base_quantization: nf4"
         )
-    streamed = StreamedBlocks(blocks, share, device)
+    has_skips = hasattr(components.denoiser, "down_blocks")
+    streamed = StreamedBlocks(blocks, share, device, has_skips=has_skips)
     held = {id(weight) for host in streamed.hosts for weight in host.waiting}
     ignored = [name for name, p in module.named_parameters() if id(p) in held]
     known = vars(module).get(IGNORED_BY_DDP, ())

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_aigc.errors import ConfigError
@@ -30,6 +31,8 @@ ALIGNMENT = 256
 FEWEST_NUMBERS = 4096
 """Numbers of a weight below which it stays on the device."""
 SLOTS = 2
+EDGES = 4
+"""Gradients of an input that a block hands over one by one; the sum of the others is the last."""
 CALL = "_compiled_call_impl"
 """Attribute of a module that torch calls instead of its own call, where it is set; hooks and `forward` stay."""
 
@@ -138,9 +141,14 @@ class StreamedBlocks:
         device_share: Share of the blocks that stays on the device, evenly between those that stream, so that each copy
             has resident blocks to hide behind.
         device: Device that computes.
+        has_skips: Whether other modules read a block's inputs too, as in a U-Net; backward then adds the gradient of
+            each use of an input in the order of a resident block.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], device_share: float, device: torch.device) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], device_share: float, device: torch.device, *, has_skips: bool = False
+    ) -> None:
+        self.has_skips = has_skips
         count = len(blocks) - round(device_share * len(blocks))
         self.chosen = [blocks[(2 * number + 1) * len(blocks) // (2 * count)] for number in range(count)]
         self.hosts = [HostBlock(block, pinned=device.type != "cpu") for block in self.chosen]
@@ -199,7 +207,7 @@ class StreamedBlocks:
         trained = [p for p in block.parameters() if p.requires_grad]
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*leaves, *trained)):
             run = _BlockRun(self, number, block, tree, len(leaves))
-            outputs = _Streamed.apply(run, *leaves, *trained)
+            outputs = _Streamed.apply(run, *leaves, *trained, *((EDGES - 1) * leaves if self.has_skips else ()))
             return tree_unflatten(list(outputs), run.output_tree)
         self.hold(number, +1)
         try:
@@ -234,9 +242,10 @@ class _Streamed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: _BlockRun, *given: Any) -> tuple[Any, ...]:
         streamed, number = run.streamed, run.number
-        run.others = [None if isinstance(x, Tensor) else x for x in given]
-        ctx.run, ctx.is_tensor = run, [isinstance(x, Tensor) for x in given]
-        ctx.save_for_backward(*(x for x in given if isinstance(x, Tensor)))
+        own = given[: len(given) - (EDGES - 1) * run.inputs] if streamed.has_skips else given
+        run.others = [None if isinstance(x, Tensor) else x for x in own]
+        ctx.run, ctx.is_tensor = run, [isinstance(x, Tensor) for x in own]
+        ctx.save_for_backward(*(x for x in own if isinstance(x, Tensor)))
         streamed.hold(number, +1)
         try:
             with first_run():
@@ -251,9 +260,10 @@ class _Streamed(torch.autograd.Function):
         given = [next(saved) if is_one else other for is_one, other in zip(ctx.is_tensor, run.others, strict=True)]
         inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given]
         inputs[run.inputs :] = given[run.inputs :]  # the module computes with its own trained weights
+        uses = _Uses(inputs[: run.inputs]) if run.streamed.has_skips else None
         run.streamed.hold(run.number, -1)
         try:
-            with torch.enable_grad(), run.autocast:
+            with torch.enable_grad(), run.autocast, uses or contextlib.nullcontext():
                 outputs = run(inputs[: run.inputs])
             pairs = [
                 (output, gradient)
@@ -261,11 +271,59 @@ class _Streamed(torch.autograd.Function):
                 if isinstance(output, Tensor) and output.requires_grad and gradient is not None
             ]
             wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-            found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+            aliases = [] if uses is None else [alias for _, alias in uses.made]
+            found = torch.autograd.grad(
+                [o for o, _ in pairs], [*wanted, *aliases], [g for _, g in pairs], allow_unused=True
+            )
             del outputs, pairs
         finally:
             run.streamed.release(run.number, keep=False)
-        return None, *(next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs)
+        whole = iter(found)
+        results = [next(whole) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
+        if uses is None:
+            return None, *results
+        first, *others = uses.edges(results[: run.inputs], found[len(wanted) :])
+        return None, *first, *results[run.inputs :], *itertools.chain.from_iterable(others)
+
+
+class _Uses(TorchFunctionMode):
+    """Gives each use of a block's inputs a tensor of its own, and so a gradient of its own."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.places = {id(x): place for place, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
+        self.made: list[tuple[int, Tensor]] = []
+        """The place of the input and the tensor of each use, in the order in which a resident block's backward comes to
+        them: the last call first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_call: list[tuple[int, Tensor]] = []
+
+        def alias(x: Any) -> Any:
+            if type(x) in (list, tuple):
+                return type(x)(map(alias, x))
+            place = self.places.get(id(x))
+            if place is None:
+                return x
+            of_call.append((place, x.detach().requires_grad_()))
+            return of_call[-1][1]
+
+        args, kwargs = alias(tuple(args)), {name: alias(x) for name, x in (kwargs or {}).items()}
+        self.made[:0] = of_call
+        return func(*args, **kwargs)
+
+    def edges(self, rest: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+        """The gradients of the inputs by edge, the last use first, and at the end the uses that torch does not show."""
+        of_uses: list[list[Tensor]] = [[] for _ in rest]
+        for (place, _), gradient in zip(self.made, found, strict=True):
+            if gradient is not None:
+                of_uses[place].append(gradient)
+        for gradients, other in zip(of_uses, rest, strict=True):
+            if other is not None:
+                gradients.append(other)
+            if len(gradients) > EDGES:
+                gradients[EDGES - 1 :] = [sum(gradients[EDGES:], start=gradients[EDGES - 1])]
+        return [[each[edge] if edge < len(each) else None for each in of_uses] for edge in range(EDGES)]
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
