@@ -141,6 +141,36 @@ def test_text_that_every_block_reads_gets_the_resident_gradients(
     assert any(name.startswith("text_encoders") for name in wanted) and same(step(module), wanted)
 
 
+class Adds(nn.Module):
+    """Reads its input three times, through a cast that changes nothing, and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float().contiguous()
+        return torch.cat([h[:, :32] + self.linear(h)[:, :32], torch.stack([h, 3 * h]).sum(0)[:, 32:]], 1)
+
+
+def test_each_use_of_an_input_is_added_in_the_order_of_a_resident_block() -> None:
+    def gradient(has_skips: bool | None) -> Tensor:
+        torch.manual_seed(0)
+        blocks = [Adds().requires_grad_(False) for _ in range(3)]
+        if has_skips is not None:
+            StreamedBlocks(blocks, 0.0, CPU, has_skips=has_skips)
+        x = torch.randn(256, 64, requires_grad=True)
+        found, skips = x * 1.0, []
+        for block in blocks:
+            skips.append(found)
+            found = block(found)
+        sum(skips, start=found).sin().sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(True), gradient(None)) and not torch.equal(gradient(False), gradient(None))
+
+
 def test_samples_and_autocast_are_the_resident_ones(folder_of: Callable[[str], str]) -> None:
     path = folder_of("flux")
     (resident, _), (module, _) = make_module(path, None), make_module(path, 0.0)

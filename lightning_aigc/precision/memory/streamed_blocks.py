@@ -291,6 +291,7 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()
+        self.inputs = inputs
         self.places = {id(x): place for place, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad}
         self.made: list[tuple[int, Tensor]] = []
         """The place of the input and the tensor of each use, in the order in which a resident block's backward comes to
@@ -309,8 +310,12 @@ class _Uses(TorchFunctionMode):
             return of_call[-1][1]
 
         args, kwargs = alias(tuple(args)), {name: alias(x) for name, x in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        for place, made in of_call:
+            if result is made:  # a cast to the same dtype: what it is used for is a use of the input
+                return self.inputs[place]
         self.made[:0] = of_call
-        return func(*args, **kwargs)
+        return result
 
     def edges(self, rest: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
         """The gradients of the inputs by edge, the last use first, and at the end the uses that torch does not show."""
