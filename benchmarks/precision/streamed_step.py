@@ -25,7 +25,7 @@ from benchmarks.common.rows import keep_row
 from benchmarks.precision.graph_step import difference, gradients_of, seconds_of
 from benchmarks.precision.unet_step import synchronize
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.precision.memory.streamed_blocks import Link, StreamedBlocks, blocks_of
+from lightning_aigc.precision.memory.streamed_blocks import Link, StreamedBlocks, blocks_of, has_skips
 from lightning_aigc.quantization.frozen import quantize_frozen_
 
 GIB = 2**30
@@ -86,7 +86,7 @@ def main() -> None:
     row["resident_peak_gib"] = peak_gib(model, given, device)
     wanted, again = gradients_of(model, given), gradients_of(model, given)
     row["resident_difference"] = difference(again, wanted)
-    streamed = StreamedBlocks(blocks_of(model), options.share, torch.device(device))
+    streamed = StreamedBlocks(blocks_of(model), options.share, torch.device(device), has_skips=has_skips(model))
     row["streamed_blocks"], row["step_copies_gib"] = len(streamed.chosen), round(streamed.step_bytes / GIB, 2)
     row["gradient_difference"] = difference(gradients_of(model, given), wanted)
     row["streamed_s"] = step_s(model, given, device, options.rounds)

@@ -18,7 +18,7 @@ from fakes.runs.seeded_fits import fit
 from lightning_aigc.diffusion import DiffusionControlNet, DiffusionFineTuning, DiffusionLoRA
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.graph.graphed_root import GraphedRoot
-from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of
+from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, has_skips
 from lightning_aigc.strategies import NPUSparseStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice on loaders, and operators without a deterministic kernel
@@ -185,7 +185,7 @@ def test_streamed_blocks_give_the_resident_blocks_gradients(share: float, base: 
     wanted = run.eager_step(run.given)
     repeated = difference(run.eager_step(run.given), wanted)
     run.plugin._remove_graphs()
-    streamed = StreamedBlocks(blocks_of(run.model), share, torch.device("cuda"))
+    streamed = StreamedBlocks(blocks_of(run.model), share, torch.device("cuda"), has_skips=has_skips(run.model))
     assert streamed.host_bytes > 0
     figures = [difference(run.step(run.given), wanted) for _ in range(3)]
     assert max(figures) <= 1e-3, (figures, repeated)

@@ -27,7 +27,7 @@ from lightning_aigc.errors import ConfigError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.precision.blocks import mmdit
 from lightning_aigc.precision.memory import streamed_blocks
-from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share
+from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share, has_skips
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -63,7 +63,7 @@ def make_module(path: str, share: float | None, memory: str | None = None, **opt
     network = module.loaded().denoiser
     streamed = None
     if share is not None:
-        streamed = StreamedBlocks(blocks_of(network), share, CPU, has_skips=hasattr(network, "down_blocks"))
+        streamed = StreamedBlocks(blocks_of(network), share, CPU, has_skips=has_skips(network))
     if memory is not None:
         FusedBackwardPrecision(precision="32-true", memory=memory).convert_module(module)  # type: ignore[arg-type]
     return module, streamed

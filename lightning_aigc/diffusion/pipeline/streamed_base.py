@@ -13,7 +13,7 @@ from torch import nn
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.errors import ConfigError
-from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share
+from lightning_aigc.precision.memory.streamed_blocks import StreamedBlocks, blocks_of, fitting_share, has_skips
 from lightning_aigc.quantization.frozen import IGNORED_BY_DDP, stored_bytes
 
 BaseLocation = Literal["fit"] | dict[str, float]
@@ -86,8 +86,7 @@ def stream_base(
             f" {HOST_RESERVE_GIB} of them stay free; keep more on the device, or set"
             " model.init_args.base_quantization: nf4"
         )
-    has_skips = hasattr(components.denoiser, "down_blocks")
-    streamed = StreamedBlocks(blocks, share, device, has_skips=has_skips)
+    streamed = StreamedBlocks(blocks, share, device, has_skips=has_skips(components.denoiser))
     held = {id(weight) for host in streamed.hosts for weight in host.waiting}
     ignored = [name for name, p in module.named_parameters() if id(p) in held]
     known = vars(module).get(IGNORED_BY_DDP, ())

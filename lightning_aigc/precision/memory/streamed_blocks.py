@@ -331,12 +331,17 @@ class _Uses(TorchFunctionMode):
         return [[each[edge] if edge < len(each) else None for each in of_uses] for edge in range(EDGES)]
 
 
+def has_skips(network: nn.Module) -> bool:
+    """Whether a network is a U-Net, where other modules read a block's inputs too."""
+    return hasattr(network, "down_blocks")
+
+
 def blocks_of(network: nn.Module) -> list[nn.Module]:
     """The blocks of a diffusion transformer or a U-Net in the order in which they run.
 
     Raises: ConfigError for a network without a list of blocks.
     """
-    if hasattr(network, "down_blocks"):
+    if has_skips(network):
         return [block for block in _blocks_of_unet(network) if sum(p.numel() for p in block.parameters())]
     lists = [child for _, child in network.named_children() if isinstance(child, nn.ModuleList)]
     found = [block for each in lists for block in each if sum(p.numel() for p in block.parameters()) >= FEWEST_NUMBERS]
