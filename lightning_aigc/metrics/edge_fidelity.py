@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 LARGEST_MAGNITUDE = 4.0
+EQUAL = 1e-4
+"""Relative difference below which two magnitudes are one: a step between two pixels gives both the same, but for the
+rounding of a device's convolution."""
 
 
 class EdgeFidelity(Metric):
@@ -127,7 +130,8 @@ def edge_magnitude(pictures_NCHW: Tensor, sigma: float = 1.0) -> Tensor:
 def canny(pictures_NCHW: Tensor, low: float = 0.1, high: float = 0.2, sigma: float = 1.0) -> Tensor:
     """Edges as float32 [N, 1, H, W] of 0 and 1, of images in 0..1; not differentiable.
 
-    Pixels above `high` are edges, and those above `low` that touch an edge.
+    Pixels above `high` are edges, and those above `low` that touch an edge. Of neighbours with one magnitude the last
+    along the gradient's axis is kept, so that every device finds the same edges.
     """
     with torch.no_grad():
         gx, gy = _gradient(pictures_NCHW, sigma)
@@ -139,7 +143,9 @@ def canny(pictures_NCHW: Tensor, low: float = 0.1, high: float = 0.2, sigma: flo
         for number, (down, right) in enumerate(STEPS):
             ahead = around[..., 1 + down : 1 + down + height, 1 + right : 1 + right + width]
             behind = around[..., 1 - down : 1 - down + height, 1 - right : 1 - right + width]
-            is_largest |= (direction == number) & (magnitude > ahead) & (magnitude > behind)
+            is_largest |= (direction == number) & (
+                (magnitude > ahead * (1 + EQUAL)) & (magnitude > behind * (1 - EQUAL))
+            )
         thin = magnitude * is_largest
         candidates, edges = thin > low, thin > high
         while True:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from PIL import Image, ImageDraw, ImageOps
+from safetensors.torch import load_file, save_file
 
 from fakes.models.edit_pipelines import MAKE_EDIT
 from fakes.models.pipelines import SIDE, make_pipeline
@@ -69,16 +71,42 @@ def make_sources(folder: Path, images: Path) -> Path:
     return folder
 
 
+def make_training_adapter(file: Path, base: Path, family: str) -> Path:
+    """A LoRA file of the denoiser's queries and keys, as trainers of training adapters write it."""
+    part = "unet" if family in U_NETS else "transformer"
+    state = {}
+    for weights in base.glob(f"{part}/*.safetensors"):
+        for name, weight in load_file(weights).items():
+            if weight.dim() == 2 and name.endswith(("to_q.weight", "to_k.weight")):
+                layer = f"{part}.{name.removesuffix('.weight')}"
+                state[f"{layer}.lora_A.weight"] = 0.05 * torch.ones(2, weight.shape[1])
+                state[f"{layer}.lora_B.weight"] = 0.05 * torch.ones(len(weight), 2)
+    assert state, f"{base} has no attention"
+    save_file(state, file)
+    return file
+
+
 def kind_of(row: Row) -> str:
     """The model class of a row."""
     method = {"dora": "lora", "lokr": "lora", "controlnet_lora": "controlnet"}.get(row["method"], row["method"])
     return KIND[method, row["family"] in U_NETS]
 
 
-def make_config(
-    row: Row, base: Path, images: Path, class_images: Path, shards: Path, sources: Path, root: Path
-) -> dict[str, Any]:
+class Inputs(NamedTuple):
+    """Files that a config names; those that the row does not use need not exist."""
+
+    base: Path
+    images: Path
+    class_images: Path
+    sources: Path
+    shards: Path
+    adapter: Path
+    lora: Path
+
+
+def make_config(row: Row, inputs: Inputs, root: Path) -> dict[str, Any]:
     """A config that trains `STEPS` steps in `root`."""
+    base = inputs.base
     is_lora = row["method"] in ("lora", "dora", "lokr")
     model: dict[str, Any] = {
         "pretrained_model_name_or_path": str(base),
@@ -101,6 +129,12 @@ def make_config(
         model["denoiser_file"] = str(next(base.glob("transformer/*.safetensors"), base / "of_a_unet.safetensors"))
     if is_lora or row["method"] == "controlnet_lora":
         model["rank"] = 4
+    if is_lora and row["streamed"]:
+        model["base_location"] = {"device": 0.5}
+    if is_lora and row["adapter"]:
+        model["training_adapter"] = str(inputs.adapter)
+    if is_lora and row["continued"]:
+        model["lora_from"] = str(inputs.lora)
     if is_lora and row["preserve"] != "none":
         model["preserve"] = row["preserve"]
     if is_lora and row["preserve"] == "class":
@@ -120,7 +154,7 @@ def make_config(
         "threads": 1,
         "trainer": _trainer(row, root),
         "model": {"class_path": kind_of(row), "init_args": model},
-        "data": _data(row, images, class_images, shards, sources, root),
+        "data": _data(row, inputs, root),
     }
 
 
@@ -182,15 +216,15 @@ def _trainer(row: Row, root: Path) -> dict[str, Any]:
     }
 
 
-def _data(row: Row, images: Path, class_images: Path, shards: Path, sources: Path, root: Path) -> dict[str, Any]:
+def _data(row: Row, inputs: Inputs, root: Path) -> dict[str, Any]:
     if row["source"] == "shards":
-        streamed: dict[str, Any] = {"shards_dir": str(shards), "train_batch_size": 2, "num_workers": 0}
+        streamed: dict[str, Any] = {"shards_dir": str(inputs.shards), "train_batch_size": 2, "num_workers": 0}
         if row["held_out"]:
-            streamed["validation_shards_dir"] = str(shards)
+            streamed["validation_shards_dir"] = str(inputs.shards)
         return {"class_path": "EncodedImageData", "init_args": streamed}
-    given = folder_data(row, images, class_images, root.parent)
+    given = folder_data(row, inputs.images, inputs.class_images, root.parent)
     if row["source"] == "pairs":
-        given["source_data_dir"] = str(sources)
+        given["source_data_dir"] = str(inputs.sources)
         if row["family"] in SEEN:
             given |= {"source_fit": "own", "source_resolution": 2 * SIDE}
         if row["family"] in LARGE_SOURCES:

@@ -23,6 +23,9 @@ FACTORS: dict[str, list[Any]] = {
     "weights": ["pipeline", "file"],
     "base": ["whole", "int8", "fp8", "nf4", "budget"],
     "preserve": ["none", "class", "blank"],
+    "streamed": [False, True],
+    "adapter": [False, True],
+    "continued": [False, True],
     "optimizer": ["AdamW", "Adafactor", "Prodigy", "AdamWScheduleFree", "SGD"],
     "rate": ["constant", "cosine", "adaptive", "plateau"],
     "caches": ["none", "latents", "both"],
@@ -85,6 +88,12 @@ def refused() -> Iterator[Row]:
     yield {"method": "lokr", "text_encoder": True}
     yield {"family": "chroma", "checkpointing": True}  # diffusers' checkpointing leaves out its text's mask
     yield {"family": "sd3", "export": "kohya"}  # its layers have no other names than diffusers'
+    yield {"method": "dora", "continued": True}
+    yield from ({"streamed": True, "strategy": strategy} for strategy in SHARDED)
+    yield {"streamed": True, "checkpointing": True}
+    yield {"streamed": True, "memory": "budget"}
+    yield {"streamed": True, "graph": True}
+    yield {"streamed": True, "adapter": True}
     yield {"optimizer": "AdamWScheduleFree", "rate": "cosine"}
     for strategy in ("zero_1", "zero_2", "zero_3"):
         yield {"strategy": strategy, "optimizer": "Prodigy"}
@@ -109,6 +118,7 @@ def without_effect() -> Iterator[Row]:
         yield {"method": method, "text_encoder": True}
     for method in (*CONTROL, "full"):
         yield from ({"method": method, "preserve": preserve} for preserve in ("class", "blank"))
+        yield from ({"method": method, name: True} for name in ("streamed", "adapter", "continued"))
         yield from ({"method": method, "export": target} for target in ("kohya", "diffusers", "merge"))
     for caches in ("none", "latents"):
         yield {"source": "shards", "caches": caches}  # shards hold both caches

@@ -22,7 +22,9 @@ from fakes.models.pipelines import SIDE
 from fakes.processes.ranks import forking_context, meeting_point
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
+from lightning_aigc.diffusion.pipeline import streamed_base
 from lightning_aigc.diffusion.samplers.lora import LoRASampler
+from lightning_aigc.precision.memory import streamed_blocks
 from pairs.options import CONTROL, U_NETS, Row
 
 LIMIT_S = 400
@@ -76,6 +78,7 @@ def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str,
         os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
     torch.set_num_threads(1)
     scale_sources_to(2 * SIDE)
+    streamed_base.HOST_DEVICES, streamed_blocks.FEWEST_NUMBERS = (), 64  # stream tiny blocks on the CPU
     with Path(f"{log}.{rank}").open("w", encoding="utf-8") as output:
         for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
             os.dup2(output.fileno(), stream)

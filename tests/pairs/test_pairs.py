@@ -18,12 +18,14 @@ import yaml
 from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
 from pairs.configs import (
+    Inputs,
     folder_data,
     kind_of,
     make_base,
     make_config,
     make_images,
     make_sources,
+    make_training_adapter,
     precision_of,
     quantization_of,
 )
@@ -45,7 +47,7 @@ def name_of(row: Row) -> str:
 
 @pytest.fixture(scope="session")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Bases, images and shards, made when they are first asked for."""
+    """Bases, images, shards and LoRA files, made when they are first asked for."""
     made: dict[tuple[str, ...], Path] = {}
 
     def get(*key: str) -> Path:
@@ -57,6 +59,10 @@ def materials(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
                 made[key] = make_images(folder / "images", key[1], 8)
             elif key[0] == "sources":
                 made[key] = make_sources(folder / "sources", get("images", "zorp"))
+            elif key[0] == "adapter":
+                made[key] = make_training_adapter(folder / "adapter.safetensors", get("base", key[1]), key[1])
+            elif key[0] == "lora":
+                made[key] = _train_lora(*key[1:], get, folder)
             else:
                 made[key] = _encode(*key[1:], get, folder)
         return made[key]
@@ -85,14 +91,24 @@ def _encode(family: str, precision: str, memory: str, base: str, get: Callable[.
     return folder / "shards"
 
 
+def _train_lora(family: str, method: str, get: Callable[..., Path], folder: Path) -> Path:
+    ended, _, root = _fit(completed({"family": family, "method": method}), get, folder)
+    assert ended.code == 0, ended.said[-2000:]
+    return root / "zorp.safetensors"
+
+
 def _fit(row: Row, materials: Callable[..., Path], folder: Path) -> tuple[Ended, Path, Path]:
-    base, root = materials("base", row["family"]), folder / "run"
-    shards = folder
+    family, base, root = row["family"], materials("base", row["family"]), folder / "run"
+    shards = adapter = lora = folder
     if row["source"] == "shards":
         memory = "stock" if row["memory"] == "stock" else "off"  # on a CPU Lightning turns 16-mixed into bf16-mixed
-        shards = materials("shards", row["family"], row["precision"], memory, row["base"])
-    given = (materials("images", "zorp"), materials("images", "plain"), shards, materials("sources"))
-    config = make_config(row, base, *given, root)
+        shards = materials("shards", family, row["precision"], memory, row["base"])
+    if row["adapter"]:
+        adapter = materials("adapter", family)
+    if row["continued"]:
+        lora = materials("lora", family, "lokr" if row["method"] == "lokr" else "lora")
+    images = (materials("images", "zorp"), materials("images", "plain"), materials("sources"))
+    config = make_config(row, Inputs(base, *images, shards, adapter, lora), root)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return train(row, folder / "config.yaml", root), base, root
 

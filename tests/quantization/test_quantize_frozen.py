@@ -211,7 +211,10 @@ def test_every_level_keeps_the_bytes_and_gives_the_gradients_of_the_unpacked_bas
         plugin.teardown()
     (mine_kept, mine), (their_kept, theirs) = found
     assert mine.keys() == theirs.keys() and len(mine) > 10
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    for name, gradient in theirs.items():
+        # Without bfloat16 arithmetic a CPU rounds a product by its layout, and an unpacked weight has its own.
+        limit = 0.0 if precision == "32-true" else 0.02
+        assert (mine[name] - gradient).norm() <= limit * gradient.norm(), name
     if memory == "off":  # native autograd keeps autocast's copies of plain weights
         assert mine_kept <= their_kept
     else:

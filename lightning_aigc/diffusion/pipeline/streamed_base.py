@@ -18,6 +18,8 @@ from lightning_aigc.quantization.frozen import IGNORED_BY_DDP, stored_bytes
 
 BaseLocation = Literal["fit"] | dict[str, float]
 KEY = "model.init_args.base_location"
+HOST_DEVICES = ("cpu",)
+"""Devices that compute in host memory."""
 GIB = 2**30
 HOST_RESERVE_GIB = 4
 STEP_GIB = 4.5
@@ -44,7 +46,7 @@ def check_run(trainer: Trainer, location: BaseLocation, *, gradient_checkpointin
     strategy = type(trainer.strategy).__name__
     if strategy in ("ZeRO23Strategy", "FSDPStrategy", "ModelParallelStrategy") or "DeepSpeed" in strategy:
         reason = f"{getattr(trainer.strategy, 'label', strategy)} cuts weights over the ranks itself; use strategy ddp"
-    elif location != "fit" and trainer.strategy.root_device.type == "cpu":
+    elif location != "fit" and trainer.strategy.root_device.type in HOST_DEVICES:
         reason = "this run computes on the CPU, where host memory is all there is; leave it unset"
     elif gradient_checkpointing:
         reason = "streamed blocks run again in backward in any case; set model.init_args.gradient_checkpointing: false"
@@ -96,7 +98,7 @@ def stream_base(
 
 
 def _share_that_fits(network: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> float:
-    if device.type == "cpu":
+    if device.type in HOST_DEVICES:
         return 1.0
     free_bytes, _ = torch.get_device_module(device).mem_get_info(device)
     inside = {id(p) for block in blocks for p in block.parameters() if not p.requires_grad}

@@ -103,9 +103,9 @@ def test_the_controlnet_alone_is_trained_and_diffusers_draws_the_same_picture(
         seed = torch.Generator().manual_seed(5)
         theirs = pipeline("a red cup", image=shown, generator=seed, output_type="pt", **options).images
         ours = module.sample(["a red cup"], [5], conditions=shown, **options)
-        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         other = module.sample(["a red cup"], [5], conditions=1 - shown, **options)
-        assert not torch.equal(ours, other)
+        assert float((ours - other).abs().max()) > 1e-3
 
 
 def test_training_goes_on_from_a_saved_controlnet(sd: str, tmp_path: Path) -> None:
