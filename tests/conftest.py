@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader
 
 from fakes.processes.network import why_no_namespaces
 
@@ -29,6 +30,20 @@ def leave_no_process_group() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def restore_loaders_that_lightning_records() -> Iterator[None]:
+    """Undo Lightning's patch of loader classes, which it leaves in place where `train_dataloader` raises.
+
+    Each later loader would be in a reference cycle with its workers, and be collected in 5 s a worker.
+    """
+    yield
+    for kind in (DataLoader, BatchSampler):
+        for name in ("__setattr__", "__delattr__", "__init__"):
+            if f"__old{name}" in vars(kind):
+                setattr(kind, name, getattr(kind, f"__old{name}"))
+                delattr(kind, f"__old{name}")
 
 
 @pytest.fixture(autouse=True, scope="module")

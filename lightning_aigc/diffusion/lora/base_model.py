@@ -17,7 +17,8 @@ from lightning_aigc.errors import ModelError
 HEADER_KEYS = ("ss_base_model_version", "modelspec.architecture")
 _OUTSIDE = re.compile(
     r"(x_embedder|context_embedder|proj_out|norm_out|time_text_embed|time_guidance_embed|pos_embed|img_in|txt_in"
-    r"|cap_embedder|t_embedder|all_x_embedder|all_final_layer|(single|double)_stream_modulation\w*)(\.[\w.-]+)?"
+    r"|cap_embedder|t_embedder|all_x_embedder|all_final_layer|(single|double)_stream_modulation\w*"
+    r"|distilled_guidance_layer|time_embed|time_mod_proj|text_fusion|final_layer)(\.[\w.-]+)?"
 )
 """diffusers' layers outside a transformer's blocks, which some programs adapt and no LoRA target here covers."""
 

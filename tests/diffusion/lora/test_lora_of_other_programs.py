@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from fakes.models.lora_models import ATTENTION, adapt, make_unet
 from fakes.models.pipelines import make_sd3_pipeline
 from lightning_aigc.diffusion import DiffusionLoRA
+from lightning_aigc.diffusion.families import TRANSFORMERS
 from lightning_aigc.diffusion.lora.file import LoRAFile, convert, read_lora, save_lora
 from lightning_aigc.errors import ModelError
 
@@ -84,6 +86,22 @@ def test_modulations_which_sd_scripts_and_ai_toolkit_adapt_unasked_are_read_and_
     for layout in ("diffusers", "kohya"):
         (layer,) = converted(tmp_path, state, layout, base_model=base).layers(base)
         assert layer.module == module and torch.equal(layer.up, state[f"{name}.{sides[1]}"])
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_a_lora_on_every_layer_of_a_transformer_is_read(
+    family: str, transformers: Callable[[str], str], tmp_path: Path
+) -> None:
+    state: dict[str, Tensor] = {}
+    for file in Path(transformers(family), "transformer").glob("*.safetensors"):
+        for name, weight in safetensors.torch.load_file(file).items():
+            if weight.dim() == 2 and name.endswith(".weight"):
+                layer = f"transformer.{name.removesuffix('.weight')}"
+                state |= pair(layer, inputs=weight.shape[1], outputs=len(weight))
+    file = converted(tmp_path, state, "diffusers", base_model=family)
+    assert {f"{layer.component}.{layer.module}" for layer in file.layers(family)} == {
+        name.removesuffix(".lora_A.weight") for name in state if name.endswith("lora_A.weight")
+    }
 
 
 def test_layers_that_comfyui_joins_are_taken_apart_with_their_product(tmp_path: Path) -> None:
