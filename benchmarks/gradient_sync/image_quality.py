@@ -62,6 +62,8 @@ MODES: dict[str, dict[str, Any]] = {
     "local 15 top_k 1712, momentum 0.3": TOP_K | {"outer_momentum": 0.3},
     "local 15 top_k 1712, momentum 0.4": TOP_K | {"outer_momentum": 0.4},
     "local 15 top_k 1712, momentum 0.5": TOP_K | {"outer_momentum": 0.5},
+    "local 15 top_k 1712, outer rate 1.5": TOP_K | {"outer_learning_rate": 1.5},
+    "local 15 top_k 1712, outer rate 2": TOP_K | {"outer_learning_rate": 2.0},
     "local 15 top_k 1712, overlapped": TOP_K | {"overlap_average": True},
 }
 RANKS = {"full": 4, "lora": 2}

@@ -117,7 +117,7 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
     elif base is not None:
         try:
             of_base = find_base(base)
-            base, found.family = of_base.source, of_base.family.name
+            base, found.family = of_base.denoiser_file or of_base.source, of_base.family.name
         except (ConfigError, ModelError):
             found.family = _guessed_family(base)
     else:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_aigc.diffusion.families import FAMILIES, SHORT, Family
+import safetensors
+
+from lightning_aigc.diffusion.families import FAMILIES, SHORT, TRANSFORMERS, Family
+from lightning_aigc.diffusion.pipeline.denoiser_file import KEY as DENOISER_FILE
+from lightning_aigc.diffusion.pipeline.denoiser_file import check_denoiser_file
 from lightning_aigc.diffusion.pipeline.loading import (
     HUB_ID,
     check_channels_of_folder,
@@ -30,18 +34,52 @@ class Base:
     side: int
     reason: str
     """Source of the family's name."""
+    denoiser_file: str | None = None
+    """The file with the denoiser's weights, where it is not the pipeline's own."""
 
 
-def find_base(given: str) -> Base:
+def find_base(given: str, denoiser_file: str | None = None) -> Base:
     """The base for a name in `SHORT`, a pipeline folder, a checkpoint file, a hub id or `embedded:sd`.
+
+    Args:
+        given: `--base`. For the file of a transformer alone, its family's pipeline is taken from the hub.
+        denoiser_file: `--denoiser_file`, with the transformer's weights.
 
     Raises: ConfigError or ModelError for a path that is no model, or a model that is distilled or of no known family.
     """
+    path = resolve(given)
+    names = _layers_of(path) if path.is_file() else []
+    if any(re.search("lora|lokr|hada", name) for name in names):
+        raise ConfigError(
+            f"--base {given} is a LoRA file, and a base is a model; give the model that it was trained on, and to"
+            f" continue the LoRA set model.init_args.lora_from: {given}"
+        )
+    is_transformer = bool(names) and not any(re.search(r"(^|\.)(input_blocks|down_blocks)\.", name) for name in names)
+    if denoiser_file is None and is_transformer:
+        family = _family_of_file_name(given)
+        denoiser_file, base = (
+            given,
+            Base(family.base, family, family.native_side, "the other components of the pipeline"),
+        )
+    else:
+        base = _find_pipeline(given)
+    if denoiser_file is None:
+        return base
+    if not base.family.is_flow:
+        raise ConfigError(
+            f"--denoiser_file is for transformers, and {base.family.title}'s files hold all of its pipeline; give it as"
+            f" the base: --base {denoiser_file}"
+        )
+    check_denoiser_file(denoiser_file, base.family)
+    check_not_distilled(base.family, denoiser_file, key=DENOISER_FILE)
+    return replace(base, denoiser_file=denoiser_file)
+
+
+def _find_pipeline(given: str) -> Base:
     if given in SHORT:
         family = SHORT[given]
         return Base(family.base, family, family.native_side, f"--base {given}")
-    found = check_source(given, FAMILIES)
-    path = resolve(given)
+    found, path = check_source(given, FAMILIES), resolve(given)
     if found is not None:
         family = found
         base = Base(given, family, _side_of(path, family), f"a {family.pipeline} folder")
@@ -55,6 +93,28 @@ def find_base(given: str) -> Base:
     family = _family_of_name(given)
     check_not_distilled(family, given)
     return Base(given, family, family.native_side, f"guessed from the name: {family.title}")
+
+
+def _layers_of(path: Path) -> list[str]:
+    """Names in a safetensors file; none of a .ckpt, and of a file that does not read, whose error comes later."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, ValueError, safetensors.SafetensorError):
+        return []
+
+
+def _family_of_file_name(given: str) -> Family:
+    """The family of transformers that a file's name tells. Raises: ConfigError for a name that tells none."""
+    name = Path(given).stem.casefold()
+    found = next((f for f in TRANSFORMERS.values() if re.search(f.name_pattern or "(?!)", name)), None)
+    if found is None:
+        short = ", ".join(key for key, family in SHORT.items() if family.is_flow)
+        raise ConfigError(
+            f"--base {given} is the file of a transformer, and its name does not tell which; give its model as --base"
+            f" too, one of {short}: --base flux --denoiser_file {given}"
+        )
+    return found
 
 
 def _family_of_file(given: str, path: Path) -> Family:

@@ -59,6 +59,10 @@ def choose(
         _captions(look),
         *_caption_files(look),
     ]
+    if base.denoiser_file is not None:
+        chosen.append(
+            Choice("model.init_args.denoiser_file", base.denoiser_file, f"the weights of {base.family.title}")
+        )
     if values.base_quantization is not None:
         chosen.append(Choice("model.init_args.base_quantization", *values.base_quantization))
     if values.base_location is not None:

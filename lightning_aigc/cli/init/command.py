@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", default="sd15", help=f"{', '.join(short_names())}, a hub id, a folder or a checkpoint (default: sd15)"
     )
+    parser.add_argument("--denoiser_file", help="the transformer's weights as one file, in float8 too, for the base")
     parser.add_argument("--card", choices=CARDS, help="the card to train on (default: this machine's)")
     parser.add_argument("--trigger_word", help="the word that stands for your product (default: from the captions)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from lightning_aigc.data.index.filenames import print_anywhere
 
     check_trigger_word(args.trigger_word, "--trigger_word")
-    base = find_base(args.base)
+    base = find_base(args.base, args.denoiser_file)
     card = find_card(args.card, base.family)
     values = values_for(base.family, card)
     look = inspect_folder(args.folder, cache_folder())

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from fakes.models.short_texts import shorten_texts
 from fakes.models.transformer_pipelines import MAKE
@@ -249,10 +251,59 @@ def test_a_folder_that_does_not_train_is_one_sentence(
         assert not (tmp_path / "my.yaml").exists()
 
 
-def test_a_checkpoint_of_a_transformer_is_not_taken_for_a_u_nets(tmp_path: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
+@pytest.fixture
+def transformer_file(tmp_path: Path) -> Callable[[str], str]:
+    """A file with a layer of a transformer, under a name."""
 
-    save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.ones(4)}, tmp_path / "flux.safetensors")
-    with pytest.raises(ModelError, match=r"is a checkpoint of flux-.*; single files are read of Stable Diffusion 1.x"):
-        find_base(str(tmp_path / "flux.safetensors"))
+    def file(name: str) -> str:
+        save_file({"double_blocks.0.img_attn.norm.key_norm.scale": torch.ones(4)}, tmp_path / name)
+        return str(tmp_path / name)
+
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("flux1-dev-fp8.safetensors", "flux"), ("flux1-krea-dev_fp8_scaled.safetensors", "flux"),
+        ("flux1-dev-kontext_fp8_scaled.safetensors", "flux_kontext"), ("flux2_dev_fp8mixed.safetensors", "flux2_dev"),
+        ("sd3.5_large_fp8_scaled.safetensors", "sd3"), ("qwen_image_fp8_e4m3fn.safetensors", "qwen_image"),
+        ("qwen_image_edit_2509_fp8_e4m3fn.safetensors", "qwen_image_edit_plus"),
+        ("z_image_bf16.safetensors", "z_image"),
+        ("Chroma1-HD-fp8mixed.safetensors", "chroma"), ("flux-2-klein-base-4b-fp8.safetensors", "flux2"),
+    ],
+)  # fmt: skip
+def test_a_transformers_file_is_the_denoiser_of_its_familys_pipeline(
+    transformer_file: Callable[[str], str], name: str, family: str
+) -> None:
+    base = find_base(transformer_file(name))
+    assert (base.source, base.family.name) == (TRANSFORMERS[family].base, family)
+    assert base.denoiser_file == transformer_file(name)
+
+
+def test_a_file_that_does_not_train_is_one_sentence(transformer_file: Callable[[str], str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not tell which.* --base flux --denoiser_file .*mine.safetensors$"):
+        find_base(transformer_file("mine.safetensors"))
+    with pytest.raises(ModelError, match=r"by its name a distilled model.*training_adapter"):
+        find_base(transformer_file("z_image_turbo_bf16.safetensors"))
+    with pytest.raises(ConfigError, match=r"give it as the base: --base .*mine.safetensors$"):
+        find_base("sd15", transformer_file("mine.safetensors"))
+    save_file({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(4, 4)}, tmp_path / "style.safetensors")
+    with pytest.raises(ConfigError, match=r"is a LoRA file.* model.init_args.lora_from: .*style.safetensors$"):
+        find_base(str(tmp_path / "style.safetensors"))
+    with pytest.raises(ModelError, match=r"there is no file gone\.safetensors"):
+        find_base("flux", "gone.safetensors")
+    assert find_base("flux", transformer_file("mine.safetensors")).denoiser_file == transformer_file("mine.safetensors")
+
+
+def test_a_file_beside_a_pipelines_folder_trains(
+    command: Command, tmp_path: Path, photos: Path, folders: Callable[[str], Path]
+) -> None:
+    (weights,) = (folders("sd3") / "transformer").glob("*.safetensors")
+    output = tmp_path / "my.yaml"
+    config, text = init(command, photos, output, "--base", folders("sd3"), "--denoiser_file", weights)
+    assert config["model"]["init_args"]["denoiser_file"] == str(weights)
+    assert "# the weights of Stable Diffusion 3" in text
+    output.write_text(yaml.safe_dump(quick(config, tmp_path / "run")))
+    assert command("fit", "-c", output).code == 0
+    assert (tmp_path / "run" / "my.safetensors").is_file()
