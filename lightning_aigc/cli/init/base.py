@@ -36,6 +36,8 @@ class Base:
     """Source of the family's name."""
     denoiser_file: str | None = None
     """The file with the denoiser's weights, where it is not the pipeline's own."""
+    is_float8: bool = False
+    """Whether that file keeps weights in float8."""
 
 
 def find_base(given: str, denoiser_file: str | None = None) -> Base:
@@ -48,7 +50,7 @@ def find_base(given: str, denoiser_file: str | None = None) -> Base:
     Raises: ConfigError or ModelError for a path that is no model, or a model that is distilled or of no known family.
     """
     path = resolve(given)
-    names = _layers_of(path) if path.is_file() else []
+    names = _layers_of(path)
     if any(re.search("lora|lokr|hada", name) for name in names):
         raise ConfigError(
             f"--base {given} is a LoRA file, and a base is a model; give the model that it was trained on, and to"
@@ -72,7 +74,8 @@ def find_base(given: str, denoiser_file: str | None = None) -> Base:
         )
     check_denoiser_file(denoiser_file, base.family)
     check_not_distilled(base.family, denoiser_file, key=DENOISER_FILE)
-    return replace(base, denoiser_file=denoiser_file)
+    is_float8 = any(dtype.startswith("F8_E") for dtype in _layers_of(Path(denoiser_file).expanduser()).values())
+    return replace(base, denoiser_file=denoiser_file, is_float8=is_float8)
 
 
 def _find_pipeline(given: str) -> Base:
@@ -95,13 +98,13 @@ def _find_pipeline(given: str) -> Base:
     return Base(given, family, family.native_side, f"guessed from the name: {family.title}")
 
 
-def _layers_of(path: Path) -> list[str]:
-    """Names in a safetensors file; none of a .ckpt, and of a file that does not read, whose error comes later."""
+def _layers_of(path: Path) -> dict[str, str]:
+    """Names and dtypes in a safetensors file; none of anything else, or of a file whose error comes when it is read."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - it has no __iter__
     except (OSError, ValueError, safetensors.SafetensorError):
-        return []
+        return {}
 
 
 def _family_of_file_name(given: str) -> Family:

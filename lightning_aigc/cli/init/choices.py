@@ -64,7 +64,10 @@ def choose(
             Choice("model.init_args.denoiser_file", base.denoiser_file, f"the weights of {base.family.title}")
         )
     if values.base_quantization is not None:
-        chosen.append(Choice("model.init_args.base_quantization", *values.base_quantization))
+        kind, why = values.base_quantization
+        if kind == "int8" and base.is_float8:
+            kind, why = "fp8", f"keeps the file's float8 values, in the bytes of int8: {why}"
+        chosen.append(Choice("model.init_args.base_quantization", kind, why))
     if values.base_location is not None:
         chosen.append(Choice("model.init_args.base_location", *values.base_location))
     if card.precision is not None:

@@ -296,6 +296,17 @@ def test_a_file_that_does_not_train_is_one_sentence(transformer_file: Callable[[
     assert find_base("flux", transformer_file("mine.safetensors")).denoiser_file == transformer_file("mine.safetensors")
 
 
+def test_a_float8_file_keeps_its_values_where_the_card_wants_8_bits(
+    command: Command, tmp_path: Path, photos: Path
+) -> None:
+    for dtype, kinds in ((torch.float8_e4m3fn, ("nf4", "fp8")), (torch.bfloat16, ("nf4", "int8"))):
+        file = tmp_path / f"flux1-dev-{str(dtype)[6:]}.safetensors"
+        save_file({"double_blocks.0.img_attn.qkv.weight": torch.ones(4, 4).to(dtype)}, file)
+        for card, kind in zip(("12gb", "24gb"), kinds, strict=True):
+            config, _ = init(command, photos, tmp_path / f"{card}-{file.stem}.yaml", "--base", file, "--card", card)
+            assert config["model"]["init_args"]["base_quantization"] == kind
+
+
 def test_a_file_beside_a_pipelines_folder_trains(
     command: Command, tmp_path: Path, photos: Path, folders: Callable[[str], Path]
 ) -> None:
@@ -303,6 +314,7 @@ def test_a_file_beside_a_pipelines_folder_trains(
     output = tmp_path / "my.yaml"
     config, text = init(command, photos, output, "--base", folders("sd3"), "--denoiser_file", weights)
     assert config["model"]["init_args"]["denoiser_file"] == str(weights)
+    assert config["model"]["init_args"].get("base_quantization") is None
     assert "# the weights of Stable Diffusion 3" in text
     output.write_text(yaml.safe_dump(quick(config, tmp_path / "run")))
     assert command("fit", "-c", output).code == 0
