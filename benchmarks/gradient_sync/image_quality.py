@@ -63,9 +63,15 @@ MODES: dict[str, dict[str, Any]] = {
     "local 15 top_k 1712, momentum 0.4": TOP_K | {"outer_momentum": 0.4},
     "local 15 top_k 1712, momentum 0.5": TOP_K | {"outer_momentum": 0.5},
     "local 15 top_k 1712, outer rate 1.5": TOP_K | {"outer_learning_rate": 1.5},
+    "local 15 top_k 1712, outer rate 1.7": TOP_K | {"outer_learning_rate": 1.7},
     "local 15 top_k 1712, outer rate 2": TOP_K | {"outer_learning_rate": 2.0},
+    "local 15 top_k 1712, outer rate 2.5": TOP_K | {"outer_learning_rate": 2.5},
+    "local 15 top_k 1712, outer rate 3": TOP_K | {"outer_learning_rate": 3.0},
+    "local 15 top_k 1712, outer rate 1.3 at 1.5 of the rate": TOP_K | {"outer_learning_rate": 1.3},
     "local 15 top_k 1712, overlapped": TOP_K | {"overlap_average": True},
 }
+TIMES_THE_RATE = {"local 15 top_k 1712, outer rate 1.3 at 1.5 of the rate": 1.5}
+"""Modes whose ranks step at another rate than the row's."""
 RANKS = {"full": 4, "lora": 2}
 RATES = {"full": 1e-3, "lora": 6e-3}
 """Learning rate with the best CLIP-T for dense with seed 9, of three."""
@@ -101,7 +107,8 @@ def train(cell: dict[str, Any], row_file: Path) -> None:
     seed, steps, world = int(cell["seed"]), int(cell["steps"]), int(cell["ranks"])
     seed_everything(seed, verbose=False)
     shared: dict[str, Any] = {
-        "learning_rate": cell["rate"], "lr_scheduler": "cosine", "lr_warmup_steps": 10, "max_train_steps": steps,
+        "learning_rate": cell["rate"] * TIMES_THE_RATE.get(cell["mode"], 1.0), "lr_scheduler": "cosine",
+        "lr_warmup_steps": 10, "max_train_steps": steps,
         "snr_gamma": 5.0, "use_ema": False, "validation_prompts": PROMPTS, "num_inference_steps": 10,
         "guidance_scale": 3.0, "validation_steps": steps, "sample_time_limit_s": 1e6,
     }  # fmt: skip
