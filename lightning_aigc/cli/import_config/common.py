@@ -142,12 +142,11 @@ def take_base(found: Imported, key: str, name: Any, declared: str | None) -> Non
 
 def _guessed_family(base: str) -> str:
     """The family that a path's name tells, Stable Diffusion 1.5's where it tells none."""
+    from lightning_aigc.cli.init.base import family_named
     from lightning_aigc.diffusion.families import FAMILIES
 
-    for family in FAMILIES.values():
-        if family.name_pattern is not None and re.search(family.name_pattern, base.casefold()):
-            return family.name
-    return "sd"
+    family = family_named(base, FAMILIES)
+    return "sd" if family is None else family.name
 
 
 def take_optimizer(found: Imported, key: str, name: str | None, options: Mapping[str, Any], default: str) -> None:

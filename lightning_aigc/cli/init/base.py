@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,11 +59,8 @@ def find_base(given: str, denoiser_file: str | None = None) -> Base:
         )
     is_transformer = bool(names) and not any(re.search(r"(^|\.)(input_blocks|down_blocks)\.", name) for name in names)
     if denoiser_file is None and is_transformer:
-        family = _family_of_file_name(given)
-        denoiser_file, base = (
-            given,
-            Base(family.base, family, family.native_side, "the other components of the pipeline"),
-        )
+        denoiser_file, family = given, _family_of_file_name(given)
+        base = Base(family.base, family, family.native_side, "the other components of the pipeline")
     else:
         base = _find_pipeline(given)
     if denoiser_file is None:
@@ -107,10 +105,15 @@ def _layers_of(path: Path) -> dict[str, str]:
         return {}
 
 
+def family_named(name: str, families: Mapping[str, Family]) -> Family | None:
+    """The family of these that a name tells; None where it tells none."""
+    known = (f for f in families.values() if f.name_pattern and re.search(f.name_pattern, name.casefold()))
+    return next(known, None)
+
+
 def _family_of_file_name(given: str) -> Family:
     """The family of transformers that a file's name tells. Raises: ConfigError for a name that tells none."""
-    name = Path(given).stem.casefold()
-    found = next((f for f in TRANSFORMERS.values() if re.search(f.name_pattern or "(?!)", name)), None)
+    found = family_named(Path(given).stem, TRANSFORMERS)
     if found is None:
         short = ", ".join(key for key, family in SHORT.items() if family.is_flow)
         raise ConfigError(
@@ -138,10 +141,8 @@ def _family_of_name(given: str) -> Family:
 
     Raises: ConfigError for a FLUX.2 whose name does not tell which.
     """
-    name = given.casefold()
-    known = FAMILIES.values()
-    found = next((f for f in known if f.name_pattern is not None and re.search(f.name_pattern, name)), None)
-    if found is None and "flux" in name:
+    found = family_named(given, FAMILIES)
+    if found is None and "flux" in given.casefold():
         raise ConfigError(
             f"--base {given} is a FLUX.2 that is named neither klein nor dev, which differ; use"
             f" {FAMILIES['flux2'].base} or {FAMILIES['flux2_dev'].base}, or download it and give its folder"

@@ -20,6 +20,7 @@ from lightning_aigc.cli.init.base import SHORT, find_base
 from lightning_aigc.cli.init.card_sizes import CARD_GIB, CARDS
 from lightning_aigc.cli.init.cards import FREE_SHARE, Card, find_card, values_for
 from lightning_aigc.diffusion.families import TRANSFORMERS
+from lightning_aigc.diffusion.pipeline.loading import find_family
 from lightning_aigc.errors import ConfigError, ModelError
 from tools.embedded.drawing import draw_brand
 
@@ -294,6 +295,11 @@ def test_a_file_that_does_not_train_is_one_sentence(transformer_file: Callable[[
     with pytest.raises(ModelError, match=r"there is no file gone\.safetensors"):
         find_base("flux", "gone.safetensors")
     assert find_base("flux", transformer_file("mine.safetensors")).denoiser_file == transformer_file("mine.safetensors")
+
+
+def test_a_checkpoint_of_a_transformer_is_not_taken_for_a_u_nets(transformer_file: Callable[[str], str]) -> None:
+    with pytest.raises(ModelError, match=r"is a checkpoint of flux-.*; single files are read of Stable Diffusion 1.x"):
+        find_family(transformer_file("flux.safetensors"))
 
 
 def test_a_float8_file_keeps_its_values_where_the_card_wants_8_bits(
