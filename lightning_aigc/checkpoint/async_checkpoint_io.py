@@ -45,6 +45,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._largest = 0
         self._tidied: set[Path] = set()
         self._error: SnapshotError | None = None
+        self._has_raised = False
         self._last_is_durable = True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -64,6 +65,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._largest = max(self._largest, copy.size)
         self._wait_for_room(copy.size)
         self._writing.append((self._submit(self._write, copy.take(), target), copy.size))
+        self._has_raised = False
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of tensors and plain types.
@@ -102,11 +104,18 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._raise()
 
     def teardown(self) -> None:
-        """Raises: SnapshotError as `wait` does."""
+        """Raises: SnapshotError as `wait` does.
+
+        If the last save raised, the Trainer stops with that error; another is a warning, because it would hide it.
+        """
         self._finish()
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
+        if self._has_raised and self._error is not None:
+            warnings.warn(str(self._error), stacklevel=2)
+            self._error = None
+        self._has_raised = False
         self._raise()
 
     def _submit(self, work: Any, *arguments: Any) -> Future[None]:
@@ -133,6 +142,7 @@ class SnapshotCheckpointIO(CheckpointIO):
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
+            self._has_raised = True
             raise error
 
     def _write(self, state: dict[str, Any], target: Path) -> None:

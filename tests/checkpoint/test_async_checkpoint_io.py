@@ -178,6 +178,24 @@ def test_the_first_of_several_errors_is_raised(tmp_path: Path, monkeypatch: pyte
     io.teardown()  # said once
 
 
+def test_teardown_does_not_hide_the_error_that_ended_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(state: Any, path: Path) -> None:
+        time.sleep(0.3 if path.name == "second.ckpt" else 0)  # it fails after the first error was raised
+        (tmp_path / "gone").stat()
+
+    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", fail)
+    io = SnapshotCheckpointIO()
+    for name in ("first.ckpt", "second.ckpt"):  # the second waits for the first, which leaves no room
+        io.save_checkpoint({"a": torch.ones(3)}, tmp_path / name)
+    with pytest.raises(SnapshotError, match=r"first\.ckpt could not be written"):
+        io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "third.ckpt")
+    with pytest.warns(UserWarning, match=r"second\.ckpt could not be written: No such file"):
+        io.teardown()
+    io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "fourth.ckpt")
+    with pytest.raises(SnapshotError, match=r"fourth\.ckpt could not be written"):
+        io.teardown()
+
+
 def test_shared_storages_are_copied_once_and_stay_shared(io: SnapshotCheckpointIO, tmp_path: Path) -> None:
     whole = torch.arange(50_000.0)
     layer = nn.Linear(100, 100)
