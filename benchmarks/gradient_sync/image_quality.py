@@ -62,12 +62,12 @@ MODES: dict[str, dict[str, Any]] = {
     "local 15 top_k 1712, momentum 0.3": TOP_K | {"outer_momentum": 0.3},
     "local 15 top_k 1712, momentum 0.4": TOP_K | {"outer_momentum": 0.4},
     "local 15 top_k 1712, momentum 0.5": TOP_K | {"outer_momentum": 0.5},
-    "local 15 top_k 1712, outer rate 1.5": TOP_K | {"outer_learning_rate": 1.5},
     "local 15 top_k 1712, outer rate 1.7": TOP_K | {"outer_learning_rate": 1.7},
     "local 15 top_k 1712, outer rate 2": TOP_K | {"outer_learning_rate": 2.0},
     "local 15 top_k 1712, outer rate 2.5": TOP_K | {"outer_learning_rate": 2.5},
     "local 15 top_k 1712, outer rate 3": TOP_K | {"outer_learning_rate": 3.0},
     "local 15 top_k 1712, outer rate 1.3 at 1.5 of the rate": TOP_K | {"outer_learning_rate": 1.3},
+    "local 15 top_k 1712, outer rate 0.7, momentum 0.6": TOP_K | {"outer_learning_rate": 0.7, "outer_momentum": 0.6},
     "local 15 top_k 1712, overlapped": TOP_K | {"overlap_average": True},
 }
 TIMES_THE_RATE = {"local 15 top_k 1712, outer rate 1.3 at 1.5 of the rate": 1.5}
