@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._largest = 0
         self._tidied: set[Path] = set()
         self._error: SnapshotError | None = None
-        self._has_raised = False
+        self._handled_by_caller: BaseException | None = None
         self._last_is_durable = True
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -56,6 +57,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise SnapshotError("SnapshotCheckpointIO takes no storage_options; TorchCheckpointIO does not either")
         target = local_path(path).absolute()
+        self._handled_by_caller = sys.exc_info()[1]  # a fit may be a retry, within the `except` of another
         self._raise()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)  # at once: ModelCheckpoint links to it before it is there
@@ -65,7 +67,6 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._largest = max(self._largest, copy.size)
         self._wait_for_room(copy.size)
         self._writing.append((self._submit(self._write, copy.take(), target), copy.size))
-        self._has_raised = False
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of tensors and plain types.
@@ -106,16 +107,16 @@ class SnapshotCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Raises: SnapshotError as `wait` does.
 
-        If the last save raised, the Trainer stops with that error; another is a warning, because it would hide it.
+        While a Trainer handles the error that ended its fit, this is a warning, because it would hide that error.
         """
         self._finish()
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-        if self._has_raised and self._error is not None:
+        ended_by = sys.exc_info()[1]
+        if self._error is not None and ended_by is not None and ended_by is not self._handled_by_caller:
             warnings.warn(str(self._error), stacklevel=2)
             self._error = None
-        self._has_raised = False
         self._raise()
 
     def _submit(self, work: Any, *arguments: Any) -> Future[None]:
@@ -142,7 +143,6 @@ class SnapshotCheckpointIO(CheckpointIO):
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
-            self._has_raised = True
             raise error
 
     def _write(self, state: dict[str, Any], target: Path) -> None:

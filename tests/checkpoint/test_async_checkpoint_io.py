@@ -48,12 +48,22 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
     event.set()
 
 
-def run(folder: Path, *plugins: Any, epochs: int = 3, ckpt_path: Any = None, **checkpoint: Any) -> Any:
+def run(
+    folder: Path, *plugins: Any, model: Any = None, epochs: int = 3, ckpt_path: Any = None, **checkpoint: Any
+) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         keep = ModelCheckpoint(folder, filename="{epoch}-{step}", **checkpoint)
         given = {"enable_checkpointing": True, "callbacks": [keep], "plugins": list(plugins), "max_epochs": epochs}
-        return fit(0, Small(), batches=4, ckpt_path=ckpt_path, **given)
+        return fit(0, model or Small(), batches=4, ckpt_path=ckpt_path, **given)
+
+
+def save_as_a_fit_that_ends(io: SnapshotCheckpointIO, path: Path) -> None:
+    """Save, and tear down as Lightning does while it handles an error."""
+    try:
+        io.save_checkpoint({"a": torch.ones(3)}, path)
+    finally:
+        io.teardown()
 
 
 def names(folder: Path) -> set[str]:
@@ -187,13 +197,31 @@ def test_teardown_does_not_hide_the_error_that_ended_the_fit(tmp_path: Path, mon
     io = SnapshotCheckpointIO()
     for name in ("first.ckpt", "second.ckpt"):  # the second waits for the first, which leaves no room
         io.save_checkpoint({"a": torch.ones(3)}, tmp_path / name)
-    with pytest.raises(SnapshotError, match=r"first\.ckpt could not be written"):
-        io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "third.ckpt")
-    with pytest.warns(UserWarning, match=r"second\.ckpt could not be written: No such file"):
-        io.teardown()
+    first, second = r"first\.ckpt could not be written", r"second\.ckpt could not be written: No such file"
+    with pytest.warns(UserWarning, match=second), pytest.raises(SnapshotError, match=first):
+        save_as_a_fit_that_ends(io, tmp_path / "third.ckpt")
     io.save_checkpoint({"a": torch.ones(3)}, tmp_path / "fourth.ckpt")
     with pytest.raises(SnapshotError, match=r"fourth\.ckpt could not be written"):
         io.teardown()
+
+
+def test_a_failed_checkpoint_does_not_hide_the_error_of_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaks(Small):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                raise ValueError("the training's own error")
+
+    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
+    with pytest.raises(ValueError, match="the training's own error") as broken:
+        run(tmp_path / "run", SnapshotCheckpointIO(), model=Breaks())
+    assert broken.value.__context__ is None
+    try:
+        raise broken.value
+    except ValueError:  # a retry, in which nothing breaks but the checkpoint
+        with pytest.raises(SnapshotError, match=r"epoch=0-step=4\.ckpt could not be written"):
+            run(tmp_path / "retry", SnapshotCheckpointIO(), epochs=1)
 
 
 def test_shared_storages_are_copied_once_and_stay_shared(io: SnapshotCheckpointIO, tmp_path: Path) -> None:
