@@ -177,26 +177,42 @@ def test_a_trainer_stops_with_the_reason(tmp_path: Path, monkeypatch: pytest.Mon
         run(tmp_path / "run", broken, epochs=3)
 
 
-def test_the_first_of_several_errors_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
+@pytest.fixture
+def may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, threading.Event]:
+    """Every write fails; those of first.ckpt and second.ckpt once their events are set."""
+    events = {name: threading.Event() for name in ("first.ckpt", "second.ckpt")}
+
+    def fail(state: Any, path: Path) -> None:
+        if path.name in events:
+            events[path.name].wait(20)
+        (tmp_path / "gone").stat()
+
+    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", fail)
+    monkeypatch.setattr(async_checkpoint_io, "ROOM", 3)  # the second save does not wait for the first
+    return events
+
+
+def test_the_first_of_several_errors_is_raised(tmp_path: Path, may_fail: dict[str, threading.Event]) -> None:
     io = SnapshotCheckpointIO()
-    io._submit(lambda: time.sleep(0.3))  # both fail before anybody looks
-    for name in ("first.ckpt", "second.ckpt"):
+    for name in may_fail:
         io.save_checkpoint({"a": torch.ones(3)}, tmp_path / name)
+    for event in may_fail.values():  # both fail before the error is raised
+        event.set()
     with pytest.raises(SnapshotError, match=r"first\.ckpt could not be written: No such file"):
         io.wait()
     io.teardown()  # said once
 
 
-def test_teardown_does_not_hide_the_error_that_ended_the_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(state: Any, path: Path) -> None:
-        time.sleep(0.3 if path.name == "second.ckpt" else 0)  # it fails after the first error was raised
-        (tmp_path / "gone").stat()
-
-    monkeypatch.setattr(async_checkpoint_io, "write_torch_file", fail)
+def test_teardown_does_not_hide_the_error_that_ended_the_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_fail: dict[str, threading.Event]
+) -> None:
     io = SnapshotCheckpointIO()
-    for name in ("first.ckpt", "second.ckpt"):  # the second waits for the first, which leaves no room
+    for name in may_fail:
         io.save_checkpoint({"a": torch.ones(3)}, tmp_path / name)
+    may_fail["first.ckpt"].set()
+    io._writing[0][0].result()
+    finish = io._finish  # teardown calls it: the second write fails after the first error was raised
+    monkeypatch.setattr(io, "_finish", lambda: (may_fail["second.ckpt"].set(), finish()))
     first, second = r"first\.ckpt could not be written", r"second\.ckpt could not be written: No such file"
     with pytest.warns(UserWarning, match=second), pytest.raises(SnapshotError, match=first):
         save_as_a_fit_that_ends(io, tmp_path / "third.ckpt")
