@@ -281,8 +281,8 @@ def test_a_checkpoint_waits_for_room_when_one_is_still_being_written(
     large, small = {"a": torch.ones(10**5)}, {"a": torch.ones(10**4)}
     io.save_checkpoint(large, tmp_path / "1.ckpt")
     io.save_checkpoint(small, tmp_path / "1.ckpt.sync" / "rank0.ckpt")  # its sidecar need not wait
-    threading.Timer(0.3, gate.set).start()
     start = time.perf_counter()
+    threading.Timer(0.3, gate.set).start()
     io.save_checkpoint(large, tmp_path / "2.ckpt")
     assert time.perf_counter() - start > 0.2
     io.wait()
