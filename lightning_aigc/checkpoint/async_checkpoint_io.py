@@ -33,8 +33,8 @@ class SnapshotCheckpointIO(CheckpointIO):
     """`Trainer(plugins=[SnapshotCheckpointIO()])`: what ModelCheckpoint saves is copied to the host and written later.
 
     Files, names and format are those of Lightning's own. An old checkpoint is removed once the newer one is durable,
-    and stays if that one failed. A failure is raised by the next save, or at the end of the fit. Outside of a fit, call
-    `wait` before you read a file that was just saved.
+    and stays if that one failed. A failure is raised by the next save, or at the end of the fit; it is a warning where
+    another error ended the fit. Outside of a fit, call `wait` before you read a file that was just saved.
 
     Args: allow_remote: load checkpoints from addresses such as s3://bucket/last.ckpt too; none is saved there.
     """
@@ -57,8 +57,7 @@ class SnapshotCheckpointIO(CheckpointIO):
         if storage_options is not None:
             raise SnapshotError("SnapshotCheckpointIO takes no storage_options; TorchCheckpointIO does not either")
         target = local_path(path).absolute()
-        self._handled_by_caller = sys.exc_info()[1]  # a fit may be a retry, within the `except` of another
-        self._raise()
+        self._raise_or_warn()
         try:
             target.parent.mkdir(parents=True, exist_ok=True)  # at once: ModelCheckpoint links to it before it is there
         except OSError as error:
@@ -105,24 +104,16 @@ class SnapshotCheckpointIO(CheckpointIO):
         self._raise()
 
     def teardown(self) -> None:
-        """Raises: SnapshotError as `wait` does.
-
-        While a Trainer handles the error that ended its fit, this is a warning, because it would hide that error.
-        """
+        """Raises: SnapshotError as `wait` does."""
         self._finish()
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
-        ended_by = sys.exc_info()[1]
-        if self._error is not None and ended_by is not None and ended_by is not self._handled_by_caller:
-            warnings.warn(str(self._error), stacklevel=2)
-            self._error = None
-        self._raise()
+        self._raise_or_warn()
 
     def _submit(self, work: Any, *arguments: Any) -> Future[None]:
-        if (
-            self._executor is None
-        ):  # Lightning may save again after a teardown; the interpreter joins the thread at exit
+        if self._executor is None:  # a fit's first; the interpreter joins the thread at exit
+            self._handled_by_caller = sys.exc_info()[1]  # the fit may be a retry, within the `except` of another
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=lower_priority)
         return self._executor.submit(work, *arguments)
 
@@ -144,6 +135,14 @@ class SnapshotCheckpointIO(CheckpointIO):
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _raise_or_warn(self) -> None:
+        """Raise the error, or warn of it while a Trainer handles the one that ended its fit, which it would hide."""
+        ended_by = sys.exc_info()[1]
+        if self._error is not None and ended_by is not None and ended_by is not self._handled_by_caller:
+            warnings.warn(str(self._error), stacklevel=3)
+            self._error = None
+        self._raise()
 
     def _write(self, state: dict[str, Any], target: Path) -> None:
         try:

@@ -225,14 +225,16 @@ def test_a_failed_checkpoint_does_not_hide_the_error_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Breaks(Small):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.current_epoch == batch_idx == 1:
                 raise ValueError("the training's own error")
 
     monkeypatch.setattr(async_checkpoint_io, "write_torch_file", lambda state, path: (tmp_path / "gone").stat())
     with pytest.raises(ValueError, match="the training's own error") as broken:
         run(tmp_path / "run", SnapshotCheckpointIO(), model=Breaks())
     assert broken.value.__context__ is None
+    with pytest.raises(ValueError, match="the training's own error"):
+        run(tmp_path / "saved again", SnapshotCheckpointIO(), model=Breaks(), save_on_exception=True)
     try:
         raise broken.value
     except ValueError:  # a retry, in which nothing breaks but the checkpoint
