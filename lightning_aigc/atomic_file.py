@@ -1,4 +1,4 @@
-"""Atomic file writes through a temporary file and a rename."""
+"""Atomic file writes through a temporary file and a rename, and failures that a training survives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -66,6 +67,25 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
     """Write UTF-8 text atomically. Raises: OSError."""
     with atomic_file(path, durable=durable) as file:
         file.write(text.encode())
+
+
+@contextlib.contextmanager
+def errors_as_warnings() -> Iterator[None]:
+    """Warn of an error in the block, where it would hide the one that ended the training and skip other callbacks."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"after the training was stopped: {type(error).__name__}: {error}", stacklevel=3)
+
+
+@contextlib.contextmanager
+def warns_if_unwritten(writer: str, path: Path) -> Iterator[None]:
+    """Warn of an OSError in the block, which writes a file that the training can go on and end without."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        warnings.warn(f"{writer} cannot write {path}: {reason}; training continues without it", stacklevel=3)
 
 
 def require_writable(path: Path) -> None:

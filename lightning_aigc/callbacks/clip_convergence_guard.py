@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from lightning_aigc.atomic_file import atomic_file
+from lightning_aigc.atomic_file import atomic_file, warns_if_unwritten
 from lightning_aigc.callbacks.sampling.checks import check_images
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.callbacks.sampling.judges import Judge, Pair, draws_edits, make_judge
@@ -312,11 +312,16 @@ class CLIPConvergenceGuard(Callback):
         path = Path(trainer.default_root_dir) / f"{name}_best.safetensors"
         with written_weights(pl_module) as writes:
             if writes:
-                self._write_weights(trainer, pl_module, path)
+                try:
+                    self._write_weights(trainer, pl_module, path)
+                except OSError as error:
+                    raise ModelError(
+                        f"CLIPConvergenceGuard cannot keep the best weights in {path}: {error.strerror or error}; "
+                        "free some space or choose another folder"
+                    ) from error
         return str(path)
 
     def _write_weights(self, trainer: Trainer, pl_module: LightningModule, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(pl_module, SavesLoRA):
             pl_module.save_lora(path, output_name=path.stem, steps=trainer.global_step)
         elif isinstance(pl_module, SavesModel):
@@ -329,9 +334,7 @@ class CLIPConvergenceGuard(Callback):
                 file.write(save(trained, {"step": str(trainer.global_step)}))
 
     def _show(self, trainer: Trainer, sheet: Any, name: str) -> None:
-        folder = Path(self.directory or Path(trainer.default_root_dir) / "guard").expanduser()
-        try:
-            write_png(folder / f"{name}.png", sheet, {"step": trainer.global_step, "prompts": self._prompts})
-        except OSError as error:
-            warnings.warn(f"CLIPConvergenceGuard cannot write to {folder}: {error.strerror or error}", stacklevel=2)
+        path = Path(self.directory or Path(trainer.default_root_dir) / "guard").expanduser() / f"{name}.png"
+        with warns_if_unwritten("CLIPConvergenceGuard", path):
+            write_png(path, sheet, {"step": trainer.global_step, "prompts": self._prompts})
         log_picture(trainer, f"guard_{name}" if name == "before_after" else "guard", sheet, trainer.global_step)

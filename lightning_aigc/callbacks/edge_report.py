@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_aigc.atomic_file import warns_if_unwritten
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, write_png
 from lightning_aigc.errors import ConfigError
 from lightning_aigc.evaluation_mode import evaluating
@@ -146,4 +147,5 @@ class EdgeReport(Callback):
         pictures = torch.stack([row[: self.shown] for row in rows], 1).flatten(0, 1)
         names = ("condition", "result", "its edges", "original")
         titles = [f"{name}\n{caption}" for caption in captions[: self.shown] for name in names]
-        write_png(path, draw_sheet(pictures, titles, len(rows)), {"captions": captions[: self.shown]})
+        with warns_if_unwritten("EdgeReport", path):
+            write_png(path, draw_sheet(pictures, titles, len(rows)), {"captions": captions[: self.shown]})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_aigc._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.checkpoint.coordination import all_agree, check_shared
 from lightning_aigc.checkpoint.dataloader.resumable import make_all_resumable
 from lightning_aigc.checkpoint.files.writer import SnapshotWriter
@@ -197,16 +198,15 @@ class SnapshotSession:
         if trainer.world_size > 1 and isinstance(exception, Exception):  # what follows may take seconds
             said = (str(exception).strip().splitlines() or ["no message"])[0]
             print(f"rank {trainer.global_rank}: {type(exception).__name__}: {said}", file=sys.stderr, flush=True)
-        try:
+        with errors_as_warnings():
             taker.finish_copy()
             writer.join()  # before the vote: rank 0's commit clears leftovers, votes too
             taker.report_failure()
             if loop_state is not None and self._can_save(loop_state):
                 taker.save_last(trainer, loop_state)
             writer.wait()
-        except SnapshotError as error:
-            rank_zero_warn(str(error))
-        self.close()
+        with errors_as_warnings():
+            self.close()
         if loop_state is not None:  # else nothing was trained, and nothing is lost
             report_last(writer.directory)
 

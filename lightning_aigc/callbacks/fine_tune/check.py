@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from lightning_aigc.atomic_file import write_text
+from lightning_aigc.atomic_file import warns_if_unwritten, write_text
 from lightning_aigc.callbacks.fine_tune.copies import copy_ratios
 from lightning_aigc.callbacks.fine_tune.figures import Figures, Pictures, find_all, summary
 from lightning_aigc.callbacks.fine_tune.ranks import effective_ranks
@@ -159,7 +159,9 @@ class FineTuneCheck(Callback):
             for finding in self.findings:
                 rank_zero_warn(finding.line())
             known = {"summary": summary(self.figures), "findings": [dataclasses.asdict(f) for f in self.findings]}
-            write_text(Path(trainer.default_root_dir) / FILE, json.dumps(known, indent=2) + "\n")
+            path = Path(trainer.default_root_dir) / FILE
+            with warns_if_unwritten("FineTuneCheck", path):
+                write_text(path, json.dumps(known, indent=2) + "\n")
 
     def report_entries(self) -> dict[str, Any]:
         """The findings for RunReport's page; nothing before the end."""

@@ -20,6 +20,7 @@ from lightning_aigc._lightning import (
     rank_zero_logger,
     rank_zero_warn,
 )
+from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.callbacks.health.alerts.alert_log import AlertLog, HealthFiles, is_single_rank
 from lightning_aigc.callbacks.health.alerts.alerts import LEVELS, Alert
 from lightning_aigc.callbacks.health.checks.frozen import NOT_IN_OPTIMIZER, check_optimizers
@@ -283,7 +284,8 @@ class GradientHealthMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._is_on:
-            self._finish(trainer)
+            with errors_as_warnings():
+                self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
         self._is_on = False

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_warn
-from lightning_aigc.atomic_file import write_text
+from lightning_aigc.atomic_file import errors_as_warnings, warns_if_unwritten, write_text
 from lightning_aigc.callbacks.exact_snapshot import ExactSnapshot
 from lightning_aigc.callbacks.order import LATE, order_callbacks
 from lightning_aigc.callbacks.run_progress import RunProgress
@@ -202,7 +202,7 @@ class RunReport(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave a page that does not renew itself, because nobody writes it any more."""
         if not self._is_off and trainer.is_global_zero:
-            with contextlib.suppress(Exception):  # what ended the run is to be reported
+            with errors_as_warnings():
                 self._write_so_far(trainer, pl_module, renewed_every_s=None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,9 +224,10 @@ class RunReport(Callback):
         record.is_finished, record.seconds, record.peak_memory_mib = True, seconds, peak
         root = Path(trainer.default_root_dir)
         self.summary = {**summary_of(record, bool(self.prior_prompts)), "report": str(root / REPORT_FILE)}
-        record.write(root)
-        write_text(root / REPORT_FILE, render_run_page(record))
-        write_text(root / SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")
+        with warns_if_unwritten("RunReport", root / REPORT_FILE):
+            record.write(root)
+            write_text(root / REPORT_FILE, render_run_page(record))
+            write_text(root / SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")
         log_results(trainer, self.summary)
         print("\n" + summary_table(record, str(root / REPORT_FILE)))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_aigc._lightning import Callback, LightningModule, Trainer, rank_zero_info
+from lightning_aigc.atomic_file import errors_as_warnings
 from lightning_aigc.callbacks.sampling.gathered import written_weights
 from lightning_aigc.errors import ModelError
 from lightning_aigc.protocols import DescribesTrainingData, HasOutputName, SavesLoRA, SavesModel
@@ -54,8 +55,9 @@ class SaveResult(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         step = trainer.global_step
         if isinstance(exception, KeyboardInterrupt) and not self._is_off and step > self._last_step:
-            self._save(trainer, pl_module, f"_step_{step:06d}")
-            rank_zero_info(f"saved {self.file_path(trainer, pl_module, f'_step_{step:06d}')}")
+            with errors_as_warnings():
+                self._save(trainer, pl_module, f"_step_{step:06d}")
+                rank_zero_info(f"saved {self.file_path(trainer, pl_module, f'_step_{step:06d}')}")
 
     def file_path(self, trainer: Trainer, pl_module: LightningModule, suffix: str = "") -> Path:
         """The path of the final file; of one on the way with a suffix such as `_step_000100`."""

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_aigc._lightning import rank_zero_logger
-from lightning_aigc.atomic_file import write_text
+from lightning_aigc.atomic_file import warns_if_unwritten, write_text
 from lightning_aigc.callbacks.health.alerts.alerts import Alert, console_lines
 from lightning_aigc.callbacks.health.history.norm_history import NormHistory
 from lightning_aigc.callbacks.health.page import render_health_page
 
+WRITER = "GradientHealthMonitor"
 _log = logging.getLogger(rank_zero_logger())  # where rank_zero_info writes
 
 
@@ -103,9 +104,12 @@ class HealthFiles:
     def append(self, alerts: Sequence[Alert]) -> None:
         """Add lines to health.jsonl."""
         if alerts:
-            with (self.folder / ALERTS_FILE).open("a", encoding="utf-8") as file:
+            path = self.folder / ALERTS_FILE
+            with warns_if_unwritten(WRITER, path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(alert.to_json() + "\n" for alert in alerts))
 
     def write_page(self, title: str, alerts: Sequence[Alert], norms: NormHistory, facts: Mapping[str, str]) -> None:
         """Write health.html."""
-        write_text(self.folder / PAGE_FILE, render_health_page(title, alerts, norms, facts))
+        path = self.folder / PAGE_FILE
+        with warns_if_unwritten(WRITER, path):
+            write_text(path, render_health_page(title, alerts, norms, facts))
