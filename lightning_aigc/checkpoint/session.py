@@ -199,12 +199,15 @@ class SnapshotSession:
             said = (str(exception).strip().splitlines() or ["no message"])[0]
             print(f"rank {trainer.global_rank}: {type(exception).__name__}: {said}", file=sys.stderr, flush=True)
         with errors_as_warnings():
-            taker.finish_copy()
-            writer.join()  # before the vote: rank 0's commit clears leftovers, votes too
-            taker.report_failure()
-            if loop_state is not None and self._can_save(loop_state):
-                taker.save_last(trainer, loop_state)
-            writer.wait()
+            try:
+                taker.finish_copy()
+                writer.join()  # before the vote: rank 0's commit clears leftovers, votes too
+                taker.report_failure()
+                if loop_state is not None and self._can_save(loop_state):
+                    taker.save_last(trainer, loop_state)
+                writer.wait()
+            except SnapshotError as failure:
+                rank_zero_warn(str(failure))
         with errors_as_warnings():
             self.close()
         if loop_state is not None:  # else nothing was trained, and nothing is lost
