@@ -74,7 +74,7 @@ def errors_as_warnings() -> Iterator[None]:
     """Warn of an error in the block, where it would hide the one that ended the training and skip other callbacks."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # of any kind: the error that ended the training is the one to show
         warnings.warn(f"after the training was stopped: {type(error).__name__}: {error}", stacklevel=3)
 
 
