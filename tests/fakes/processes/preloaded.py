@@ -16,7 +16,7 @@ if (before := os.environ.pop("PYTHONPATH_OF_TESTS")) != "":  # for the interpret
 for name in (
     *("lightning_aigc", "torch", "torch._dynamo", "lightning.pytorch", "pytest", "lightning_aigc.cli.fit.aigc_cli"),
     *("lightning_aigc.gradient_sync.compressor", "lightning_aigc.callbacks", "lightning_aigc.strategies"),
-    *("lightning_aigc.strategies.zero.stage_1", "lightning_aigc.strategies.zero.stages_2_3"),  # compiles torch's optimizers
+    *("lightning_aigc.strategies.zero.stage_1", "lightning_aigc.strategies.zero.stages_2_3"),  # compiles optimizers
     *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "peft"),  # 0.8 s for each rank that needs them
 ):
     import_module(name)
