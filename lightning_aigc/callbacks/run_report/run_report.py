@@ -224,10 +224,12 @@ class RunReport(Callback):
         record.is_finished, record.seconds, record.peak_memory_mib = True, seconds, peak
         root = Path(trainer.default_root_dir)
         self.summary = {**summary_of(record, bool(self.prior_prompts)), "report": str(root / REPORT_FILE)}
-        with warns_if_unwritten("RunReport", root / REPORT_FILE):
+        with warns_if_unwritten("RunReport", root / RECORD_FILE):
             record.write(root)
-            write_text(root / REPORT_FILE, render_run_page(record))
-            write_text(root / SUMMARY_FILE, json.dumps(self.summary, indent=2) + "\n")
+        texts = {REPORT_FILE: render_run_page(record), SUMMARY_FILE: json.dumps(self.summary, indent=2) + "\n"}
+        for name, text in texts.items():
+            with warns_if_unwritten("RunReport", root / name):
+                write_text(root / name, text)
         log_results(trainer, self.summary)
         print("\n" + summary_table(record, str(root / REPORT_FILE)))
 
