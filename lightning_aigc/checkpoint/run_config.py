@@ -28,6 +28,8 @@ TRAINER_KEYS = (
     "plugins",
 )
 MISSING = "(not set)"
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Reads YAML of numbers, texts, lists and mappings; the C one, where it was compiled, is ten times as fast."""
 
 
 @runtime_checkable
@@ -71,7 +73,7 @@ def training_config(trainer: Trainer, module: LightningModule, data: Any = None)
             text = written.text
         else:
             text = written.parser.dump(written.config, skip_none=False, format="yaml")
-        config = yaml.safe_load(text)
+        config = yaml.load(text, YAML_LOADER)
         return relevant(redact(config), ignored)
     found: dict[str, Any] = {
         "trainer": {name: getattr(trainer, name) for name in TRAINER_KEYS if hasattr(trainer, name)},

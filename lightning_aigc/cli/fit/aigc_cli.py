@@ -37,7 +37,7 @@ from lightning_aigc.callbacks.run_report.run_report import REPORT_FILE
 from lightning_aigc.checkpoint.files.reader import find_snapshots
 from lightning_aigc.checkpoint.preemption import is_requeued
 from lightning_aigc.checkpoint.resume import LATEST
-from lightning_aigc.checkpoint.run_config import find_finished, finished_sentence
+from lightning_aigc.checkpoint.run_config import YAML_LOADER, find_finished, finished_sentence
 from lightning_aigc.cli.fit.config_errors import first_sentence, readable_config_error, refuse_nulls, user_error_within
 from lightning_aigc.cli.fit.empty_blocks import unknown_empty_blocks
 from lightning_aigc.cli.fit.evaluate import EVALUATION_VERBS, UNTRAINED, load_weights, snapshot_folder
@@ -81,7 +81,7 @@ class AIGCArgumentParser(LightningArgumentParser):
         config: Any = None
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # jsonargparse reports these itself
             text = Path(str(cfg_path)).read_text(encoding="utf-8")
-            config = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            config = yaml.load(text, YAML_LOADER)
         for sentence in unknown_empty_blocks(config, self):
             print(f"error: {sentence}", file=sys.stderr)
             raise SystemExit(2)
@@ -272,7 +272,7 @@ class AIGCCLI(LightningCLI):
             text = self.parser.dump(
                 self.config, skip_link_targets=False, skip_none=False, skip_validation=True, format="yaml"
             )
-            self.config_dump = yaml.safe_load(text)
+            self.config_dump = yaml.load(text, YAML_LOADER)
             if "subcommand" in self.config:
                 self.config_dump = self.config_dump[self.config.subcommand]
 
