@@ -31,6 +31,7 @@ from lightning_aigc.checkpoint.run_config import final_facts, finished_sentence,
 from lightning_aigc.checkpoint.snapshot_taker import SnapshotTaker
 from lightning_aigc.checkpoint.training_state import ChangeTracker, LocalBuffers, check_strategy
 from lightning_aigc.errors import SnapshotError
+from lightning_aigc.gradient_sync.transport.process_groups import reason_of
 
 Mode = Literal["min", "max"]
 
@@ -196,8 +197,8 @@ class SnapshotSession:
         """Save the state after the last micro-batch if no rank has changed it, and say how to resume."""
         taker, writer, trainer, loop_state = self.taker, self.taker.writer, self.trainer, self._loop_state
         if trainer.world_size > 1 and isinstance(exception, Exception):  # what follows may take seconds
-            said = (str(exception).strip().splitlines() or ["no message"])[0]
-            print(f"rank {trainer.global_rank}: {type(exception).__name__}: {said}", file=sys.stderr, flush=True)
+            said = f"rank {trainer.global_rank}: {type(exception).__name__}: {reason_of(exception)}"
+            print(said, file=sys.stderr, flush=True)
         with errors_as_warnings():
             try:
                 taker.finish_copy()

@@ -95,7 +95,7 @@ def _refused(sentence: str) -> int:
 
 def lost_rank_sentence(error: RuntimeError) -> str | None:
     """The error line for a failed collective, most often because another rank has ended; None for other errors."""
-    from lightning_aigc.gradient_sync.transport.process_groups import SyncError, is_of_a_collective
+    from lightning_aigc.gradient_sync.transport.process_groups import SyncError, is_of_a_collective, reason_of
 
     if isinstance(error, SyncError):
         return str(error)
@@ -107,13 +107,11 @@ def lost_rank_sentence(error: RuntimeError) -> str | None:
             " by another process; run it with a free port, such as MASTER_PORT=29501 in front of the command, or"
             " without MASTER_PORT, and one is chosen"
         )
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    said = said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
     variables = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
     rank = next((value for name in variables if (value := os.environ.get(name))), "of this process")
     return (
-        f"rank {rank} lost the others: {said}. Another rank has stopped, hangs or cannot be reached; the first error in"
-        " the ranks' logs says why"
+        f"rank {rank} lost the others: {reason_of(error)}. Another rank has stopped, hangs or cannot be reached; the"
+        " first error in the ranks' logs says why"
     )
 
 

@@ -95,12 +95,17 @@ class SyncError(RuntimeError):
 
 def explain(error: BaseException, groups: ProcessGroups, step: int) -> SyncError:
     """Return a collective's error as one that says where to look."""
-    said = str(error).strip().splitlines() or ["no message"]
     return SyncError(
         f"rank {groups.rank} of {groups.world_size} could not add up gradients in step {step}: "
-        f"{type(error).__name__}: {said[0]}. Most often another rank has stopped or hangs: look at its log first; a "
-        f"rank that is only slow needs a longer timeout than {groups.timeout}"
+        f"{type(error).__name__}: {reason_of(error)}. Most often another rank has stopped or hangs: look at its log "
+        f"first; a rank that is only slow needs a longer timeout than {groups.timeout}"
     )
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error's message, of Gloo's without its source file and its advice."""
+    said = (str(error).strip().splitlines() or ["no message"])[0]
+    return said.partition(" This is typically")[0].rpartition("] ")[2].strip(" .") if "/gloo/" in said else said
 
 
 def stopped_by(rank: int, host: str, sentence: str) -> ConfigError:
