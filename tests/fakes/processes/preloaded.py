@@ -17,7 +17,7 @@ for name in (
     *("lightning_aigc", "torch", "torch._dynamo", "lightning.pytorch", "pytest", "lightning_aigc.cli.fit.aigc_cli"),
     *("lightning_aigc.gradient_sync.compressor", "lightning_aigc.callbacks", "lightning_aigc.strategies"),
     *("lightning_aigc.strategies.zero.stage_1", "lightning_aigc.strategies.zero.stages_2_3"),  # compiles optimizers
-    *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "peft", "open_clip", "altair"),  # of a whole run
+    *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "peft", "open_clip"),  # most runs need them
 ):
     import_module(name)
 with contextlib.suppress(ImportError):  # where there is no Numba
