@@ -19,7 +19,7 @@ from lightning_aigc.gradient_sync.transport import process_groups
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy
 
-STEPS = 100
+STEPS = 200
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -130,7 +130,7 @@ def test_the_nodes_hold_the_same_shards_to_the_bit(ranks: list[dict[str, Any]]) 
             assert torch.equal(mine, other)
 
 
-def test_the_loss_after_100_steps_is_within_a_hundredth_of_the_dense_ones(ranks: list[dict[str, Any]]) -> None:
+def test_the_loss_after_200_steps_is_within_a_hundredth_of_the_dense_ones(ranks: list[dict[str, Any]]) -> None:
     few = torch.tensor([of_rank["int3"]["losses"] for of_rank in ranks]).mean()
     dense = torch.tensor([of_rank["ddp"] for of_rank in ranks]).mean()
     assert few <= 1.01 * dense

@@ -116,7 +116,7 @@ def read_file(path: Path) -> Any:
             return json.loads(text)
         import yaml
 
-        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.safe_load(text)
     except Exception as error:  # yaml's errors have no common base that is imported here
         kind = path.suffix.lstrip(".").upper() or "YAML"
         first = next(iter(str(error).splitlines()), type(error).__name__)

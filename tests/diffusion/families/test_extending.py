@@ -55,6 +55,7 @@ Path("trained").write_text(str(len(changed)))
 
 
 METHOD = """
+import sys
 from lightning_aigc.cli import main
 main(["fit", "--model", "lightning_aigc.diffusion.training.bias_tuning.DiffusionBiasTuning",
       "--model.pretrained_model_name_or_path", "embedded:sd", "--model.max_train_steps", "2",
