@@ -220,6 +220,7 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", nargs="+", type=float, help="try these for dense, with seed 9")
+    parser.add_argument("--rate", type=float, help="learning rate of every job; each job's own where left out")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--ranks", type=int, help="ranks of every job; each job's own where left out")
     parser.add_argument("--batch", type=int, default=BATCH, help="images of a rank in a step")
@@ -242,7 +243,7 @@ def main() -> int:
         for seed in ([9] if options.rates else options.seeds)
         for job in options.jobs
         for mode in (["dense"] if options.rates else options.modes)
-        for rate in options.rates or [RATES[job]]
+        for rate in options.rates or [options.rate or RATES[job]]
     ]
     torch.set_num_threads(1)
     import_once()
