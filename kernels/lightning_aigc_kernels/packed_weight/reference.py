@@ -150,11 +150,12 @@ BINS = 4096
 @functools.cache
 def _bins_of(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the number of limits between codes below each bin, int32, and the limits, the last one infinite."""
-    codes = torch.tensor(CODES, dtype=torch.float64)
+    cpu = torch.device("cpu")  # also where new tensors go to a device, of which some compute in no float64
+    codes = torch.tensor(CODES, dtype=torch.float64, device=cpu)
     limits = (codes[:-1] + codes[1:]) / 2
-    edges = torch.arange(BINS + 2, dtype=torch.float64) / (BINS / 2) - 1
+    edges = torch.arange(BINS + 2, dtype=torch.float64, device=cpu) / (BINS / 2) - 1
     first = torch.bucketize(edges - 2 / BINS, limits, out_int32=True)
-    return first.to(device), torch.cat((limits.float(), torch.tensor([torch.inf]))).to(device)
+    return first.to(device), torch.cat((limits.float(), torch.tensor([torch.inf], device=cpu))).to(device)
 
 
 @functools.cache

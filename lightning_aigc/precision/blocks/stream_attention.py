@@ -135,8 +135,11 @@ def rotary_of(given: Any, *tokens: int) -> list[Rotary | None]:
 
 
 def rotary_of_complex(given: Tensor | None, device: torch.device) -> Rotary | None:
-    """Return cos and sin of the complex rotations that Z-Image's and Qwen-Image's blocks receive."""
-    return None if given is None else rotary_from_complex(given, device)
+    """Return cos and sin of the rotations that Z-Image's and Qwen-Image's blocks receive: complex, or pairs on an NPU."""
+    if given is None or given.is_complex():
+        return None if given is None else rotary_from_complex(given, device)
+    cos, sin = (part.contiguous() for part in given.unbind(-1))
+    return cos, sin
 
 
 def key_bias_of(mask: Tensor | None) -> Tensor | None:

@@ -45,6 +45,8 @@ CARRY_NUMBERS = {
     *("expand", "select", "slice", "squeeze", "unsqueeze"),
 }
 """Operators that take any dtype, because they compute nothing."""
+FILL_AN_EMPTY_TENSOR = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace", "randperm")
+"""Operators that torch runs by resizing an empty tensor, which an NpuTensor cannot follow: they run whole on the CPU."""
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of a tensor's dimensions."""
 
@@ -234,7 +236,10 @@ class NpuTensor(torch.Tensor):
     inside: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inside: torch.Tensor) -> NpuTensor:
+    def __new__(cls, inside: torch.Tensor, /, requires_grad: bool = False, **attributes: Any) -> Any:
+        """Wrap a CPU tensor. accelerate calls a parameter's class, which is this one, to make it on meta."""
+        if inside.is_meta:
+            return torch.nn.Parameter(inside, requires_grad)
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inside.size(),
@@ -249,6 +254,22 @@ class NpuTensor(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"NpuTensor({self.inside!r})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: NpuTensor) -> None:
+        """What `module.to(dtype)` does to a parameter: it becomes another tensor, with what is inside of it."""
+        torch.Tensor.data.__set__(self, value)
+        self.inside = value.inside
+
+    def tolist(self) -> Any:
+        return self.inside.tolist()
+
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:
+        return self.inside.new_tensor(data, **kwargs).to("npu")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved as the real backend saves: by way of a CPU copy."""
@@ -357,7 +378,10 @@ def install() -> None:
         casts.impl(name, _autocast(name, None), "AutocastPrivateUse1")
     for name in CAST_TO_FLOAT:
         casts.impl(name, _autocast(name, torch.float32), "AutocastPrivateUse1")
-    _KEEP.extend([everything, no_cast, casts])
+    factories = torch.library.Library("aten", "IMPL")
+    for name in FILL_AN_EMPTY_TENSOR:
+        factories.impl(name, _runs_whole(name), "PrivateUse1")
+    _KEEP.extend([everything, no_cast, casts, factories])
     _KEEP.extend(npu_ops.register())
     for name in ("tensor", "as_tensor"):  # in C++ they refuse a device that Python made
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
@@ -408,6 +432,12 @@ def _to_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "npu" else value
 
 
+def _runs_whole(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return lambda *args, **kwargs: run_on_cpu(op, args, kwargs)
+
+
 def _autocast(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
     """The operator on inputs cast to `dtype`, or to autocast's own."""
     packet, _, overload = name.partition(".")
@@ -430,7 +460,7 @@ def _autocast(name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
 def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Any:
         tensor = data if isinstance(data, NpuTensor) else make(data, *args, **kwargs)
-        tensor = tensor if device is None else tensor.to(device)
+        tensor = tensor.to(torch.empty(0).device if device is None else device)  # `with torch.device(...)`
         return tensor.detach().requires_grad_() if requires_grad else tensor
 
     return made
