@@ -1,10 +1,11 @@
-"""Patches for three places where lightning 2.6 knows only cuda, mps, tpu and cpu, and would silently ignore an NPU.
+"""Patches for four places where lightning 2.6 knows only cuda, mps, tpu and cpu, and would silently ignore an NPU.
 
 | stock Lightning                                         | with an NPU                                    |
 |---------------------------------------------------------|------------------------------------------------|
 | accelerator="auto" finds no NPU and takes the CPU       | finds it, after tpu, mps and cuda              |
 | one device: SingleDeviceStrategy("cpu")                 | SingleDeviceStrategy("npu:0")                  |
 | precision="16-mixed" autocasts for cuda, and does nothing | autocasts for npu, with the NPU's loss scaler |
+| strategy="ddp" ends in a collective or a CUDA stream    | refuses it when the Trainer is created         |
 
 Each patch acts when a Trainer is created, and calls Lightning's function for any other accelerator. They can go when
 Lightning asks its accelerators instead of naming them (its issue 19498).
@@ -56,6 +57,7 @@ def apply(npu: type[Accelerator]) -> None:
     _replace(accelerator_connector, "_select_auto_accelerator", functools.partial(_find_npu, npu))
     _replace(_AcceleratorConnector, "_choose_strategy", functools.partial(_stay_on_npu, npu))
     _replace(_AcceleratorConnector, "_check_and_init_precision", functools.partial(_cast_for_npu, npu))
+    _replace(_AcceleratorConnector, "_lazy_init_strategy", functools.partial(_check_strategy, npu))
 
 
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -86,6 +88,14 @@ def _stay_on_npu(
     if isinstance(connector.accelerator, npu) and one_device:
         return SingleDeviceStrategy(device=connector._parallel_devices[0])
     return stock(connector)
+
+
+def _check_strategy(
+    npu: type[Accelerator], stock: Callable[[_AcceleratorConnector], None], connector: _AcceleratorConnector
+) -> None:
+    stock(connector)
+    if isinstance(connector.accelerator, npu):
+        npu.check_strategy(connector.strategy)  # type: ignore[attr-defined]
 
 
 def _cast_for_npu(

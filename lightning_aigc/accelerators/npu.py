@@ -64,17 +64,22 @@ class NPUAccelerator(Accelerator):
             )
         torch.npu.set_device(device)  # type: ignore[attr-defined]
 
+    @staticmethod
+    def check_strategy(strategy: Strategy) -> None:
+        """Raise ConfigError for Lightning's own DDP."""
+        if _opens_cuda_stream(strategy):
+            raise ConfigError(
+                f"{type(strategy).__name__} got {len(strategy.parallel_devices)} npu, wanted cuda or cpu, as it opens a "
+                "CUDA stream; train on several NPUs with strategy='npu_sparse'"
+            )
+
     def setup(self, trainer: Trainer) -> None:
         """Wrap the checkpoint IO, so that every checkpoint of this Trainer holds CPU tensors.
 
         Raises: ConfigError for Lightning's own DDP, which would open a CUDA stream next.
         """
         strategy = trainer.strategy
-        if _opens_cuda_stream(strategy):
-            raise ConfigError(
-                f"{type(strategy).__name__} got {trainer.num_devices} npu, wanted cuda or cpu, as it opens a CUDA "
-                "stream; train on several NPUs with strategy='npu_sparse'"
-            )
+        self.check_strategy(strategy)
         if not isinstance(strategy.checkpoint_io, CheckpointOnCPU):
             strategy.checkpoint_io = CheckpointOnCPU(strategy.checkpoint_io)
         device = strategy.root_device

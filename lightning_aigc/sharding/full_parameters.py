@@ -21,7 +21,8 @@ _gathered: set[int] = set()
 def full_parameters(root: nn.Module) -> Iterator[None]:
     """Keep all weights of a sharded model gathered within the block. Collective only at its beginning, on every rank.
 
-    No training is possible within. Costs the memory of all weights on each rank.
+    Enter it between a backward and the next forward: no training is possible within. Costs the memory of all weights on
+    each rank.
     """
     parts: list[Any] = [part for part in root.modules() if isinstance(part, FSDPModule)]
     frees = [any(group.post_forward_mesh_info for group in fsdp_groups(part)) for part in parts]
@@ -38,6 +39,17 @@ def full_parameters(root: nn.Module) -> Iterator[None]:
             vars(part).pop("_apply", None)
             part.set_reshard_after_forward(does_free, recurse=False)
             part.reshard()
+            _forget_forwards(part)
+
+
+def _forget_forwards(part: FSDPModule) -> None:
+    """Clear FSDP2's private record of forwards, by which the next backward would gather a block that a rank ran alone.
+
+    That collective has no partner on the other ranks, so that they all hang. On a CPU backward gathers nothing early.
+    """
+    for group in fsdp_groups(part):
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
 
 
 @contextmanager

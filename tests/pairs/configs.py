@@ -203,10 +203,11 @@ def _trainer(row: Row, root: Path) -> dict[str, Any]:
         callbacks.append({"class_path": "CLIPConvergenceGuard", "init_args": guard})
     if row["rate"] == "adaptive":
         callbacks.append({"class_path": "AdaptiveLR", "init_args": {"search": "auto"}})
+    ranks = 1 if row["strategy"] == "auto" else 2
     return {
         "default_root_dir": str(root),
-        "accelerator": "cpu",
-        "devices": 1 if row["strategy"] == "auto" else 2,
+        "accelerator": row["device"],
+        **dict(zip(("num_nodes", "devices") if row["device"] == "npu" else ("devices", "num_nodes"), (ranks, 1))),
         "strategy": _strategy(row),
         "accumulate_grad_batches": row["accumulation"],
         "gradient_clip_val": row["clipping"],

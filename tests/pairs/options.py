@@ -17,6 +17,7 @@ FACTORS: dict[str, list[Any]] = {
     ],
     "method": ["lora", "dora", "full", "controlnet", "controlnet_lora", "lokr"],
     "strategy": ["auto", "ddp", "npu_sparse", "npu_sparse_local", "zero_1", "zero_2", "zero_3"],
+    "device": ["cpu", "npu"],
     "precision": ["bf16-mixed", "32-true", "bf16-true", "16-mixed"],
     "memory": ["off", "stock", "balanced", "lean", "max", "budget"],
     "graph": [False, True],
@@ -106,6 +107,8 @@ def refused() -> Iterator[Row]:
         yield {"preserve": preserve, "text_encoder": True}
         yield {"preserve": preserve, "source": "shards"}
         yield {"preserve": preserve, "source": "pairs"}
+    yield {"device": "npu", "strategy": "ddp"}  # Lightning's DDP opens a CUDA stream
+    yield {"device": "npu", "base": "fp8"}
     for base in ("int8", "fp8", "nf4", "budget"):
         yield {"method": "dora", "base": base}
         yield {"method": "full", "base": base}

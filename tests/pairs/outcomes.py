@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
+from fakes.npu import fake_npu
 from fakes.processes.ranks import forking_context, meeting_point
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
@@ -44,7 +45,9 @@ class Ended(NamedTuple):
         return sorted({line for line in self.said.splitlines() if line.startswith("error:")})
 
 
-def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None) -> Ended:
+def run(
+    *words: object, log: Path, ranks: int = 1, kill_when: Path | None = None, device: str = "cpu"
+) -> Ended:
     """Run the `lightning` command on these ranks; with `kill_when`, kill them once a file of that pattern is there.
 
     The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.
@@ -53,7 +56,7 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
         "lightning_aigc.cli.fit.trainer_commands", "diffusers", "transformers", "fakes.models.edit_pipelines"
     )
     with meeting_point() as where:
-        given = [(rank, ranks, [str(word) for word in words], str(log), where) for rank in range(ranks)]
+        given = [(rank, ranks, [str(word) for word in words], str(log), where, device) for rank in range(ranks)]
         processes = [context.Process(target=_command, args=one) for one in given]
         for process in processes:
             process.start()
@@ -71,11 +74,13 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
     return Ended(max((process.exitcode or 0 for process in processes), key=abs), said)
 
 
-def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str, str]) -> None:
+def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str, str], device: str) -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if ranks > 1:
-        os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        node, local = (rank, 0) if device == "npu" else (0, rank)  # each fake npu is the first of its machine
+        os.environ |= where | {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(ranks)}
+        os.environ |= {"NODE_RANK": str(node)}
     torch.set_num_threads(1)
     scale_sources_to(2 * SIDE)
     streamed_base.HOST_DEVICES, streamed_blocks.FEWEST_NUMBERS = (), 64  # stream tiny blocks on the CPU
@@ -83,6 +88,11 @@ def _command(rank: int, ranks: int, words: list[str], log: str, where: dict[str,
         for stream in (1, 2):  # loggers hold the streams of the server that this is a fork of
             os.dup2(output.fileno(), stream)
     sys.argv = ["lightning", *words]
+    if device == "npu":
+        fake_npu.install()
+        fake_npu.pin_everything()
+        fake_npu.keep_gathered_weights()
+        fake_npu.apply_patches()
     try:
         main(words)
     except SystemExit as stop:
@@ -97,13 +107,14 @@ def train(row: Row, config: Path, root: Path) -> Ended:
     """Fit a config; where the row says so, kill it after its first snapshot and resume."""
     ranks = 1 if row["strategy"] == "auto" else 2
     if row["ending"] == "whole":
-        return run("fit", "-c", config, log=config.with_name("fit.log"), ranks=ranks)
+        return run("fit", "-c", config, log=config.with_name("fit.log"), ranks=ranks, device=row["device"])
     snapshots, log = root / "snapshots", config.with_name("killed.log")
-    killed = run("fit", "-c", config, log=log, ranks=ranks, kill_when=snapshots / "*" / "manifest.json")
+    on: dict[str, Any] = {"ranks": ranks, "device": row["device"]}
+    killed = run("fit", "-c", config, log=log, kill_when=snapshots / "*" / "manifest.json", **on)
     assert killed.code != 0 or (root / "report.html").exists(), killed.said[-2000:]
     if killed.errors:
         return killed
-    return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"), ranks=ranks)
+    return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"), **on)
 
 
 def check_result(row: Row, base: Path, root: Path, source: Path | None) -> None:

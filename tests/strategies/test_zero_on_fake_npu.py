@@ -19,7 +19,7 @@ from fakes.models.small_models import call_unet, make_unet
 from fakes.npu import fake_npu
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.precision import FusedBackwardPrecision
-from lightning_aigc.sharding.full_parameters import fsdp_groups
+from lightning_aigc.sharding.full_parameters import fsdp_groups, full_parameters
 from lightning_aigc.sharding.layout import is_sharded, sharded_parts
 from lightning_aigc.sharding.local_parts import local_part
 from lightning_aigc.strategies import ZeROStrategy
@@ -49,6 +49,19 @@ class Four(Small):
         states = getattr(optimizer, "optim", optimizer).state.values()
         self.moments = [local_part(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
         self.weights_on = {local_part(p.detach()).device.type for p in self.parameters()}
+
+
+class Drawing(Four):
+    """Rank zero alone runs the model before the first step and after each, as it does for sample images."""
+
+    def on_train_start(self) -> None:
+        with full_parameters(self):
+            if self.global_rank == 0:
+                with torch.no_grad():
+                    self.head(self.net(torch.zeros(1, WIDTH, device=self.device)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.on_train_start()
 
 
 class Noise(LightningModule):
@@ -83,8 +96,10 @@ def fit_unet(rank: int, offload: bool) -> Noise:
     return module
 
 
-def fit(rank: int, accelerator: str, strategy: Any, precision: Any = "32-true") -> dict[str, Any]:
-    module = Four()
+def fit(
+    rank: int, accelerator: str, strategy: Any, precision: Any = "32-true", kind: type[Four] = Four
+) -> dict[str, Any]:
+    module = kind()
     # Two nodes of one card: the fake npu calls every card npu:0, and `fully_shard` compares with the rank's own.
     os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
     trainer = Trainer(
@@ -128,6 +143,8 @@ def on_npu(rank: int) -> dict[Any, Any]:
             found[name, precision] = fit(rank, "npu", name, precision)
     for stage in (2, 3):
         found["offload", stage] = fit(rank, "npu", ZeROStrategy(stage=stage, offload_optimizer=True))  # type: ignore[arg-type]
+    for name in ("zero_2", "zero_3"):
+        found["drawing", name] = fit(rank, "npu", name, kind=Drawing)
     for offload in (False, True):
         module = fit_unet(rank, offload)
         found["U-Net", offload] = {"losses": module.losses, "kept": module.kept}
@@ -163,6 +180,14 @@ def test_every_stage_trains_on_the_npu_over_hccl(
 def test_gradients_are_summed_on_the_npu_because_hccl_has_no_mean(name: str, npu: list[dict[Any, Any]]) -> None:
     found = npu[0][name, "32-true"]["sums"]
     assert found and all(found)
+
+
+@pytest.mark.parametrize("name", ["zero_2", "zero_3"])
+def test_a_forward_of_one_rank_between_steps_leaves_their_collectives_alike(
+    name: str, npu: list[dict[Any, Any]]
+) -> None:
+    for of_rank in npu:
+        assert of_rank["drawing", name]["losses"] == of_rank[name, "32-true"]["losses"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

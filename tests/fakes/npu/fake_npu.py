@@ -21,6 +21,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._library.custom_ops import OPDEFS
@@ -31,6 +32,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from fakes.npu import npu_ops
 from fakes.npu.npu_streams import NpuEvent, NpuStream
 from fakes.recorded_graphs import RecordedGraph, recording
+from lightning_aigc._attention_masks import expand_masks
+from lightning_aigc._real_rotary import QWEN_IMAGE, Z_IMAGE, use_real_rotary
 
 CAST_TO_HALF = (
     *("linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "conv2d", "convolution"),
@@ -368,6 +371,8 @@ def install() -> None:
     _setup_privateuseone_for_python_backend("npu", module, Hooks(), Guard())
     sys.modules["torch.npu"] = torch.npu = module
 
+    torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
+
     _KEEP.extend([Hooks, Guard])  # torch holds no reference of its own
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(lambda op, *args, **kwargs: run_on_cpu(op, args, kwargs), "PrivateUse1")
@@ -386,6 +391,14 @@ def install() -> None:
     for name in ("tensor", "as_tensor"):  # in C++ they refuse a device that Python made
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     _register_hccl()
+
+
+def apply_patches() -> None:
+    """Change torch and diffusers as `import lightning_aigc` does on a machine where torch_npu is installed."""
+    with mock.patch("importlib.util.find_spec"):
+        expand_masks()
+        for name in (*Z_IMAGE, QWEN_IMAGE):
+            use_real_rotary(name)
 
 
 def pin_everything() -> None:
