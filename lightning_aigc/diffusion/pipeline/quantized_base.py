@@ -21,10 +21,11 @@ from lightning_aigc.data.cache.cache import CorruptEntryError, TensorCache
 from lightning_aigc.diffusion.families import Components
 from lightning_aigc.diffusion.objectives import SeededNoise
 from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
+from lightning_aigc.diffusion.pipeline.generate import on_device
 from lightning_aigc.errors import ConfigError, DataError, ModelError
 from lightning_aigc.evaluation_mode import evaluating
 from lightning_aigc.protocols import HasExampleBatch
-from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_, quantize_layers
+from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_, quantize_layers, stored_bytes
 from lightning_aigc.quantization.layers import (
     BaseQuantization,
     Layer,
@@ -52,10 +53,11 @@ def check_base_quantization(kind: BaseQuantization | None, skip: list[str] | Non
 
 
 def pack_base(
+    network: nn.Module,
     components: Components,
     kind: BaseQuantization,
     skip: list[str] | None,
-    outputs: Callable[[], Iterable[Tensor]],
+    outputs: Callable[[torch.device], Iterable[Tensor]],
     trainer: Trainer | None,
 ) -> PackedBase:
     """Quantize the frozen weights of the denoiser and of the text encoders, which stay int8 with `nf4` and a budget.
@@ -64,7 +66,8 @@ def pack_base(
     precision: it computes the latents and the images. Names are `unet.` or `transformer.`, and `text_encoders.0.`.
 
     Args:
-        outputs: The denoiser's outputs on calibration images, for a budget.
+        network: The module that is trained, which holds the denoiser.
+        outputs: The denoiser's outputs on calibration images, for a budget, computed on the device of the argument.
 
     Raises: ConfigError for a pattern that covers nothing, a base that is quantized already, or a budget that cannot be
         met.
@@ -83,27 +86,50 @@ def pack_base(
     def text_format(layer: Layer) -> Format | None:
         return "int8" if layer.name.startswith("text_encoders") and kind != "nf4-all" else None
 
+    modules = [network, components.vae, *components.text_encoders]
+    device = torch.device("cpu") if target_mib(kind) is None else _measuring_device(modules, trainer)
+
     def lazy_outputs() -> Iterator[Tensor]:
-        yield from outputs()
+        yield from outputs(device)
 
     def on_rank_zero(count: int, choose: Callable[[], list[Format | None]]) -> list[Format | None]:
         chosen: list[Format | None] | ConfigError = []
+        failed: Exception | None = None
         if trainer is None or trainer.is_global_zero:
             rank_zero_info(f"base_quantization: measuring on real latents which of {count} weights need bits")
             try:
-                with isolate_rng(torch.device("cpu")):
+                # Lightning makes new tensors on the device that trains; a step, as here, says where it makes one.
+                with isolate_rng(torch.device("cpu")), torch.device("cpu"):
                     chosen = choose()
-            except ConfigError as error:
-                chosen = error
+            except Exception as error:  # the other ranks wait for an answer
+                failed, reason = error, f"rank 0 could not measure ({type(error).__name__}: {error})"
+                chosen = error if isinstance(error, ConfigError) else ConfigError(f"base_quantization: {reason}")
         if trainer is not None:
             chosen = trainer.strategy.broadcast(chosen)
+        if failed is not None:
+            raise failed
         if isinstance(chosen, ConfigError):
             raise chosen
         return chosen
 
-    return quantize_frozen_(
-        holder, kind, skip, lazy_outputs(), format_of=text_format, packing_for=packing_for, decide=on_rank_zero
-    )
+    with on_device(device, *modules) if target_mib(kind) is not None else contextlib.nullcontext():
+        return quantize_frozen_(
+            holder, kind, skip, lazy_outputs(), format_of=text_format, packing_for=packing_for, decide=on_rank_zero
+        )
+
+
+def _measuring_device(modules: Sequence[nn.Module], trainer: Trainer | None) -> torch.device:
+    """The device that trains, where a backward through the whole base fits its free memory; else the CPU."""
+    cpu = torch.device("cpu")
+    device = cpu if trainer is None else trainer.strategy.root_device
+    if device.type == "cpu":
+        return cpu
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    held = {id(p): stored_bytes(p) for module in modules for p in module.parameters() if p.device.type == "cpu"}
+    if MEASURING_SHARE * sum(held.values()) <= free:
+        return device
+    rank_zero_info(f"base_quantization: measuring on the CPU, as the base in full precision does not fit {device}")
+    return cpu
 
 
 def pack_text_encoders(components: Components, skip: list[str] | None) -> None:
@@ -212,6 +238,8 @@ def packing_for(layers: Iterable[Layer]) -> Packing | None:
     return PackedCache(cache_folder() / "packed").pack if numbers >= MIN_NUMBERS else None
 
 
+MEASURING_SHARE = 1.5
+"""Free memory that measuring needs, over the weights: a backward keeps activations, and one weight's gradient."""
 IMAGES = 8
 OWN_PROMPTS = ("a photograph", "a drawing of an animal")
 OWN_STEPS = 20

@@ -294,7 +294,7 @@ class DiffusionTraining(LightningModule):
         if settings.base_quantization is not None:
             skip, trainer = settings.base_quantization_skip, self._trainer
             self.packed_base = pack_base(
-                components, settings.base_quantization, skip, self._calibration_outputs, trainer
+                self, components, settings.base_quantization, skip, self._calibration_outputs, trainer
             )
             self.method.base_was_packed()
             ignore_in_ddp(self)
@@ -394,17 +394,18 @@ class DiffusionTraining(LightningModule):
             return self
         return super().to(device=device, non_blocking=non_blocking, memory_format=memory_format)
 
-    def _calibration_outputs(self) -> Any:
+    def _calibration_outputs(self, device: torch.device) -> Any:
         def draw(prompts: Sequence[str], seeds: Sequence[int]) -> Tensor:
             return generate(
-                self.loaded(), self.sampling_config(), list(prompts), list(seeds), device=self.device,
+                self.loaded(), self.sampling_config(), list(prompts), list(seeds), device=device,
                 num_inference_steps=OWN_STEPS, guidance_scale=1.0, time_limit=TimeLimit(math.inf),
                 resolution=self.settings.sample_resolution,
             )  # fmt: skip
 
         data = getattr(self._trainer, "datamodule", None)
         dtype = self.frozen_dtype()
-        return calibration_outputs(self, self.encoders, data, draw, self.noised, self.predict, dtype)
+        encoders = FrozenEncoders(self.loaded(), device)
+        return calibration_outputs(self, encoders, data, draw, self.noised, self.predict, dtype)
 
     # Encoding for ImageCaptionData's caches --------------------------------------------------------------------------
 

@@ -147,7 +147,8 @@ def test_a_budget_is_measured_on_the_pictures_of_the_data_module(sd: str, tmp_pa
 
     trainer = SimpleNamespace(
         precision="32-true", is_global_zero=True, datamodule=SimpleNamespace(example_batch=example_batch),
-        strategy=SimpleNamespace(broadcast=lambda value: value), state=SimpleNamespace(fn=TrainerFn.FITTING),
+        strategy=SimpleNamespace(broadcast=lambda value: value, root_device=torch.device("cpu")),
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
     )  # fmt: skip
     without, shown = make_module(sd, BUDGET), make_module(sd, BUDGET)
     shown._trainer = trainer  # type: ignore[assignment]

@@ -16,6 +16,7 @@ Torch requests pinned memory from a backend in C++, which a Python backend canno
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import types
 import warnings
@@ -48,6 +49,8 @@ CARRY_NUMBERS = {
     *("expand", "select", "slice", "squeeze", "unsqueeze"),
 }
 """Operators that take any dtype, because they compute nothing."""
+TAKE_OTHER_DEVICES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_", "is_pinned", "equal"}
+"""Operators that read a tensor of the CPU, too; any takes one without dimensions."""
 FILL_AN_EMPTY_TENSOR = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace", "randperm")
 """Operators that torch runs by resizing an empty tensor, which an NpuTensor cannot follow: they run whole on the CPU."""
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -290,6 +293,8 @@ class NpuTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(cls, kind) for kind in kinds):
+            return NotImplemented  # a tensor of npu tensors, such as a packed weight, decides first
         if op.namespace == "lightning_aigc" and not torch._C._dispatch_has_kernel_for_dispatch_key(
             op.name(), "PrivateUse1"
         ):
@@ -303,6 +308,8 @@ def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     leaves = tree_leaves((args, kwargs))
     given = [leaf for leaf in leaves if isinstance(leaf, NpuTensor)]
     wanted = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+    if given:
+        refuse_another_device(op, leaves)
     result = op(*tree_map(_to_cpu, args), **tree_map(_to_cpu, kwargs))
     if (
         op in (aten.empty_strided.default, aten._to_copy.default)
@@ -327,6 +334,17 @@ def run_on_cpu(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return same[id(value)] if id(value) in same else NpuTensor(value)
 
     return tree_map(wrap, result)
+
+
+def refuse_another_device(op: Any, values: list[Any]) -> None:
+    """Raises: RuntimeError in torch's words for tensors of npu and CPU in one call."""
+    name = op.name().partition("::")[2].partition(".")[0]
+    others = [v for v in values if isinstance(v, torch.Tensor) and v.device.type != "npu" and v.dim()]
+    if others and op.namespace == "aten" and name not in TAKE_OTHER_DEVICES:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {others[0].device} and"
+            f" npu:0! (when checking arguments of {name})"
+        )
 
 
 def refuse_what_an_ascend_lacks(op: Any, values: list[Any], kwargs: dict[str, Any]) -> None:
@@ -395,9 +413,12 @@ def install() -> None:
 
 def apply_patches() -> None:
     """Change torch and diffusers as `import lightning_aigc` does on a machine where torch_npu is installed."""
+    changed = (*Z_IMAGE, QWEN_IMAGE)
+    for name in changed:
+        importlib.import_module(name)  # with the packages that are installed here
     with mock.patch("importlib.util.find_spec"):
         expand_masks()
-        for name in (*Z_IMAGE, QWEN_IMAGE):
+        for name in changed:
             use_real_rotary(name)
 
 
