@@ -67,10 +67,10 @@ class NPUAccelerator(Accelerator):
     @staticmethod
     def check_strategy(strategy: Strategy) -> None:
         """Raise ConfigError for Lightning's own DDP."""
-        if _opens_cuda_stream(strategy):
+        if isinstance(strategy, DDPStrategy) and _opens_cuda_stream(strategy):
             raise ConfigError(
-                f"{type(strategy).__name__} got {len(strategy.parallel_devices)} npu, wanted cuda or cpu, as it opens a "
-                "CUDA stream; train on several NPUs with strategy='npu_sparse'"
+                f"{type(strategy).__name__} got {len(strategy.parallel_devices or ())} npu, wanted cuda or cpu, as it opens"
+                " a CUDA stream; train on several NPUs with strategy='npu_sparse'"
             )
 
     def setup(self, trainer: Trainer) -> None:
@@ -154,9 +154,9 @@ class CheckpointOnCPU(CheckpointIO):
         self.wrapped.teardown()
 
 
-def _opens_cuda_stream(strategy: Strategy) -> bool:
+def _opens_cuda_stream(strategy: DDPStrategy) -> bool:
     """Whether this is Lightning's own DDP, whose `_setup_model` opens a CUDA stream on any device but the CPU."""
-    if not isinstance(strategy, DDPStrategy) or type(strategy)._setup_model is not DDPStrategy._setup_model:
+    if type(strategy)._setup_model is not DDPStrategy._setup_model:
         return False
     return strategy.determine_ddp_device_ids() is not None
 

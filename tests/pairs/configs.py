@@ -207,7 +207,8 @@ def _trainer(row: Row, root: Path) -> dict[str, Any]:
     return {
         "default_root_dir": str(root),
         "accelerator": row["device"],
-        **dict(zip(("num_nodes", "devices") if row["device"] == "npu" else ("devices", "num_nodes"), (ranks, 1))),
+        "devices": 1 if row["device"] == "npu" else ranks,
+        "num_nodes": ranks if row["device"] == "npu" else 1,
         "strategy": _strategy(row),
         "accumulate_grad_batches": row["accumulation"],
         "gradient_clip_val": row["clipping"],

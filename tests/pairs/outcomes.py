@@ -45,9 +45,7 @@ class Ended(NamedTuple):
         return sorted({line for line in self.said.splitlines() if line.startswith("error:")})
 
 
-def run(
-    *words: object, log: Path, ranks: int = 1, kill_when: Path | None = None, device: str = "cpu"
-) -> Ended:
+def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None, device: str = "cpu") -> Ended:
     """Run the `lightning` command on these ranks; with `kill_when`, kill them once a file of that pattern is there.
 
     The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.

@@ -1,5 +1,7 @@
 """`make test-pairs`: every pair of options that a user combines, in short trainings by the command line.
 
+The device npu is the fake one.
+
 PAIRS_SEED chooses the array (unset: the week of the year), PAIRS_MINUTES how long rows may start (unset: no limit).
 """
 
@@ -148,6 +150,20 @@ def test_a_row_trains_and_its_result_works_in_plain_diffusers(
     check_result(row, base, root, source)
     if row["export"] != "none":
         check_export(row, base, root, tmp_path, source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"family": "z_image", "base": "budget", "memory": "lean"}, {"family": "qwen_image", "memory": "stock"}],
+    ids=name_of,
+)
+def test_families_with_complex_positions_train_and_draw_on_an_npu(
+    options: Row, materials: Callable[..., Path], tmp_path: Path
+) -> None:
+    row = completed({"device": "npu"} | options)
+    ended, base, root = _fit(row, materials, tmp_path)
+    assert ended.code == 0, ended.said[-3000:]
+    check_result(row, base, root, None)
 
 
 @pytest.mark.pairs

@@ -135,7 +135,7 @@ def rotary_of(given: Any, *tokens: int) -> list[Rotary | None]:
 
 
 def rotary_of_complex(given: Tensor | None, device: torch.device) -> Rotary | None:
-    """Return cos and sin of the rotations that Z-Image's and Qwen-Image's blocks receive: complex, or pairs on an NPU."""
+    """Return cos and sin of the rotations of Z-Image's and Qwen-Image's blocks: complex ones, or pairs on an NPU."""
     if given is None or given.is_complex():
         return None if given is None else rotary_from_complex(given, device)
     cos, sin = (part.contiguous() for part in given.unbind(-1))

@@ -21,6 +21,7 @@ from lightning_aigc.callbacks import ExactSnapshot, GradientHealthMonitor, RunRe
 from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.diffusion import StableDiffusionLoRA
 from lightning_aigc.diffusion.lora.merge import merge_into_pipeline
+from lightning_aigc.diffusion.pipeline import quantized_base
 from lightning_aigc.errors import ConfigError, ModelError
 from lightning_aigc.precision import FusedBackwardPrecision
 from lightning_aigc.report.record import read_run
@@ -162,6 +163,39 @@ def test_a_budget_is_measured_on_the_pictures_of_the_data_module(sd: str, tmp_pa
     torch.set_rng_state(states[0])
     whole.loaded()
     assert all(torch.equal(state, torch.get_rng_state()) for state in states[1:])  # equal LoRAs, whatever is packed
+
+
+@pytest.mark.parametrize("is_rank_zero", [True, False])
+def test_an_error_of_rank_zero_while_it_measures_ends_all_ranks(is_rank_zero: bool, sd: str) -> None:
+    sent: list[Any] = []
+
+    def broadcast(value: Any) -> Any:
+        sent.append(value)
+        return value if is_rank_zero else ConfigError("base_quantization: rank 0 could not measure")
+
+    def run_out_of_memory(count: int) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    module = make_module(sd, BUDGET)
+    module._trainer = SimpleNamespace(  # type: ignore[assignment]
+        precision="32-true", is_global_zero=is_rank_zero, datamodule=SimpleNamespace(example_batch=run_out_of_memory),
+        strategy=SimpleNamespace(broadcast=broadcast, root_device=torch.device("cpu")),
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
+    )  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError if is_rank_zero else ConfigError):
+        module.loaded()
+    assert len(sent) == 1 and (not is_rank_zero or "OutOfMemoryError: out of memory" in str(sent[0]))
+
+
+@pytest.mark.parametrize(("free_mib", "wanted"), [(1000, "meta"), (1, "cpu")])
+def test_a_budget_is_measured_on_the_device_that_trains_where_the_base_fits(
+    free_mib: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(mem_get_info=lambda device: (free_mib * 2**20, 0))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: free)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
+    device = quantized_base._measuring_device([torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)], trainer)
+    assert device.type == wanted
 
 
 def test_sdxl_gets_its_bits_from_pictures_that_it_draws_itself(tmp_path: Path) -> None:

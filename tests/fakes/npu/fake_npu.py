@@ -51,8 +51,17 @@ CARRY_NUMBERS = {
 """Operators that take any dtype, because they compute nothing."""
 TAKE_OTHER_DEVICES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_", "is_pinned", "equal"}
 """Operators that read a tensor of the CPU, too; any takes one without dimensions."""
-FILL_AN_EMPTY_TENSOR = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace", "randperm")
-"""Operators that torch runs by resizing an empty tensor, which an NpuTensor cannot follow: they run whole on the CPU."""
+FILL_AN_EMPTY_TENSOR = (
+    "arange",
+    "arange.start",
+    "arange.start_step",
+    "eye",
+    "eye.m",
+    "linspace",
+    "logspace",
+    "randperm",
+)
+"""Operators that torch runs by resizing an empty tensor, which an NpuTensor cannot follow; they run on the CPU."""
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of a tensor's dimensions."""
 
