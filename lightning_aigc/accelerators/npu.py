@@ -68,9 +68,10 @@ class NPUAccelerator(Accelerator):
     def check_strategy(strategy: Strategy) -> None:
         """Raise ConfigError for Lightning's own DDP."""
         if isinstance(strategy, DDPStrategy) and _opens_cuda_stream(strategy):
+            count = len(strategy.parallel_devices or ())
             raise ConfigError(
-                f"{type(strategy).__name__} got {len(strategy.parallel_devices or ())} npu, wanted cuda or cpu, as it opens"
-                " a CUDA stream; train on several NPUs with strategy='npu_sparse'"
+                f"{type(strategy).__name__} got {count} npu, wanted cuda or cpu, as it opens a CUDA stream; train on"
+                " several NPUs with strategy='npu_sparse'"
             )
 
     def setup(self, trainer: Trainer) -> None:

@@ -31,7 +31,7 @@ def with_comfyui_magnitude(layer: LoRALayer) -> LoRALayer:
     """The layer with ComfyUI's magnitudes of its DoRA, by the base's weight, which is dropped."""
     if layer.magnitude is None or layer.base is None:
         return layer
-    base = layer.base.float().flatten(1)
+    base = layer.base.to(layer.up.device).float().flatten(1)  # a sharded layer is written from host memory
     delta = layer.up.float().flatten(1) @ layer.down.float().flatten(1)
     trained_norm = torch.linalg.vector_norm(base + layer.alpha / layer.rank * delta, dim=1)
     base_norm = torch.linalg.vector_norm(base, dim=1) + torch.finfo(torch.float32).eps  # as ComfyUI
