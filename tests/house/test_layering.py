@@ -15,7 +15,7 @@ from lightning_aigc import _lightning
 ROOT = Path(__file__).parents[2]
 PACKAGE, KERNELS = ROOT / "lightning_aigc", ROOT / "kernels" / "lightning_aigc_kernels"
 
-HOOKS = {"_registration", "_third_party_imports", "_attention_masks", "_lightning"}
+HOOKS = {"_registration", "_third_party_imports", "_attention_masks", "_real_rotary", "_lightning"}
 """Modules that `import lightning_aigc` runs, now or after another import."""
 # A room may import from the floors below its own; docs/architecture.md draws them.
 FLOORS_UPWARDS = [
@@ -126,7 +126,7 @@ def test_ops_build_on_simpler_ops_only() -> None:
 def test_importing_the_package_mends_torchvision_and_registers_names_only() -> None:
     imported = {name for name in imports_of(PACKAGE / "__init__.py") if name.startswith(TOP)}
     once_torch_is_imported = {"_attention_masks"}
-    at_once = {"_third_party_imports", "_registration"}
+    at_once = {"_third_party_imports", "_registration", "_real_rotary"}  # of the standard library alone
     registration = {"accelerators", "strategies", "_lightning", "_second_lightning"}  # once Lightning is imported
     assert {name.split(".")[1] for name in imported} <= at_once | once_torch_is_imported | registration
 

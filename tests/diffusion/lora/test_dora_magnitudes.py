@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from fakes.models.lora_models import EVERYTHING, adapt, make_unet
+from fakes.processes.ranks import run_ranks
 from lightning_aigc.diffusion import StableDiffusionLoRA
+from lightning_aigc.diffusion.lora.dora_magnitudes import with_comfyui_magnitude
 from lightning_aigc.diffusion.lora.file import convert, read_lora, save_lora
+from lightning_aigc.diffusion.lora.layers import LoRALayer
 from lightning_aigc.errors import ModelError
 
 
@@ -80,3 +84,19 @@ def test_a_dora_of_another_program_is_not_given_magnitudes_that_comfyui_reads_ot
     safetensors.torch.save_file(state | {f"{name}.lora_magnitude_vector": torch.ones(8)}, tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match=r"base model's weights; merge it: lightning export LORA --merge_into"):
         convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "kohya")
+
+
+def magnitudes_of_a_sharded_layer(rank: int) -> tuple[Tensor, Tensor]:
+    """ComfyUI's magnitudes with the base on the CPU, and with the base alone on the fake npu."""
+    from fakes.npu import fake_npu
+
+    fake_npu.install()
+    base = torch.randn(6, 4)
+    layer = LoRALayer("unet", "proj", torch.randn(2, 4), torch.randn(6, 2), 2.0, magnitude=torch.rand(6), base=base)
+    there = dataclasses.replace(layer, base=base.to("npu"))
+    return tuple(with_comfyui_magnitude(each).comfyui_magnitude for each in (layer, there))  # type: ignore[return-value]
+
+
+def test_a_base_on_the_device_meets_trained_weights_that_were_gathered_in_host_memory(tmp_path: Path) -> None:
+    ((wanted, found),) = run_ranks(magnitudes_of_a_sharded_layer, 1, tmp_path, gloo=False)
+    assert torch.equal(found, wanted)

@@ -276,7 +276,7 @@ class NpuTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: NpuTensor) -> None:
-        """What `module.to(dtype)` does to a parameter: it becomes another tensor, with what is inside of it."""
+        """Become another tensor, as a parameter does in `module.to(dtype)`, with the tensor inside of it."""
         torch.Tensor.data.__set__(self, value)
         self.inside = value.inside
 
