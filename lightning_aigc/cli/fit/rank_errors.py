@@ -6,15 +6,12 @@ notice that, until their timeout.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_aigc.cli.fit.config_errors import first_sentence
-from lightning_aigc.errors import UserError
-from lightning_aigc.gradient_sync.transport.process_groups import stopped_by
+from lightning_aigc.gradient_sync.transport.process_groups import raise_on_all_ranks
 
 
 def share_errors(module: Any, data: Any) -> None:
@@ -67,21 +64,3 @@ def end_started_ranks(trainer: Any) -> None:
     if not dist.is_initialized():
         for process in getattr(trainer.strategy.launcher, "procs", None) or ():
             process.kill()
-
-
-def raise_on_all_ranks(error: Exception | None) -> None:
-    """Raise this rank's error, or the first one of another rank. Collective; does nothing if no rank has one.
-
-    Raises: the rank's own error; ConfigError where another rank has one.
-    """
-    sentence = None
-    if error is not None:
-        said = first_sentence(str(error)) or "no message"
-        sentence = said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (socket.gethostname(), sentence))
-    if error is not None:
-        raise error
-    for rank, (host, said) in enumerate(everybody):
-        if said is not None:
-            raise stopped_by(rank, host, said)

@@ -15,6 +15,7 @@ from lightning_aigc.data.images.crop import Sample
 from lightning_aigc.data.index.filenames import print_anywhere
 from lightning_aigc.data.report.report import DataReport
 from lightning_aigc.errors import DataError
+from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
 
 TextCache = EmbeddingCache | InstructionCache
 Cache = LatentCache | SourceCache | TextCache
@@ -77,8 +78,8 @@ class EncodedCaches:
         cache = self._embeddings(samples, encoder.encoder_identity())
         rows = _rows_once(cache)
         is_first = trainer.is_global_zero
-        cache.fill(encoder, rows[trainer.global_rank :: trainer.world_size], self.batch_size, progress=is_first)
-        trainer.strategy.barrier("texts")
+        with errors_of_all_ranks():
+            cache.fill(encoder, rows[trainer.global_rank :: trainer.world_size], self.batch_size, progress=is_first)
         cache.fill(encoder, rows, self.batch_size, progress=False)
         return cache
 
@@ -104,10 +105,10 @@ class EncodedCaches:
                 "this model trains its text encoder, which changes the embeddings at every step, so they cannot be"
                 f" cached; set data.init_args.cache_text_embeddings: false, or {frozen_text_setting(encoder)}"
             )
-        lines = self.fill(encoder, samples, report, trainer.global_rank, trainer.world_size)
-        if trainer.is_global_zero:
-            print_anywhere(f"{title}: " + "; ".join(lines))
-        trainer.strategy.barrier("caches")
+        with errors_of_all_ranks():
+            lines = self.fill(encoder, samples, report, trainer.global_rank, trainer.world_size)
+            if trainer.is_global_zero:
+                print_anywhere(f"{title}: " + "; ".join(lines))
         self.open(encoder, trainer.num_devices)
         return lines
 

@@ -24,6 +24,7 @@ from lightning_aigc.diffusion.pipeline.encoders import FrozenEncoders
 from lightning_aigc.diffusion.pipeline.generate import on_device
 from lightning_aigc.errors import ConfigError, DataError, ModelError
 from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
 from lightning_aigc.protocols import HasExampleBatch
 from lightning_aigc.quantization.frozen import PackedBase, quantize_frozen_, quantize_layers, stored_bytes
 from lightning_aigc.quantization.layers import (
@@ -93,24 +94,14 @@ def pack_base(
         yield from outputs(device)
 
     def on_rank_zero(count: int, choose: Callable[[], list[Format | None]]) -> list[Format | None]:
-        chosen: list[Format | None] | ConfigError = []
-        failed: Exception | None = None
-        if trainer is None or trainer.is_global_zero:
-            rank_zero_info(f"base_quantization: measuring on real latents which of {count} weights need bits")
-            try:
+        chosen: list[Format | None] = []
+        with errors_of_all_ranks():
+            if trainer is None or trainer.is_global_zero:
+                rank_zero_info(f"base_quantization: measuring on real latents which of {count} weights need bits")
                 # Lightning makes new tensors on the device that trains; a step, as here, says where it makes one.
                 with isolate_rng(torch.device("cpu")), torch.device("cpu"):
                     chosen = choose()
-            except Exception as error:  # the other ranks wait for an answer
-                failed, reason = error, f"rank 0 could not measure ({type(error).__name__}: {error})"
-                chosen = error if isinstance(error, ConfigError) else ConfigError(f"base_quantization: {reason}")
-        if trainer is not None:
-            chosen = trainer.strategy.broadcast(chosen)
-        if failed is not None:
-            raise failed
-        if isinstance(chosen, ConfigError):
-            raise chosen
-        return chosen
+        return chosen if trainer is None else trainer.strategy.broadcast(chosen)
 
     with on_device(device, *modules) if target_mib(kind) is not None else contextlib.nullcontext():
         return quantize_frozen_(

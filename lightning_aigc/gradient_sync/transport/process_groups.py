@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from lightning_aigc.cluster.topology import node_key, nodes_of
-from lightning_aigc.errors import ConfigError
+from lightning_aigc.errors import ConfigError, UserError
 from lightning_aigc.gradient_sync.transport.chunked_exchange import chunked_where_slow
 from lightning_aigc.gradient_sync.transport.collectives import CountedGroup, Traffic
 
@@ -111,6 +113,41 @@ def reason_of(error: BaseException) -> str:
 def stopped_by(rank: int, host: str, sentence: str) -> ConfigError:
     """Return the error of a rank that stops because another rank did, with that rank's sentence."""
     return ConfigError(f"rank {rank} ({host}) stopped, and this rank with it: {sentence}")
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise this rank's error, or the first one of another rank. Collective; does nothing if no rank has one.
+
+    Call it where ranks worked apart, before a collective that a rank with an error would leave out.
+
+    Raises: the rank's own error; ConfigError where another rank has one.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        sentence = None
+        if error is not None:
+            said = reason_of(error).partition(" Find a complete list")[0]  # Lightning's pointer to its documentation
+            sentence = said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (socket.gethostname(), sentence))
+        failed = ((rank, host, said) for rank, (host, said) in enumerate(everybody) if said is not None)
+        for rank, host, said in failed if error is None else ():
+            raise stopped_by(rank, host, said)
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def errors_of_all_ranks() -> Iterator[None]:
+    """Meet the other ranks at the end of the block, with an error if one rank has one. Collective.
+
+    Raises: as `raise_on_all_ranks`.
+    """
+    failed = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    raise_on_all_ranks(failed)
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:

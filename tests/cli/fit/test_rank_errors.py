@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 from fakes.processes.ranks import run_ranks
+from lightning_aigc.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loggers and folders
 
@@ -69,6 +71,64 @@ def test_what_one_rank_refuses_all_ranks_say(
         assert words.format(nowhere) in error and "Traceback" not in said
         assert (f"rank {odd_rank} (" in error and "stopped, and this rank with it" in error) == (rank != odd_rank)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+def fail_apart(rank: int, where: str) -> list[str]:
+    """Errors of two ranks of which one fails where each works alone, before a collective of both."""
+    from lightning_aigc.data.cache import encoded_caches
+    from lightning_aigc.diffusion.pipeline import quantized_base
+    from lightning_aigc.gradient_sync.transport.process_groups import raise_on_all_ranks
+
+    def fill(*_: Any, **__: Any) -> Any:
+        if rank == 1:
+            raise DataError("the disk is full")
+        return []
+
+    def measure(*_: Any, **options: Any) -> Any:
+        def choose() -> Any:
+            raise torch.OutOfMemoryError("out of memory")
+
+        return options["decide"](1, choose)
+
+    group = SimpleNamespace(world_size=2, global_rank=rank, is_global_zero=rank == 0, num_devices=2)
+    group.strategy = SimpleNamespace(root_device=torch.device("cpu"), broadcast=_broadcast)
+    errors = []
+    cache = SimpleNamespace(keys=[], fill=fill)
+    for _ in range(2):  # a second time, as the collectives must fit after the first
+        try:
+            if where == "texts":
+                caches = encoded_caches.EncodedCaches.__new__(encoded_caches.EncodedCaches)
+                caches._embeddings, caches.batch_size = lambda *_: cache, 1  # type: ignore[assignment, method-assign]
+                caches.fill_texts_together(group, SimpleNamespace(encoder_identity=dict), [])  # type: ignore[arg-type]
+            else:
+                quantized_base.quantize_frozen_ = measure  # type: ignore[assignment]
+                parts = SimpleNamespace(family=SimpleNamespace(denoiser_name="unet"), denoiser=torch.nn.Identity(),
+                                        text_encoders=(), vae=torch.nn.Linear(1, 1), stored_texts=None)  # fmt: skip
+                quantized_base.pack_base(torch.nn.Linear(1, 1), parts, {"target_mib": 1}, None, iter, group)  # type: ignore[arg-type]
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    raise_on_all_ranks(None)
+    return errors
+
+
+def _broadcast(value: Any) -> Any:
+    held = [value]
+    torch.distributed.broadcast_object_list(held)
+    return held[0]
+
+
+@pytest.mark.parametrize(
+    ("where", "odd_rank", "said"),
+    [("texts", 1, "DataError: the disk is full"), ("budget", 0, "OutOfMemoryError: out of memory")],
+)
+def test_an_error_where_each_rank_works_alone_is_not_waited_for(
+    where: str, odd_rank: int, said: str, tmp_path: Path
+) -> None:
+    ends = run_ranks(fail_apart, 2, tmp_path, where)
+    assert ends[odd_rank] == [said] * 2
+    for error in ends[1 - odd_rank]:
+        assert error.startswith(f"ConfigError: rank {odd_rank} (")
+        assert error.endswith(f"stopped, and this rank with it: {said.removeprefix('DataError: ')}")
 
 
 @pytest.mark.long

@@ -165,28 +165,6 @@ def test_a_budget_is_measured_on_the_pictures_of_the_data_module(sd: str, tmp_pa
     assert all(torch.equal(state, torch.get_rng_state()) for state in states[1:])  # equal LoRAs, whatever is packed
 
 
-@pytest.mark.parametrize("is_rank_zero", [True, False])
-def test_an_error_of_rank_zero_while_it_measures_ends_all_ranks(is_rank_zero: bool, sd: str) -> None:
-    sent: list[Any] = []
-
-    def broadcast(value: Any) -> Any:
-        sent.append(value)
-        return value if is_rank_zero else ConfigError("base_quantization: rank 0 could not measure")
-
-    def run_out_of_memory(count: int) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    module = make_module(sd, BUDGET)
-    module._trainer = SimpleNamespace(  # type: ignore[assignment]
-        precision="32-true", is_global_zero=is_rank_zero, datamodule=SimpleNamespace(example_batch=run_out_of_memory),
-        strategy=SimpleNamespace(broadcast=broadcast, root_device=torch.device("cpu")),
-        state=SimpleNamespace(fn=TrainerFn.FITTING),
-    )  # fmt: skip
-    with pytest.raises(torch.OutOfMemoryError if is_rank_zero else ConfigError):
-        module.loaded()
-    assert len(sent) == 1 and (not is_rank_zero or "OutOfMemoryError: out of memory" in str(sent[0]))
-
-
 @pytest.mark.parametrize(("free_mib", "wanted"), [(1000, "meta"), (1, "cpu")])
 def test_a_budget_is_measured_on_the_device_that_trains_where_the_base_fits(
     free_mib: int, wanted: str, monkeypatch: pytest.MonkeyPatch
