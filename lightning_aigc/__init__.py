@@ -4,9 +4,7 @@ Importing this package registers "npu" and "npu_sparse" with Lightning once Ligh
 `pytorch_lightning`, the first that the program imports.
 """
 
-from functools import partial
-
-from lightning_aigc._real_rotary import QWEN_IMAGE, Z_IMAGE, use_real_rotary
+from lightning_aigc._real_rotary import QWEN_IMAGE, Z_IMAGE, real_rotary_of
 from lightning_aigc._registration import when_imported
 from lightning_aigc._third_party_imports import declare_missing_operators
 
@@ -43,7 +41,7 @@ def _expand_masks() -> None:
 
 when_imported("torch", _expand_masks)
 for _module_name in (*Z_IMAGE, QWEN_IMAGE):
-    when_imported(_module_name, partial(use_real_rotary, _module_name))
+    when_imported(_module_name, real_rotary_of(_module_name))
 when_imported("lightning.pytorch", _register_with_lightning)
 when_imported("pytorch_lightning", _register_with_pytorch_lightning)
 

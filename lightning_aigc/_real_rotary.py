@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 Z_IMAGE = (
@@ -22,6 +23,15 @@ Z_IMAGE = (
 QWEN_IMAGE = "diffusers.models.transformers.transformer_qwenimage"
 LARGEST_CACHE = 64
 """Sizes of images and lengths of texts whose positions are kept on the device."""
+
+
+def real_rotary_of(module_name: str) -> Callable[[], None]:
+    """Return the function that changes one of diffusers' modules above."""
+
+    def change() -> None:
+        use_real_rotary(module_name)
+
+    return change
 
 
 def use_real_rotary(module_name: str) -> None:

@@ -51,7 +51,8 @@ def gradients(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str
     model.zero_grad(set_to_none=True)
     output = call(model)
     torch.manual_seed(3)
-    (output * torch.randn(output.shape)).sum().backward()  # randn_like would draw in the order of the strides
+    weights = torch.randn(output.shape).to(output.device)  # randn_like would draw in the order of the strides
+    (output * weights).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"output": output.detach()}
 
 
