@@ -85,7 +85,7 @@ def work_of(config: Path) -> str:
     return json.dumps([family_of(config), given], sort_keys=True)
 
 
-def run_config(config: Path, folder: Path, base: str) -> dict[str, Any]:
+def run_config(config: Path, folder: Path, base: str, accelerator: str = "cpu") -> dict[str, Any]:
     """Train the config for STEPS steps on four images, then once more from the snapshot after the first step.
 
     Returns: losses (hexadecimal), files (sha256 by name), and resumed (the same of the second run).
@@ -101,7 +101,7 @@ def run_config(config: Path, folder: Path, base: str) -> dict[str, Any]:
     overlay: dict[str, Any] = {
         "threads": 1,
         "trainer": {
-            "accelerator": "cpu", "devices": 1, "num_nodes": 1, "default_root_dir": str(run), "logger": False,
+            "accelerator": accelerator, "devices": 1, "num_nodes": 1, "default_root_dir": str(run), "logger": False,
             "strategy": strategy if isinstance(strategy, dict) else "auto", "enable_progress_bar": False,
             "callbacks": [
                 {"class_path": "ExactSnapshot", "init_args": {"every_n_steps": 1, "keep_last": 9}},
