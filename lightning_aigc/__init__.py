@@ -4,6 +4,8 @@ Importing this package registers "npu" and "npu_sparse" with Lightning once Ligh
 `pytorch_lightning`, the first that the program imports.
 """
 
+from importlib.util import find_spec
+
 from lightning_aigc._real_rotary import QWEN_IMAGE, Z_IMAGE, real_rotary_of
 from lightning_aigc._registration import when_imported
 from lightning_aigc._third_party_imports import declare_missing_operators
@@ -40,8 +42,9 @@ def _expand_masks() -> None:
 
 
 when_imported("torch", _expand_masks)
-for _module_name in (*Z_IMAGE, QWEN_IMAGE):
-    when_imported(_module_name, real_rotary_of(_module_name))
+if find_spec("torch_npu") is not None:
+    for _module_name in (*Z_IMAGE, QWEN_IMAGE):
+        when_imported(_module_name, real_rotary_of(_module_name))
 when_imported("lightning.pytorch", _register_with_lightning)
 when_imported("pytorch_lightning", _register_with_pytorch_lightning)
 

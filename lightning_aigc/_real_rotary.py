@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -35,9 +34,9 @@ def real_rotary_of(module_name: str) -> Callable[[], None]:
 
 
 def use_real_rotary(module_name: str) -> None:
-    """Change one of diffusers' modules above, once; does nothing without torch_npu."""
+    """Change one of diffusers' modules above, once."""
     module = importlib.import_module(module_name)
-    if hasattr(module, "has_real_rotary") or importlib.util.find_spec("torch_npu") is None:
+    if hasattr(module, "has_real_rotary"):
         return
     module.has_real_rotary = True  # type: ignore[attr-defined]
     if module_name == QWEN_IMAGE:

@@ -97,7 +97,6 @@ SCRIPT = """
 import sys
 import lightning_aigc
 assert not {"lightning", "pytorch_lightning", "lightning_aigc.accelerators"} & sys.modules.keys()
-from lightning_aigc._registration import _waiting
 import pytorch_lightning
 assert "lightning" not in sys.modules
 registries = {"accelerator": pytorch_lightning.accelerators.AcceleratorRegistry["npu"],
@@ -113,7 +112,7 @@ for arguments in ({"accelerator": "npu"}, {"strategy": "npu_sparse"}):
         assert said + "imports from lightning.pytorch by `from pytorch_lightning import Trainer" in str(error), error
     else:
         raise AssertionError(arguments)
-assert not {"torch", "lightning.pytorch", "pytorch_lightning"} & _waiting.keys()
+assert not any(type(finder).__module__ == "lightning_aigc._registration" for finder in sys.meta_path)
 """
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fakes.processes.ranks import run_ranks
 from lightning_aigc import _real_rotary
-from lightning_aigc._real_rotary import rotate, use_real_rotary
+from lightning_aigc._real_rotary import rotate
 from lightning_aigc.precision.blocks.stream_attention import rotary_of_complex
 
 B, T, H, D = 2, 6, 3, 16
@@ -91,7 +91,6 @@ def test_positions_on_an_npu_are_those_of_the_cpu(tmp_path: Path) -> None:
 
 
 def test_without_torch_npu_nothing_is_changed() -> None:
-    stock = transformer_z_image.RopeEmbedder.__call__
-    for name in (*_real_rotary.Z_IMAGE, _real_rotary.QWEN_IMAGE):
-        use_real_rotary(name)
-    assert transformer_z_image.RopeEmbedder.__call__ is stock and not hasattr(stock, "__wrapped__")
+    for module in (transformer_z_image, controlnet_z_image, transformer_qwenimage):
+        assert not hasattr(module, "has_real_rotary")
+    assert not hasattr(transformer_z_image.RopeEmbedder.__call__, "__wrapped__")

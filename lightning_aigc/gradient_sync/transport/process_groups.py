@@ -145,7 +145,7 @@ def errors_of_all_ranks() -> Iterator[None]:
     failed = None
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised below, once the other ranks know of it
         failed = error
     raise_on_all_ranks(failed)
 

@@ -105,7 +105,7 @@ def fail_apart(rank: int, where: str) -> list[str]:
                 parts = SimpleNamespace(family=SimpleNamespace(denoiser_name="unet"), denoiser=torch.nn.Identity(),
                                         text_encoders=(), vae=torch.nn.Linear(1, 1), stored_texts=None)  # fmt: skip
                 quantized_base.pack_base(torch.nn.Linear(1, 1), parts, {"target_mib": 1}, None, iter, group)  # type: ignore[arg-type]
-        except Exception as error:
+        except Exception as error:  # the test compares it
             errors.append(f"{type(error).__name__}: {error}")
     raise_on_all_ranks(None)
     return errors

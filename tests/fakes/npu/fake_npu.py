@@ -16,7 +16,6 @@ Torch requests pinned memory from a backend in C++, which a Python backend canno
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import types
 import warnings
@@ -422,13 +421,10 @@ def install() -> None:
 
 def apply_patches() -> None:
     """Change torch and diffusers as `import lightning_aigc` does on a machine where torch_npu is installed."""
-    changed = (*Z_IMAGE, QWEN_IMAGE)
-    for name in changed:
-        importlib.import_module(name)  # with the packages that are installed here
+    for name in (*Z_IMAGE, QWEN_IMAGE):
+        use_real_rotary(name)
     with mock.patch("importlib.util.find_spec"):
         expand_masks()
-        for name in changed:
-            use_real_rotary(name)
 
 
 def pin_everything() -> None:
