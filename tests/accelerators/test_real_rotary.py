@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from diffusers.models.controlnets import controlnet_z_image
 from diffusers.models.transformers import transformer_qwenimage, transformer_z_image
 from torch import Tensor, nn
 
+from fakes.processes.programs import WITHOUT_COLLECTIONS
 from fakes.processes.ranks import run_ranks
 from lightning_aigc import _real_rotary
 from lightning_aigc._real_rotary import rotate
@@ -94,3 +97,19 @@ def test_without_torch_npu_nothing_is_changed() -> None:
     for module in (transformer_z_image, controlnet_z_image, transformer_qwenimage):
         assert not hasattr(module, "has_real_rotary")
     assert not hasattr(transformer_z_image.RopeEmbedder.__call__, "__wrapped__")
+
+
+SCRIPT = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+import lightning_aigc
+from lightning_aigc._real_rotary import QWEN_IMAGE, Z_IMAGE
+assert all(importlib.import_module(name).has_real_rotary for name in (*Z_IMAGE, QWEN_IMAGE))
+"""
+
+
+def test_diffusers_modules_are_changed_once_they_are_imported_where_torch_npu_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu.py").write_text("")
+    command = [sys.executable, "-c", WITHOUT_COLLECTIONS + SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
