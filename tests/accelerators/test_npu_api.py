@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fakes.npu.fake_npu import NpuModule
 from fakes.npu.npu_api import CALLS, EVENT_CALLS, STREAM_CALLS
+from fakes.npu.npu_module import NpuModule
 from fakes.npu.npu_streams import NpuEvent, NpuStream
 
 ROOT = Path(__file__).parents[2]

@@ -299,6 +299,25 @@ def test_with_two_ranks_only_rank_zero_draws(tmp_path: Path) -> None:
     assert (tmp_path / "trained0.txt").read_text() == (tmp_path / "trained1.txt").read_text()
 
 
+def fail_as_a_rank(rank: int, folder: str) -> str:
+    class Raises(Painter):
+        def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
+            raise ZeroDivisionError("in sample")
+
+    warnings.simplefilter("ignore")
+    try:
+        make_trainer(Path(folder), SampleGrid(["a"]), max_steps=4, devices=2, strategy="ddp").fit(Raises(), data())
+    except (ZeroDivisionError, ConfigError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_rank_zero_is_raised_on_the_other_rank_before_its_next_step(tmp_path: Path) -> None:
+    said = run_ranks(fail_as_a_rank, 2, tmp_path / "ranks", str(tmp_path), gloo=False)
+    assert said[0] == "in sample"
+    assert "stopped, and this rank with it: ZeroDivisionError: in sample" in said[1]
+
+
 class Counting(Painter):
     """Leaves files named by rank: a letter for each call of `sample`, and the trained weights."""
 

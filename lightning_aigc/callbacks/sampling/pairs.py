@@ -15,6 +15,7 @@ from lightning_aigc.callbacks.sampling.gathered import gathered_weights
 from lightning_aigc.callbacks.sampling.judges import Judge, Pair
 from lightning_aigc.errors import ModelError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
+from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
 from lightning_aigc.protocols import HasValidationPrompts, SupportsSampling
 from lightning_aigc.rng import isolate_rng
 from lightning_aigc.sharding.local_parts import original_class
@@ -86,12 +87,16 @@ def sample_on_all_ranks(
     Args:
         judge: scores the images, on every rank or on none.
         warn_of_broken: whether the judge warns of images that cannot be right; without, leave that to `check_images`.
-    Raises: SamplingTooSlow on every rank, where sampling would take too long on any.
+    Raises: SamplingTooSlow on every rank, where sampling would take too long on any; ConfigError where another rank
+        has an error, which that rank raises itself.
     """
     rank, world = trainer.global_rank, trainer.world_size
     share = pairs[rank::world]
-    images = _sample_share(trainer, pl_module, share)
-    scores = None if images is None or judge is None else _score(judge, images, share, warn_of_broken)
+    with errors_of_all_ranks():
+        images, slow = _sample_share(pl_module, share)
+        scores = None if images is None or judge is None else _score(judge, images, share, warn_of_broken)
+    if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
+        raise slow or SamplingTooSlow("another rank was too slow")
     names = judge.names if judge is not None else ()
     if world > 1:
         scores, images = _gather(pl_module, len(pairs), world, scores, images, len(names))
@@ -99,17 +104,13 @@ def sample_on_all_ranks(
     return SampledPairs(images.cpu(), {} if scores is None else dict(zip(names, scores, strict=True)))
 
 
-def _sample_share(trainer: Trainer, pl_module: LightningModule, share: Sequence[Pair]) -> Tensor | None:
-    """This rank's images, None where it has no pair: every rank comes to the decision, whatever it drew."""
-    images, slow = None, None
+def _sample_share(pl_module: LightningModule, share: Sequence[Pair]) -> tuple[Tensor | None, SamplingTooSlow | None]:
+    """This rank's images, None where it has no pair or was too slow."""
     try:
         with gathered_weights(pl_module), isolate_rng(pl_module.device), evaluating(pl_module):
-            images = sample_pairs(pl_module, share) if share else None
+            return (sample_pairs(pl_module, share) if share else None), None
     except SamplingTooSlow as error:
-        slow = error
-    if trainer.strategy.reduce_boolean_decision(slow is not None, all=False):
-        raise slow or SamplingTooSlow("another rank was too slow")
-    return images
+        return None, error
 
 
 def _score(judge: Judge, images_N3HW: Tensor, share: Sequence[Pair], warn_of_broken: bool) -> Tensor:

@@ -13,18 +13,19 @@ from torch import Tensor, nn
 
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.callbacks.sampling.pairs import make_pairs, sample_on_all_ranks
-from lightning_aigc.errors import SamplingTooSlow
+from lightning_aigc.errors import ConfigError, SamplingTooSlow
 
 
 class Colours(nn.Module):
     """An image's every value is its seed over 100."""
 
     device = torch.device("cpu")
-    slow_rank = -1
+    failing_rank = -1
+    error: Exception = SamplingTooSlow("an hour")
 
     def sample(self, prompts: list[str], seeds: list[int]) -> Tensor:
-        if dist.get_rank() == self.slow_rank:
-            raise SamplingTooSlow("an hour")
+        if dist.get_rank() == self.failing_rank:
+            raise self.error
         self.drawn = list(zip(prompts, seeds, strict=True))
         return torch.stack([torch.full((3, 4, 6), seed / 100) for seed in seeds])
 
@@ -49,16 +50,16 @@ def any_rank(decision: bool, all: bool) -> bool:  # noqa: A002  Lightning's name
     return bool(votes)
 
 
-def sample(rank: int, seeds: int, has_judge: bool, slow_rank: int) -> Any:
+def sample(rank: int, seeds: int, has_judge: bool, failing_rank: int, error: Exception | None = None) -> Any:
     strategy = SimpleNamespace(reduce_boolean_decision=any_rank)
     trainer: Any = SimpleNamespace(global_rank=rank, world_size=dist.get_world_size(), strategy=strategy)
     module: Any = Colours()
-    module.slow_rank = slow_rank
+    module.failing_rank, module.error = failing_rank, error or module.error
     judge: Any = Judge() if has_judge else None
     try:
         found = sample_on_all_ranks(trainer, module, make_pairs(["a", "bcd"], range(seeds)), judge)
-    except SamplingTooSlow as error:
-        return str(error)
+    except (SamplingTooSlow, ConfigError, ZeroDivisionError) as raised:
+        return str(raised)
     return getattr(module, "drawn", []), found.images, found.scores
 
 
@@ -84,3 +85,10 @@ def test_three_ranks_draw_each_pair_once_and_all_have_the_results_in_order(
 def test_a_slow_rank_ends_the_sampling_on_every_rank(tmp_path: Path) -> None:
     said = run_ranks(sample, 2, tmp_path, 2, True, 1)
     assert said == ["another rank was too slow", "an hour"]
+
+
+def test_an_error_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
+    error = ZeroDivisionError("in sample")
+    said = run_ranks(sample, 2, tmp_path, 2, True, 1, error)
+    assert said[1] == "in sample"
+    assert "stopped, and this rank with it: ZeroDivisionError: in sample" in said[0]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fakes.models import tiny_transformers as tiny
 from fakes.models.graphed_denoisers import Run, fresh, same, two_levels
-from fakes.npu.fake_npu import NpuGraph, NpuModule, NpuStream
+from fakes.npu.npu_module import NpuGraph, NpuModule
+from fakes.npu.npu_streams import NpuStream
 from fakes.recorded_graphs import Finding, RecordedGraphs
 from lightning_aigc.precision.graph.device_graphs import DeviceGraphs, reason_against_graphs
 
