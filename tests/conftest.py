@@ -73,12 +73,13 @@ def pytest_collection_finish() -> None:
 
 
 LONGEST = (
-    "test_golden", "test_exact_snapshot", "test_families", "test_stable_diffusion_lora", "test_graphs",
-    "test_config_errors", "test_faults", "test_replaced_forwards", "test_configs", "test_ranks_agree", "test_fit",
-    "test_embedded_model", "test_reader", "test_validation", "test_hub", "test_sharded_results", "test_half_precision",
-    "test_bytes", "test_base_quantization",
+    "test_golden", "test_edit_families", "test_graphs", "test_exact_snapshot", "test_base_quantization",
+    "test_families", "test_stable_diffusion_lora", "test_init_transformers", "test_validation", "test_stable_diffusion",
+    "test_config_errors", "test_on_fake_npu", "test_faults", "test_fit", "test_half_precision", "test_ranks_agree",
+    "test_sharded_results", "test_rank_errors", "test_hub", "test_joint_attention", "test_zero",
+    "test_zero_between_nodes",
 )  # fmt: skip
-"""Modules of a minute and more, which run first: a last one would keep a core while the others have nothing to do."""
+"""Modules of half a minute and more, which run first: a last one would keep one core and leave the others idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
