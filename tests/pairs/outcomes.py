@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
 from fakes.npu import fake_npu
 from fakes.processes.ranks import forking_context, meeting_point
+from lightning_aigc.checkpoint.files.storage import complete_folders
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from lightning_aigc.diffusion.pipeline import streamed_base
@@ -45,8 +48,10 @@ class Ended(NamedTuple):
         return sorted({line for line in self.said.splitlines() if line.startswith("error:")})
 
 
-def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None, device: str = "cpu") -> Ended:
-    """Run the `lightning` command on these ranks; with `kill_when`, kill them once a file of that pattern is there.
+def run(
+    *words: object, log: Path, ranks: int = 1, kill_when: Callable[[], bool] | None = None, device: str = "cpu"
+) -> Ended:
+    """Run the `lightning` command on these ranks, and kill them once `kill_when` says so.
 
     The ranks are forked from a server that has imported everything, as torchrun would start them otherwise.
     """
@@ -60,12 +65,13 @@ def run(*words: object, log: Path, ranks: int = 1, kill_when: Path | None = None
             process.start()
         ends = time.monotonic() + LIMIT_S
         while any(process.is_alive() for process in processes) and time.monotonic() < ends:
-            if kill_when is not None and any(kill_when.parent.glob(kill_when.name)):
+            if kill_when is not None and kill_when():
                 break
             time.sleep(0.05)
         is_late = time.monotonic() >= ends
         for process in processes:
             process.kill()
+        for process in processes:
             process.join()
     said = "".join(Path(f"{log}.{rank}").read_text(encoding="utf-8", errors="replace") for rank in range(ranks))
     assert not is_late, f"no end after {LIMIT_S} s: {said[-2000:]}"
@@ -108,11 +114,15 @@ def train(row: Row, config: Path, root: Path) -> Ended:
         return run("fit", "-c", config, log=config.with_name("fit.log"), ranks=ranks, device=row["device"])
     snapshots, log = root / "snapshots", config.with_name("killed.log")
     on: dict[str, Any] = {"ranks": ranks, "device": row["device"]}
-    killed = run("fit", "-c", config, log=log, kill_when=snapshots / "*" / "manifest.json", **on)
-    assert killed.code != 0 or (root / "report.html").exists(), killed.said[-2000:]
-    if killed.errors:
+    killed = run(
+        "fit", "-c", config, log=log, kill_when=lambda: snapshots.is_dir() and any(complete_folders(snapshots)), **on
+    )
+    if killed.code > 0:  # it was refused
         return killed
-    return run("fit", "-c", config, "--resume", log=config.with_name("fit.log"), **on)
+    assert killed.code == -signal.SIGKILL, killed.said[-2000:]
+    resumed = run("fit", "-c", config, "--resume", log=config.with_name("fit.log"), **on)
+    assert resumed.code or "resuming from" in resumed.said, resumed.said[-2000:]
+    return resumed
 
 
 def check_result(row: Row, base: Path, root: Path, source: Path | None) -> None:

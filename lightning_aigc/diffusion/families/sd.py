@@ -5,6 +5,7 @@ Legend: B batch, C channels, H and W latent height and width, S pixels, T text t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -174,7 +175,7 @@ class StableDiffusion(Family):
             mask = tokens.attention_mask.to(device) if getattr(encoder.config, "use_attention_mask", False) else None
             is_trained = any(p.requires_grad for p in encoder.parameters())
             # A trained encoder holds fp32 LoRA weights on a half-precision base and needs the Trainer's autocast.
-            with torch.enable_grad() if is_trained and torch.is_grad_enabled() else float32_region(device):
+            with contextlib.nullcontext() if is_trained else float32_region(device):
                 outputs.append(self._read(encoder, tokens.input_ids.to(device), mask))
         embeddings = self._embeddings(outputs)
         if components.zeros_for_empty and not all(prompts):

@@ -129,6 +129,17 @@ def test_sdxl_leaves_frozen_what_it_does_not_read(sdxl: str, tmp_path: Path) -> 
         assert parameter.grad is not None or not parameter.requires_grad, name
 
 
+def test_a_trained_text_encoder_is_read_in_autocast_without_gradients_too(sdxl: str) -> None:
+    """`zero_3` gathers the trained layers in bfloat16, and the frozen last one stays in float32."""
+    module = StableDiffusionFineTuning(sdxl, trained_parts=["text_encoder*"], **QUICK)
+    for parameter in (p for encoder in module.loaded().text_encoders for p in encoder.parameters()):
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        texts = module.encoders.condition({"captions": ["a red cup"]}, with_gradients=False)
+    assert texts["prompt_embeds"].isfinite().all() and not texts["prompt_embeds"].requires_grad
+
+
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
