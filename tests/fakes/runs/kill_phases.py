@@ -11,7 +11,7 @@ from typing import Any
 from lightning_aigc.callbacks import ExactSnapshot, clip_convergence_guard, sample_grid
 from lightning_aigc.callbacks.run_report import run_report
 from lightning_aigc.checkpoint import SnapshotWriter
-from lightning_aigc.diffusion import StableDiffusionFineTuning, StableDiffusionLoRA
+from lightning_aigc.diffusion import DiffusionFineTuning, DiffusionLoRA
 from lightning_aigc.diffusion.lora import file as lora_file
 from lightning_aigc.metrics import CLIPSimilarity
 
@@ -37,14 +37,14 @@ def tell_phases(path: Path) -> None:
 
         setattr(owner, name, telling)
 
-    for module in (StableDiffusionLoRA, StableDiffusionFineTuning):
+    for module in (DiffusionLoRA, DiffusionFineTuning):
         tell(module, "sample", "drawing")
     tell(CLIPSimilarity, "scores", "scoring")
     tell(sample_grid, "draw_sheet", "sheet")
     tell(clip_convergence_guard, "draw_sheet", "sheet")
-    tell(StableDiffusionLoRA, "save_lora", "LoRA")
+    tell(DiffusionLoRA, "save_lora", "LoRA")
     tell(lora_file, "write_atomically", "LoRA file")
-    tell(StableDiffusionFineTuning, "save_model", "model")
+    tell(DiffusionFineTuning, "save_model", "model")
     tell(run_report, "render_run_page", "report")
     tell(SnapshotWriter, "amend", "mark")
     stock = ExactSnapshot.on_train_end
