@@ -33,7 +33,7 @@ demo-sd3: $(READY)  ## fine-tune the tiny Stable Diffusion 3 on the same brand; 
 test: $(READY)  ## every test that needs no accelerator, but for the long ones; on all cores
 	$(BIN)/python -m pytest -q -m "not long and not table and not browser and not pairs and not clients" $(PARALLEL)
 
-test-long: $(READY)  ## whole trainings, notebooks and models made anew: some ten minutes; on all cores
+test-long: $(READY)  ## whole trainings, notebooks and models made anew: twenty minutes on two cores
 	$(BIN)/python -m pytest -q -m long $(PARALLEL)
 
 test-pairs: $(READY)  ## each pair of options in a short training by the command line; MINUTES=10 begins none later, SEED=7 takes another array

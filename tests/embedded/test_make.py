@@ -17,7 +17,7 @@ from tools.embedded.pack import NAMES, pack
 from tools.embedded.train_base import build_vae
 from tools.embedded.train_judge import train_judge
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]  # making takes seven minutes
 
 
 @pytest.fixture(scope="module")
