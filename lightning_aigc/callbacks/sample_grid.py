@@ -19,7 +19,7 @@ from lightning_aigc.callbacks.sampling.pairs import find_prompts, make_pairs, re
 from lightning_aigc.callbacks.sampling.sheet import draw_sheet, log_picture, write_png
 from lightning_aigc.errors import ConfigError, SamplingTooSlow
 from lightning_aigc.evaluation_mode import evaluating
-from lightning_aigc.gradient_sync.transport.process_groups import raise_on_all_ranks
+from lightning_aigc.gradient_sync.transport.process_groups import errors_of_all_ranks
 from lightning_aigc.rng import isolate_rng
 
 
@@ -149,19 +149,17 @@ class SampleGrid(Callback):
         """Draw on rank zero alone, once weights are gathered; all ranks meet afterwards, and raise its error."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        failed = None
-        try:
-            with gathered_weights(pl_module):
-                if trainer.is_global_zero and not self._too_slow:
-                    with isolate_rng(pl_module.device), evaluating(pl_module):
-                        self._draw_on_rank_zero(trainer, pl_module)
-        except SamplingTooSlow as error:
-            self._too_slow = True  # on rank zero alone, hence every rank comes to the barrier below
-            warnings.warn(f"SampleGrid draws no more: {error}", stacklevel=2)
-        except Exception as error:  # raised below, once the other ranks know of it
-            failed = error
-        trainer.strategy.barrier("SampleGrid")
-        raise_on_all_ranks(failed)
+        with errors_of_all_ranks():
+            try:
+                with gathered_weights(pl_module):
+                    if trainer.is_global_zero and not self._too_slow:
+                        with isolate_rng(pl_module.device), evaluating(pl_module):
+                            self._draw_on_rank_zero(trainer, pl_module)
+            except SamplingTooSlow as error:
+                self._too_slow = True  # on rank zero alone, hence every rank comes to the barrier below
+                warnings.warn(f"SampleGrid draws no more: {error}", stacklevel=2)
+            finally:
+                trainer.strategy.barrier("SampleGrid")
 
     def _draw_on_rank_zero(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step = trainer.global_step

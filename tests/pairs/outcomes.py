@@ -23,7 +23,7 @@ from fakes.models.edit_pipelines import scale_sources_to
 from fakes.models.pipelines import SIDE
 from fakes.npu import fake_npu
 from fakes.processes.ranks import forking_context, meeting_point
-from lightning_aigc.checkpoint.files.storage import complete_folders
+from lightning_aigc.checkpoint import find_snapshots
 from lightning_aigc.cli import main
 from lightning_aigc.diffusion.families import CONTROLLED, FAMILIES
 from lightning_aigc.diffusion.pipeline import streamed_base
@@ -114,9 +114,7 @@ def train(row: Row, config: Path, root: Path) -> Ended:
         return run("fit", "-c", config, log=config.with_name("fit.log"), ranks=ranks, device=row["device"])
     snapshots, log = root / "snapshots", config.with_name("killed.log")
     on: dict[str, Any] = {"ranks": ranks, "device": row["device"]}
-    killed = run(
-        "fit", "-c", config, log=log, kill_when=lambda: snapshots.is_dir() and any(complete_folders(snapshots)), **on
-    )
+    killed = run("fit", "-c", config, log=log, kill_when=lambda: bool(find_snapshots(snapshots)), **on)
     if killed.code > 0:  # it was refused
         return killed
     assert killed.code == -signal.SIGKILL, killed.said[-2000:]

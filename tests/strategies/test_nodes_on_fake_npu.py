@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import lightning_aigc.strategies.zero.stage_1  # noqa: F401 - torch compiles on its import, with no fake npu yet
-from fakes.models.small_lightning import Small, make_batches
+from fakes.models.small_lightning import Small, fit
 from fakes.npu import fake_npu
 from fakes.processes.ranks import run_ranks
 from lightning_aigc.gradient_sync.transport import process_groups
@@ -40,15 +38,10 @@ class Noting(Small):
         return loss
 
 
-def fit(rank: int, accelerator: str, strategy: Any, **arguments: Any) -> Noting:
-    module = Noting()
-    trainer = Trainer(
-        accelerator=accelerator, devices=1, strategy=strategy, max_steps=STEPS, max_epochs=-1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **arguments,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(make_batches(rank, STEPS), batch_size=None))
-    assert module.devices == {accelerator}
+def train(rank: int, accelerator: str, strategy: Any, **arguments: Any) -> Noting:
+    steps = {"max_steps": STEPS, "max_epochs": -1}
+    module, _ = fit(rank, Noting(), batches=STEPS, accelerator=accelerator, strategy=strategy, **steps, **arguments)
+    assert isinstance(module, Noting) and module.devices == {accelerator}
     return module
 
 
@@ -70,7 +63,7 @@ def meeting(rank: int, accelerator: str) -> list[Any]:
         rendezvous=address, min_ranks=2, timeout=timedelta(seconds=60), mode="local", local_steps=3, average="top_k",
         top_k=1712, outer_momentum=0.3,
     )  # fmt: skip
-    module = fit(rank, accelerator, strategy)
+    module = train(rank, accelerator, strategy)
     return [module.losses, module.flat()]
 
 
@@ -79,7 +72,7 @@ def sharded_by_node(rank: int, accelerator: str, stage: Any, mode: Any) -> list[
     prepare(accelerator)
     os.environ |= {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}
     process_groups.node_key = lambda: f"node {rank // 2}"
-    return fit(rank, accelerator, ZeROStrategy(stage=stage, between_nodes=mode), num_nodes=4).losses
+    return train(rank, accelerator, ZeROStrategy(stage=stage, between_nodes=mode), num_nodes=4).losses
 
 
 def test_two_runs_that_meet_end_on_the_npu_as_on_a_cpu(tmp_path: Path) -> None:
